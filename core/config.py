@@ -1,0 +1,176 @@
+"""The configuration file, as types. Every field is documented here and nowhere else (`pdserve config` prints them).
+
+Unknown keys and bad values raise `ConfigError` with the dotted key, what was wrong and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from core.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    path: str = Field("tiny", description="'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json' or a folder")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto takes the checkpoint's own dtype")
+    name: str | None = Field(None, description="the name shown to clients; default: the folder's")
+
+
+class ClusterConfig(_Section):
+    """Which workers run, and where."""
+
+    prefill: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="prefill workers")
+    decode: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="decode workers")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray sees GPUs, else cpu")
+    cores_per_worker: Positive = Field(1, description="cores of a CPU device slot, and threads of its engine")
+    oversubscribe: bool = Field(False, description="allow more workers than device slots (they then share slots)")
+    address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
+    worker_resources: dict[str, float] = Field(
+        default_factory=dict, description="Ray resources each worker's bundle asks for instead of the device's own"
+    )
+    start_timeout_s: Seconds = Field(180.0, description="how long start-up may take before it is given up")
+
+
+class EngineConfig(_Section):
+    """One engine's memory and scheduling."""
+
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="tokens of a KV block; default 64 (few large blocks travel faster than many small ones)"
+    )
+    num_blocks: Positive | None = Field(None, description="KV blocks of the pool; default: what kv_memory_mb holds")
+    kv_memory_mb: Positive | None = Field(
+        None, description="memory of the KV pool in MiB; default 256 on a CPU, 80 % of what is free on a GPU"
+    )
+    max_num_batched_tokens: Positive = Field(512, description="token budget of one step; longer prompts are chunked")
+    max_num_seqs: Positive = Field(64, description="requests that may run in one step")
+    max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
+
+
+class TransferConfig(_Section):
+    """How KV blocks travel."""
+
+    transport: Literal["auto", "grpc_stream", "torch_dist", "loopback"] = Field(
+        "auto", description="auto: torch_dist (NCCL) between GPUs, else grpc_stream; loopback only within a process"
+    )
+    overlap: Literal["none", "chunk"] = Field(
+        "chunk", description="chunk: push each prefill chunk while the next is computed; none: push all at the end"
+    )
+    checksum: bool = Field(True, description="xxh3-64 over every message, verified before its blocks count as filled")
+    message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
+        2**20, description="target size of one message; blocks are coalesced up to it"
+    )
+    connect_timeout_s: Seconds = Field(10.0, description="how long a handshake with a peer may take")
+    lease_s: Seconds = Field(30.0, description="how long blocks are held for a silent peer")
+    interface: str | None = Field(None, description="address or host name this host's KV endpoint listens on")
+
+
+class RouterConfig(_Section):
+    """Which workers a request gets."""
+
+    policy: Literal["round_robin", "least_outstanding_tokens"] = Field(
+        "least_outstanding_tokens", description="how a worker is chosen among those that are ready"
+    )
+    prefill_backlog_tokens: Positive = Field(
+        1024, description="a prefill worker is free while fewer prompt tokens than this wait on it (or none at all)"
+    )
+    max_queue: Positive = Field(1024, description="requests that may wait; one more is refused (RESOURCE_EXHAUSTED)")
+    max_attempts: Positive = Field(3, description="attempts per request when workers or transfers fail")
+    heartbeat_s: Seconds = Field(0.5, description="how often workers report")
+    heartbeat_timeout_s: Seconds = Field(3.0, description="a worker silent for this long is taken for dead")
+
+
+class GatewayConfig(_Section):
+    """The front door."""
+
+    host: str = Field("0.0.0.0", description="address the gRPC server listens on")
+    port: Annotated[int, Field(ge=0, le=65_535)] = Field(50_051, description="port of the gRPC server; 0 picks one")
+    default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
+
+
+class TestingConfig(_Section):
+    """Hooks for tests; leave empty in service."""
+
+    delay_ms: dict[
+        Literal[
+            "network", "gateway", "route", "reserve", "dispatch", "prefill_queue", "prefill", "kv_exposed",
+            "decode_queue", "first_decode",
+        ],
+        Annotated[float, Field(ge=0)],
+    ] = Field(default_factory=dict, description="a delay planted in the named stage of every request")  # fmt: skip
+
+
+class PdserveConfig(_Section):
+    """The whole file."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="what is served")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="which workers run, and where")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and scheduling of each engine")
+    transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
+    testing: TestingConfig = Field(default_factory=TestingConfig, description="hooks for tests")
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> PdserveConfig:
+        """Check a mapping (a parsed YAML file); `ConfigError` names the first wrong key, dotted."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def load(cls, path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> PdserveConfig:
+        """The YAML file at ``path`` (None: defaults) with dotted ``overrides`` (None values are ignored) on top."""
+        data: dict[str, Any] = {}
+        if path is not None:
+            try:
+                loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+            if loaded is not None and not isinstance(loaded, dict):
+                raise ConfigError(f"{path}: the file must be a mapping of sections, not a {type(loaded).__name__}")
+            data = loaded or {}
+        for dotted, value in (overrides or {}).items():
+            if value is None:
+                continue
+            *sections, key = dotted.split(".")
+            place = data
+            for section in sections:
+                if not isinstance(place.setdefault(section, {}), dict):
+                    raise ConfigError(f"{section}: must be a mapping, not {place[section]!r}")
+                place = place[section]
+            place[key] = value
+        return cls.parse(data)
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]") or "(the file)"
+    if first["type"] == "extra_forbidden":
+        return f"{key}: unknown key; known here: {', '.join(_known_keys(first['loc'][:-1]))}"
+    return f"{key}: {first['msg']} (got {first['input']!r})"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    section: type[BaseModel] = PdserveConfig
+    for part in loc:
+        annotation = section.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
+    return sorted(section.model_fields)

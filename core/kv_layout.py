@@ -1,0 +1,66 @@
+"""The shape of the KV cache, as arithmetic: what a block holds, what a hand-off must weigh, whether two pools agree.
+
+A block holds ``block_size`` tokens of *all* layers, contiguously: ``[layers, 2, kv_heads, block_size, head_dim]``
+(2 = K, V). So a block travels as one run of bytes, and one layer of a block as one shorter run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from core.errors import LayoutMismatch
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What two workers must agree on before blocks may travel between them.
+
+    ``model_hash`` identifies the weights (not the folder), ``dtype`` is the pool's (a key of `DTYPE_BYTES`).
+    """
+
+    model_hash: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: K and V of ``block_size`` tokens in all layers."""
+        return self.token_bytes * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens occupy (the last may be partly filled)."""
+        return -(-num_tokens // self.block_size)
+
+    def expected_bytes(self, prompt_tokens: int, blocks_skipped: int = 0) -> int:
+        """Bytes a hand-off of this prompt must move: whole blocks, less those decode holds already, no retries."""
+        return (self.blocks_for(prompt_tokens) - blocks_skipped) * self.block_bytes
+
+    def check_compatible(self, other: KVLayout) -> None:
+        """Raise `LayoutMismatch` naming the first field in which ``other`` differs."""
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine != theirs:
+                raise LayoutMismatch(
+                    f"KV layout differs in {f.name}: {mine!r} here, {theirs!r} at the peer; "
+                    "all workers of a service must run the same model, dtype and block size"
+                )
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, data: dict[str, Any]) -> KVLayout:
+        """The layout that `to_wire` described; TypeError on missing or unknown fields."""
+        return cls(**data)

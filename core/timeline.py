@@ -1,0 +1,212 @@
+"""From events to the breakdown: one table says which stage lies between which events on whose clock.
+
+A request collects `Event`s: (kind, worker, that host's monotonic seconds). `breakdown` reads the stages of a figure
+(``ttft`` or ``ttft_decode``) from them. No stage is computed as what is left: the residue, ``unattributed``, is the
+client's own figure minus the sum, and shows whether the events leave a gap.
+
+A span whose two events lie on different hosts is corrected by the measured clock offsets; `Breakdown.clock_error_ms`
+bounds the error. Where two such spans of one stage go to the same worker and back (``dispatch`` of ``ttft``), the
+offset cancels: the stage is then the difference of two durations and exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+GATEWAY = "gateway"
+
+
+class EventKind(StrEnum):
+    """What can happen to a request. Clock: ``g`` gateway, ``p`` worker that prefills, ``d`` worker that decodes."""
+
+    RECEIVED = "received"  # g: the gateway has the request
+    TOKENIZED = "tokenized"  # g: tokens handed to the router
+    PAIR_CHOSEN = "pair_chosen"  # g: workers chosen, and the prefill worker is free
+    DESTINATION_KNOWN = "destination_known"  # g: decode has answered the reservation
+    PREFILL_SENT = "prefill_sent"  # g: the control call to the prefill worker leaves
+    PREFILL_RECEIVED = "prefill_received"  # p: ... and is there
+    PREFILL_SCHEDULED = "prefill_scheduled"  # p: first step that computes any of its tokens begins
+    TOKEN_1_SAMPLED = "token_1_sampled"  # p
+    TOKEN_1_ARRIVED = "token_1_arrived"  # g: the router has it
+    TOKEN_1_EMITTED = "token_1_emitted"  # g: written to the client's stream
+    KV_VERIFIED = "kv_verified"  # d: the last block is verified and in the pool
+    DECODE_SCHEDULED = "decode_scheduled"  # d: first step with this request begins
+    TOKEN_2_SAMPLED = "token_2_sampled"  # d
+    TOKEN_2_ARRIVED = "token_2_arrived"  # g
+    TOKEN_2_EMITTED = "token_2_emitted"  # g
+    FINISHED = "finished"  # g: the last token was written
+
+
+class Figure(StrEnum):
+    """The two honest figures: token 1 at the client, and token 2 (which has paid for the hand-off) at the client."""
+
+    TTFT = "ttft"
+    TTFT_DECODE = "ttft_decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened to a request: on ``worker`` (or `GATEWAY`), at ``time_s`` of that host's monotonic clock."""
+
+    kind: EventKind
+    worker: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """A worker's clock minus the gateway's, in seconds, give or take ``error_s`` (half the best round trip)."""
+
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From the first of ``starts`` that happened to ``end``. A span whose end did not happen counts nothing."""
+
+    starts: tuple[EventKind, ...]
+    end: EventKind
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A named part of a figure: the sum of its spans; ``what`` is shown to users."""
+
+    name: str
+    spans: tuple[Span, ...]
+    what: str
+
+
+_K = EventKind
+NETWORK, UNATTRIBUTED = "network", "unattributed"
+
+
+def _stages(arrived: EventKind, emitted: EventKind, sampled: EventKind) -> tuple[Stage, ...]:
+    """The stages every figure has, for the token whose three events these are."""
+    return (
+        Stage(
+            "gateway",
+            (Span((_K.RECEIVED,), _K.TOKENIZED), Span((arrived,), emitted)),
+            "tokenization before, detokenization after",
+        ),
+        Stage("route", (Span((_K.TOKENIZED,), _K.PAIR_CHOSEN),), "queueing for a free prefill worker, retries"),
+        Stage("reserve", (Span((_K.PAIR_CHOSEN,), _K.DESTINATION_KNOWN),), "decode makes room for the prompt's blocks"),
+        Stage(
+            "dispatch",
+            (Span((_K.PREFILL_SENT,), _K.PREFILL_RECEIVED), Span((sampled,), arrived)),
+            "control messages between gateway and workers",
+        ),
+        Stage("prefill_queue", (Span((_K.PREFILL_RECEIVED,), _K.PREFILL_SCHEDULED),), "waiting for the engine"),
+        Stage("prefill", (Span((_K.PREFILL_SCHEDULED,), _K.TOKEN_1_SAMPLED),), "computing the prompt"),
+    )
+
+
+_HANDOFF = (
+    Stage("kv_exposed", (Span((_K.TOKEN_1_SAMPLED,), _K.KV_VERIFIED),), "KV transfer not hidden behind the prefill"),
+    Stage(
+        "decode_queue",
+        (Span((_K.KV_VERIFIED, _K.TOKEN_1_SAMPLED), _K.DECODE_SCHEDULED),),
+        "waiting for a decode step",
+    ),
+    Stage("first_decode", (Span((_K.DECODE_SCHEDULED,), _K.TOKEN_2_SAMPLED),), "the step that makes token 2"),
+)
+
+STAGES: Mapping[Figure, tuple[Stage, ...]] = {
+    Figure.TTFT: _stages(_K.TOKEN_1_ARRIVED, _K.TOKEN_1_EMITTED, _K.TOKEN_1_SAMPLED),
+    Figure.TTFT_DECODE: (*_stages(_K.TOKEN_2_ARRIVED, _K.TOKEN_2_EMITTED, _K.TOKEN_2_SAMPLED), *_HANDOFF),
+}
+
+STAGE_NAMES: tuple[str, ...] = (NETWORK, *(s.name for s in STAGES[Figure.TTFT_DECODE]))
+
+EMITTED: Mapping[Figure, EventKind] = {
+    Figure.TTFT: EventKind.TOKEN_1_EMITTED,
+    Figure.TTFT_DECODE: EventKind.TOKEN_2_EMITTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """A figure's stages in milliseconds, in order, ``unattributed`` last; all of them sum to ``total_ms``."""
+
+    figure: Figure
+    total_ms: float
+    stages_ms: Mapping[str, float]
+    clock_error_ms: float
+
+    @property
+    def unattributed_ms(self) -> float:
+        """The client's figure minus the sum of the stages."""
+        return self.stages_ms[UNATTRIBUTED]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The events of one request (the last attempt's win) and the clock offsets of the workers in them."""
+
+    events: dict[EventKind, Event] = field(default_factory=dict)
+    clocks: dict[str, ClockOffset] = field(default_factory=dict)
+
+    def record(self, kind: EventKind, worker: str, time_s: float) -> None:
+        """Note an event; a later attempt's replaces an earlier one's."""
+        self.events[kind] = Event(kind, worker, time_s)
+
+    def extend(self, events: Iterable[Event]) -> None:
+        """Note several events."""
+        for event in events:
+            self.events[event.kind] = event
+
+    def forget(self, kinds: Iterable[EventKind]) -> None:
+        """Drop the events of an attempt that came to nothing."""
+        for kind in kinds:
+            self.events.pop(kind, None)
+
+    def has(self, kind: EventKind) -> bool:
+        """Whether ``kind`` happened."""
+        return kind in self.events
+
+    def gateway_time(self, kind: EventKind) -> float:
+        """When ``kind`` happened, in seconds of the gateway's clock; KeyError if it did not."""
+        event = self.events[kind]
+        offset = self.clocks.get(event.worker)
+        return event.time_s - (offset.offset_s if offset else 0.0)
+
+    def gateway_total_ms(self, figure: Figure) -> float | None:
+        """From the request's receipt to the writing of the figure's token, by the gateway's clock; None if it never
+        came to that (a one-token request has no ``ttft_decode``)."""
+        if not self.has(EMITTED[figure]) or not self.has(_K.RECEIVED):
+            return None
+        return (self.gateway_time(EMITTED[figure]) - self.gateway_time(_K.RECEIVED)) * 1e3
+
+    def breakdown(self, figure: Figure, client_total_ms: float | None = None) -> Breakdown | None:
+        """The figure's stages; None if its token was never written.
+
+        With the client's own figure, ``network`` is that minus the gateway's total; without it, the breakdown is the
+        gateway's own and has no ``network``.
+        """
+        gateway_total_ms = self.gateway_total_ms(figure)
+        if gateway_total_ms is None:
+            return None
+        stages_ms: dict[str, float] = {}
+        if client_total_ms is not None:
+            stages_ms[NETWORK] = client_total_ms - gateway_total_ms
+        involved: set[str] = set()
+        for stage in STAGES[figure]:
+            lengths = [self._length_ms(span, involved) for span in stage.spans]
+            if any(length is not None for length in lengths):
+                stages_ms[stage.name] = sum(length for length in lengths if length is not None)
+        total_ms = gateway_total_ms if client_total_ms is None else client_total_ms
+        stages_ms[UNATTRIBUTED] = total_ms - sum(stages_ms.values())
+        errors_s = [self.clocks[worker].error_s for worker in involved if worker in self.clocks]
+        return Breakdown(figure, total_ms, stages_ms, max(errors_s, default=0.0) * 1e3)
+
+    def _length_ms(self, span: Span, involved: set[str]) -> float | None:
+        start = next((kind for kind in span.starts if self.has(kind)), None)
+        if start is None or not self.has(span.end):
+            return None
+        workers = {self.events[start].worker, self.events[span.end].worker}
+        if len(workers) > 1:
+            involved |= workers
+        return (self.gateway_time(span.end) - self.gateway_time(start)) * 1e3

@@ -1,0 +1,82 @@
+"""What router, gateway and workers say of a worker and of the work on it: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from core.handoff import KVEndpoint, TransferProof
+from core.kv_layout import KVLayout
+from core.sampling import FinishReason, SamplingParams
+from core.timeline import Event
+
+
+class Role(StrEnum):
+    """What the router gives a worker; its engine can always do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself once; a new ``epoch`` means it (or its engine) started anew and holds nothing."""
+
+    worker_id: str
+    role: Role
+    epoch: str
+    control_address: str
+    kv_endpoint: KVEndpoint
+    node: str
+    device: str
+    pid: int
+    engine_pid: int
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    cuda_visible_devices: str
+    cores: str
+    version: str
+    engine_restarts: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says of itself with every heartbeat."""
+
+    free_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    peers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request as a worker gets it. ``token_ids`` are prompt and outputs so far, ``sampling.max_tokens`` counts
+    what is still wanted, ``sampling.seed`` is set, ``timeout_s`` is what is left of the deadline."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One message about a request from a worker: a token (or None), the events it knows of, and how it goes on.
+
+    ``events`` of a token: on prefill PREFILL_RECEIVED, PREFILL_SCHEDULED, TOKEN_1_SAMPLED with token 1; on decode
+    KV_VERIFIED, DECODE_SCHEDULED, TOKEN_2_SAMPLED with token 2; colocated, the first three with its first token and
+    DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last message
+    has a ``finish_reason``; a worker's error is raised instead.
+    """
+
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    events: tuple[Event, ...] = ()
+    proof: TransferProof | None = None

@@ -1,0 +1,49 @@
+"""How the router sees workers: a Protocol over plain values, no gRPC. `worker.client` satisfies it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from core.handoff import KVDestination
+from core.timeline import ClockOffset
+from core.worker import TokenOutput, Work, WorkerInfo
+
+
+class WorkerHandle(Protocol):
+    """A live worker. Every method raises from `core.errors` (WorkerLost when the connection broke).
+
+    Closing (``aclose``) one of the iterators early does not abort the request: call `abort`.
+    """
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What the worker last said of itself."""
+        ...
+
+    @property
+    def clock(self) -> ClockOffset:
+        """Its clock against ours."""
+        ...
+
+    async def reserve(self, work: Work) -> KVDestination:
+        """Make room for the prompt's KV on this (decode) worker; waits while it is full, at most ``timeout_s``."""
+        ...
+
+    def decode(self, request_id: str) -> AsyncIterator[TokenOutput]:
+        """The outputs of a reserved request, from token 2 (its first message carries the proof). If prefill's token
+        ended the request, one message without a token: proof and finish reason."""
+        ...
+
+    def prefill(self, work: Work, destination: KVDestination | None) -> AsyncIterator[TokenOutput]:
+        """Run the prompt, push its blocks to ``destination``, give one token, then end (the blocks are released by
+        worker and receiver between themselves). Without a destination nothing travels (one token is wanted)."""
+        ...
+
+    def run(self, work: Work) -> AsyncIterator[TokenOutput]:
+        """Prefill and decode here (colocated)."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Drop the request in whatever state it is in; never raises for one that is gone."""
+        ...
