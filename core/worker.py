@@ -42,6 +42,7 @@ class WorkerInfo:
     version: str
     engine_restarts: int
     ready: bool
+    clock_id: str = ""  # equal non-empty ids: the very same monotonic clock (`core.clock.clock_id`)
 
 
 @dataclass(frozen=True, slots=True)

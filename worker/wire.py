@@ -1,0 +1,220 @@
+"""Between the control protocol's protobuf messages and `core`'s plain values: the only file that knows both."""
+
+from __future__ import annotations
+
+from core.errors import PdserveError, from_wire, to_wire
+from core.handoff import KVDestination, KVEndpoint, TransferProof
+from core.kv_layout import KVLayout
+from core.sampling import FinishReason, SamplingParams
+from core.timeline import Event, EventKind
+from core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad, Work
+from pb import worker_pb2 as pb
+
+
+def endpoint_to_proto(endpoint: KVEndpoint) -> pb.Endpoint:
+    """`KVEndpoint` as a message."""
+    return pb.Endpoint(transport=endpoint.transport, address=endpoint.address)
+
+
+def endpoint_from_proto(message: pb.Endpoint) -> KVEndpoint:
+    """`KVEndpoint` from a message."""
+    return KVEndpoint(message.transport, message.address)
+
+
+def destination_to_proto(destination: KVDestination) -> pb.Destination:
+    """`KVDestination` as a message."""
+    return pb.Destination(
+        worker_id=destination.worker_id,
+        endpoint=endpoint_to_proto(destination.endpoint),
+        epoch=destination.epoch,
+        nonce=destination.nonce,
+        num_blocks=destination.num_blocks,
+        num_skipped=destination.num_skipped,
+    )
+
+
+def destination_from_proto(message: pb.Destination) -> KVDestination:
+    """`KVDestination` from a message."""
+    return KVDestination(
+        worker_id=message.worker_id,
+        endpoint=endpoint_from_proto(message.endpoint),
+        epoch=message.epoch,
+        nonce=message.nonce,
+        num_blocks=message.num_blocks,
+        num_skipped=message.num_skipped,
+    )
+
+
+def work_to_proto(work: Work) -> pb.Submit:
+    """`Work` as a message. Stop strings stay behind: they are the gateway's business."""
+    sampling = work.sampling
+    return pb.Submit(
+        request_id=work.request_id,
+        token_ids=work.token_ids,
+        sampling=pb.Sampling(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed or 0,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+        ),
+        timeout_s=work.timeout_s,
+    )
+
+
+def work_from_proto(message: pb.Submit) -> Work:
+    """`Work` from a message."""
+    sampling = message.sampling
+    return Work(
+        request_id=message.request_id,
+        token_ids=list(message.token_ids),
+        sampling=SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+        ),
+        timeout_s=message.timeout_s,
+    )
+
+
+def error_to_proto(error: BaseException) -> pb.Error:
+    """An error as ``(kind, message)``."""
+    kind, message = to_wire(error)
+    return pb.Error(kind=kind, message=message)
+
+
+def error_from_proto(message: pb.Error) -> PdserveError:
+    """The error that `error_to_proto` described."""
+    return from_wire(message.kind, message.message)
+
+
+def output_to_proto(request_id: str, output: TokenOutput) -> pb.Output:
+    """`TokenOutput` as a message; the events' worker is implied by the stream."""
+    message = pb.Output(request_id=request_id, finish_reason=output.finish_reason or "")
+    if output.token_id is not None:
+        message.token_id = output.token_id
+    for event in output.events:
+        message.events.append(pb.Event(kind=event.kind, time_s=event.time_s))
+    if output.proof is not None:
+        message.proof.CopyFrom(_proof_to_proto(output.proof))
+    return message
+
+
+def output_from_proto(worker_id: str, message: pb.Output) -> TokenOutput:
+    """`TokenOutput` from a message of ``worker_id``'s stream."""
+    return TokenOutput(
+        token_id=message.token_id if message.HasField("token_id") else None,
+        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        events=tuple(Event(EventKind(e.kind), worker_id, e.time_s) for e in message.events),
+        proof=_proof_from_proto(message.proof) if message.HasField("proof") else None,
+    )
+
+
+def _proof_to_proto(proof: TransferProof) -> pb.Proof:
+    return pb.Proof(
+        transport=proof.transport,
+        kv_bytes=proof.kv_bytes,
+        kv_bytes_retried=proof.kv_bytes_retried,
+        blocks_received=proof.blocks_received,
+        blocks_skipped=proof.blocks_skipped,
+        messages=proof.messages,
+        checksum=proof.checksum,
+        wire_ms=proof.wire_ms,
+        request_to_ready_ms=proof.request_to_ready_ms,
+    )
+
+
+def _proof_from_proto(message: pb.Proof) -> TransferProof:
+    return TransferProof(
+        transport=message.transport,
+        kv_bytes=message.kv_bytes,
+        kv_bytes_retried=message.kv_bytes_retried,
+        blocks_received=message.blocks_received,
+        blocks_skipped=message.blocks_skipped,
+        messages=message.messages,
+        checksum=message.checksum,
+        wire_ms=message.wire_ms,
+        request_to_ready_ms=message.request_to_ready_ms,
+    )
+
+
+def info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
+    """`WorkerInfo` as a message."""
+    return pb.WorkerInfo(
+        worker_id=info.worker_id,
+        role=info.role,
+        epoch=info.epoch,
+        control_address=info.control_address,
+        kv_endpoint=endpoint_to_proto(info.kv_endpoint),
+        node=info.node,
+        device=info.device,
+        pid=info.pid,
+        engine_pid=info.engine_pid,
+        layout=pb.Layout(**info.layout.to_wire()),
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        vocab_size=info.vocab_size,
+        cuda_visible_devices=info.cuda_visible_devices,
+        cores=info.cores,
+        version=info.version,
+        engine_restarts=info.engine_restarts,
+        ready=info.ready,
+        clock_id=info.clock_id,
+    )
+
+
+def info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
+    """`WorkerInfo` from a message; ValueError on an unknown role."""
+    layout = message.layout
+    return WorkerInfo(
+        worker_id=message.worker_id,
+        role=Role(message.role),
+        epoch=message.epoch,
+        control_address=message.control_address,
+        kv_endpoint=endpoint_from_proto(message.kv_endpoint),
+        node=message.node,
+        device=message.device,
+        pid=message.pid,
+        engine_pid=message.engine_pid,
+        layout=KVLayout(
+            layout.model_hash,
+            layout.dtype,
+            layout.block_size,
+            layout.num_layers,
+            layout.num_kv_heads,
+            layout.head_dim,
+        ),
+        num_blocks=message.num_blocks,
+        max_model_len=message.max_model_len,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        vocab_size=message.vocab_size,
+        cuda_visible_devices=message.cuda_visible_devices,
+        cores=message.cores,
+        version=message.version,
+        engine_restarts=message.engine_restarts,
+        ready=message.ready,
+        clock_id=message.clock_id,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
+    """`WorkerLoad` as a message."""
+    return pb.WorkerLoad(
+        free_blocks=load.free_blocks,
+        running=load.running,
+        waiting=load.waiting,
+        preemptions=load.preemptions,
+        peers=load.peers,
+    )
+
+
+def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
+    """`WorkerLoad` from a message."""
+    return WorkerLoad(message.free_blocks, message.running, message.waiting, message.preemptions, tuple(message.peers))
