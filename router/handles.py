@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from core.handoff import KVDestination
+from core.handoff import KVDestination, KVEndpoint
 from core.timeline import ClockOffset
 from core.worker import TokenOutput, Work, WorkerInfo
 
@@ -46,4 +46,17 @@ class WorkerHandle(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """Drop the request in whatever state it is in; never raises for one that is gone."""
+        ...
+
+    async def connect_peer(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+        """Shake hands with a decode worker (this one prefills): `LayoutMismatch`, or another `TransferError`. Asked
+        again for a pair that is connected, it does nothing."""
+        ...
+
+    async def wait_closed(self) -> None:
+        """Return once the control connection has ended, whoever ended it."""
+        ...
+
+    async def close(self) -> None:
+        """End the control connection; whatever still runs over it raises `WorkerLost`. Never raises."""
         ...
