@@ -7,7 +7,7 @@ from core.handoff import KVDestination, KVEndpoint, TransferProof
 from core.kv_layout import KVLayout
 from core.sampling import FinishReason, SamplingParams
 from core.timeline import Event, EventKind
-from core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad, Work
+from core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
 from pb import worker_pb2 as pb
 
 

@@ -1,0 +1,91 @@
+"""The decode role: reserve room for a prompt's KV, receive it, join the running batch, stream tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgpack
+from kv_transfer.receiver import ReceivedKV
+
+from core.errors import PdserveError
+from core.handoff import KVDestination
+from core.sampling import FinishReason
+from core.timeline import Event, EventKind
+from core.worker import TokenOutput, Work
+from engine.messages import KVReady, KVRole, Reserved, Step, TokenOut
+from worker.flow import Flow, finish_reason
+from worker.outbox import Outbox
+from worker.worker import Worker
+
+
+class DecodeFlow(Flow):
+    """One request from its reservation to its last token."""
+
+    kv_role = KVRole.RECEIVE
+
+    def __init__(
+        self, worker: Worker, work: Work, outbox: Outbox, received_s: float, destination: KVDestination | None = None
+    ) -> None:
+        super().__init__(worker, work, outbox, received_s, destination)
+        self._reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        self._kv: ReceivedKV | None = None
+        self._first = True
+        self._admission: asyncio.Task[None] | None = None
+
+    async def start(self) -> KVDestination:
+        """Wait for the engine to set blocks aside, open the reservation; returns where the blocks go."""
+        self.submit()
+        reserved = await self._reserved
+        delay_ms = self.worker.spec.config.testing.delay_ms.get("reserve", 0.0)
+        if delay_ms:
+            await asyncio.sleep(delay_ms / 1e3)
+        destination = await self.worker.kv.expect(
+            self.request_id, reserved.block_ids, reserved.num_cached_blocks, self.deadline_s
+        )
+        self._admission = asyncio.get_running_loop().create_task(self._admit())
+        return destination
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        """The engine has set the blocks aside."""
+        if not self._reserved.done():
+            self._reserved.set_result(reserved)
+
+    def on_failed(self, error: PdserveError) -> None:
+        """Wake `start` if it still waits for blocks."""
+        if not self._reserved.done():
+            self._reserved.set_exception(error)
+            self._reserved.exception()  # `start` may have been cancelled with the stream
+
+    async def _admit(self) -> None:
+        """Once every block is verified: into the running batch, with prefill's token."""
+        try:
+            self._kv = await self.worker.kv.received(self.request_id)
+            token_id, ends_here = msgpack.unpackb(self._kv.trailer)
+            if not ends_here:
+                self.worker.engine.send(KVReady(self.request_id, token_id))
+                return
+        except PdserveError as error:
+            self.worker.fail(self, error)
+            return
+        verified = (self.event(EventKind.KV_VERIFIED, self._kv.verified_s),)
+        self.outbox.output(self.request_id, TokenOutput(None, FinishReason.STOP, verified, self._kv.proof))
+        self.worker.forget(self)
+        await super().close()
+
+    def on_token(self, token: TokenOut, step: Step) -> TokenOutput:
+        """A token; the first here is token 2, and brings the hand-off's events and proof."""
+        if not self._first:
+            return TokenOutput(token.token_id, finish_reason(token))
+        assert self._kv is not None, "no token before the KV is there"
+        self._first = False
+        events: tuple[Event, ...] = (
+            self.event(EventKind.KV_VERIFIED, self._kv.verified_s),
+            self.event(EventKind.DECODE_SCHEDULED, token.first_scheduled_s),
+            self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s),
+        )
+        return TokenOutput(token.token_id, finish_reason(token), events, self._kv.proof)
+
+    async def close(self) -> None:
+        """Close the reservation first: only then can nothing write the blocks any more."""
+        await self.worker.kv.abort_receive(self.request_id)
+        await super().close()

@@ -1,0 +1,40 @@
+"""The Ray actor around a prefill worker: it holds a `WorkerHost` and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import ray
+
+from core.errors import PdserveError, to_wire
+from engine.messages import KVRole
+from prefill_worker.flow import PrefillFlow
+from worker.flow import LocalFlow
+from worker.host import WorkerHost
+from worker.spec import WorkerSpec
+
+
+@ray.remote
+class PrefillWorkerActor:
+    """Ray places it, restarts it when its process dies, and ends it; everything else is the worker's own business."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        parsed = WorkerSpec.from_wire(spec)
+        flows = {KVRole.LOCAL: LocalFlow, KVRole.PUSH: PrefillFlow}
+        self._start_timeout_s = parsed.config.cluster.start_timeout_s
+        self._host = WorkerHost(parsed, flows, on_end=lambda: os._exit(1))
+
+    def wait_ready(self) -> dict[str, Any]:
+        """``{"pid": …, "engine_pid": …}`` once the engine is ready, or ``{"error": (kind, message)}``."""
+        try:
+            info = self._host.wait_ready(self._start_timeout_s)
+        except PdserveError as error:
+            return {"error": to_wire(error)}
+        return {"pid": info.pid, "engine_pid": info.engine_pid, "device": info.device, "cores": info.cores}
+
+    def stop(self) -> None:
+        """End worker and engine, in order."""
+        self._host.stop()

@@ -1,0 +1,88 @@
+"""The prefill role: run the prompt, push its blocks chunk by chunk while the next is computed, give token 1, and hold
+the blocks until the receiver has confirmed them (or the hand-off has failed: either way they are given back)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgpack
+
+from core.errors import InvalidRequest, PdserveError
+from core.handoff import KVDestination
+from core.sampling import FinishReason
+from core.worker import TokenOutput, Work
+from engine.messages import KVRole, Progress, Release, Step, TokenOut
+from worker.flow import Flow
+from worker.outbox import Outbox
+from worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class PrefillFlow(Flow):
+    """One prompt on its way to ``destination``."""
+
+    kv_role = KVRole.PUSH
+
+    def __init__(
+        self, worker: Worker, work: Work, outbox: Outbox, received_s: float, destination: KVDestination | None = None
+    ) -> None:
+        super().__init__(worker, work, outbox, received_s, destination)
+        if destination is None:
+            raise InvalidRequest(f"request {work.request_id}: a prefill that pushes needs a destination")
+        self._num_slots = destination.num_blocks
+        self._num_queued = destination.num_skipped  # slots handed to the sender so far (or not to be sent)
+        self._progress: Progress | None = None
+        self._token_given = False
+        self._confirmation: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Open the hand-off, then submit; raises if the destination's worker is not connected."""
+        assert self.destination is not None
+        await self.worker.kv.begin_send(self.request_id, self.destination, self.deadline_s)
+        self._confirmation = asyncio.get_running_loop().create_task(self._await_confirmation())
+        self.submit(max_tokens=1)
+
+    def on_progress(self, progress: Progress) -> None:
+        """Push the blocks that are full by now, unless everything is to be sent at the end."""
+        self._progress = progress
+        if self.worker.spec.config.transfer.overlap == "none":
+            return
+        full = progress.num_computed_tokens // self.worker.layout.block_size
+        if progress.num_computed_tokens < len(self.work.token_ids) and full > self._num_queued:
+            blocks = progress.block_ids[self._num_queued : full]
+            self.worker.kv.send_blocks(self.request_id, self._num_queued, blocks)
+            self._num_queued = full
+
+    def on_token(self, token: TokenOut, step: Step) -> TokenOutput:
+        """Token 1: push what is left with it, so that decode need not hear of it from anybody else."""
+        assert self._progress is not None, "a step reports progress before the token it ends with"
+        last = self._progress.block_ids[self._num_queued : self._num_slots]
+        ends_here = token.finish_reason == FinishReason.STOP
+        trailer = msgpack.packb([token.token_id, ends_here])
+        self.worker.kv.send_blocks(self.request_id, self._num_queued, last, last=True, trailer=trailer)
+        self._token_given = True
+        return TokenOutput(token.token_id, FinishReason.STOP if ends_here else None, self.prefill_events(token, step))
+
+    async def _await_confirmation(self) -> None:
+        try:
+            await self.worker.kv.sent(self.request_id)
+        except PdserveError as error:
+            if not self._token_given:
+                self.worker.fail(self, error)
+                return
+            # Decode sees the same failure and tells the gateway; here the blocks are of no use any more.
+            log.warning("%s: hand-off of request %s failed: %s", self.worker.spec.worker_id, self.request_id, error)
+        self.worker.engine.send(Release(self.request_id))
+        self.worker.forget(self)
+
+    @property
+    def holds_after_finish(self) -> bool:
+        """The blocks are held until the receiver has them."""
+        return True
+
+    async def close(self) -> None:
+        """Stop sending before the blocks can belong to somebody else."""
+        await self.worker.kv.abort_send(self.request_id)
+        await super().close()

@@ -1,0 +1,140 @@
+"""One request's life on one worker: the base of the three ways a worker can serve it.
+
+`LocalFlow` (here) runs prefill and decode in place. `prefill_worker.flow.PrefillFlow` runs the prompt and pushes its
+blocks; `decode_worker.flow.DecodeFlow` makes room, receives and goes on. A flow is driven by the worker from engine
+events and ends in exactly one of: its last token, an error told to the gateway, an abort.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from core.errors import PdserveError
+from core.handoff import KVDestination
+from core.sampling import FinishReason
+from core.timeline import Event, EventKind
+from core.worker import TokenOutput, Work
+from engine.messages import Abort, KVRole, Progress, Reserved, Step, Submit, TokenOut
+
+if TYPE_CHECKING:
+    from worker.outbox import Outbox
+    from worker.worker import Worker
+
+
+class Flow(ABC):
+    """A request on this worker. ``received_s`` is when its call was there, by the worker's clock."""
+
+    kv_role: ClassVar[KVRole]
+
+    def __init__(
+        self, worker: Worker, work: Work, outbox: Outbox, received_s: float, destination: KVDestination | None = None
+    ) -> None:
+        self.worker = worker
+        self.work = work
+        self.outbox = outbox
+        self.received_s = received_s
+        self.destination = destination
+        self.deadline_s = received_s + work.timeout_s
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, the same everywhere."""
+        return self.work.request_id
+
+    @abstractmethod
+    async def start(self) -> KVDestination | None:
+        """Take the request on; what it returns is the answer to the call. Raises what the caller should know."""
+
+    @abstractmethod
+    def on_token(self, token: TokenOut, step: Step) -> TokenOutput:
+        """A step made a token: what the gateway is told. After a finish reason the worker forgets the flow, unless
+        `holds_after_finish`."""
+
+    def on_reserved(  # noqa: B027 - most flows have nothing to do
+        self, reserved: Reserved
+    ) -> None:
+        """The engine has set blocks aside for the request."""
+
+    def on_progress(  # noqa: B027 - most flows have nothing to do
+        self, progress: Progress
+    ) -> None:
+        """A step has put more of the request's KV into the pool."""
+
+    def on_failed(  # noqa: B027 - most flows have nothing to do
+        self, error: PdserveError
+    ) -> None:
+        """The flow is over because of ``error``; wake whoever waits inside it."""
+
+    @property
+    def holds_after_finish(self) -> bool:
+        """Whether the flow has something to do after its last token; it then calls `Worker.forget` itself."""
+        return False
+
+    async def close(self) -> None:
+        """Give back everything the request holds, in whatever state it is. Called once, after the flow has failed."""
+        self.worker.engine.send(Abort(self.request_id))
+
+    def submit(self, max_tokens: int | None = None) -> None:
+        """Hand the request to the engine."""
+        sampling = self.work.sampling
+        self.worker.engine.send(
+            Submit(
+                request_id=self.request_id,
+                kv_role=self.kv_role,
+                prompt_token_ids=list(self.work.token_ids),
+                max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                seed=sampling.seed or 0,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=sampling.ignore_eos,
+            )
+        )
+
+    def event(self, kind: EventKind, time_s: float) -> Event:
+        """Something happened here."""
+        return Event(kind, self.worker.spec.worker_id, time_s)
+
+    def prefill_events(self, token: TokenOut, step: Step) -> tuple[Event, ...]:
+        """What the worker that computed the prompt knows when token 1 is there."""
+        return (
+            self.event(EventKind.PREFILL_RECEIVED, self.received_s),
+            self.event(EventKind.PREFILL_SCHEDULED, token.first_scheduled_s),
+            self.event(EventKind.TOKEN_1_SAMPLED, step.sampled_s),
+        )
+
+
+class LocalFlow(Flow):
+    """Prefill and decode in place (colocated), or a single token without any hand-off."""
+
+    kv_role = KVRole.LOCAL
+
+    def __init__(
+        self, worker: Worker, work: Work, outbox: Outbox, received_s: float, destination: KVDestination | None = None
+    ) -> None:
+        super().__init__(worker, work, outbox, received_s, destination)
+        self._num_tokens = 0
+
+    async def start(self) -> None:
+        """Submit; there is nothing to answer."""
+        self.submit()
+
+    def on_token(self, token: TokenOut, step: Step) -> TokenOutput:
+        """A token, with the events of the first or the second."""
+        self._num_tokens += 1
+        events: tuple[Event, ...] = ()
+        if self._num_tokens == 1:
+            events = self.prefill_events(token, step)
+        elif self._num_tokens == 2:
+            events = (
+                self.event(EventKind.DECODE_SCHEDULED, step.step_started_s),
+                self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s),
+            )
+        return TokenOutput(token.token_id, finish_reason(token), events)
+
+
+def finish_reason(token: TokenOut) -> FinishReason | None:
+    """The engine's finish reason as `FinishReason`; None while the request goes on."""
+    return FinishReason(token.finish_reason) if token.finish_reason else None

@@ -1,0 +1,86 @@
+"""Runs a `Worker` on a thread with an event loop of its own: what a Ray actor (or a test) holds."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+from core.errors import LaunchError, PdserveError
+from core.worker import WorkerInfo
+from engine.messages import KVRole
+from worker.flow import Flow
+from worker.spec import WorkerSpec
+from worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""Python's thread switch interval here: control must not wait 5 ms for a thread that copies KV."""
+
+
+class WorkerHost:
+    """A worker in this process. The thread starts at once; `wait_ready` tells how that went."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        flows: Mapping[KVRole, type[Flow]],
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._flows = flows
+        self._on_end = on_end
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._ready: concurrent.futures.Future[WorkerInfo] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._main, name=f"worker-{spec.worker_id}", daemon=True)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self._serve())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        worker = Worker(self._spec, self._flows)
+        worker.started.add_done_callback(self._pass_on)
+        try:
+            await worker.run()
+        except PdserveError as error:
+            log.error("%s ends: %s", self._spec.worker_id, error)
+            if self._on_end is not None and self._ready.done() and self._ready.exception() is None:
+                self._on_end()
+
+    def _pass_on(self, started: asyncio.Future[WorkerInfo]) -> None:
+        if started.cancelled():
+            self._ready.set_exception(LaunchError(f"worker {self._spec.worker_id} was stopped while starting"))
+        elif (error := started.exception()) is not None:
+            self._ready.set_exception(error)
+        else:
+            self._ready.set_result(started.result())
+
+    def wait_ready(self, timeout_s: float) -> WorkerInfo:
+        """The worker's info once its first engine is ready; what kept it from starting otherwise. LaunchError after
+        ``timeout_s``."""
+        try:
+            return self._ready.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            raise LaunchError(f"worker {self._spec.worker_id} was not ready within {timeout_s:.0f} s") from None
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End worker and engine; returns when both are gone or after ``timeout_s``."""
+        if self._thread.is_alive():
+            task = self._task
+            if task is not None:
+                with contextlib.suppress(RuntimeError):  # the loop may close at this very moment
+                    self._loop.call_soon_threadsafe(task.cancel)
+            self._thread.join(timeout_s)

@@ -1,0 +1,151 @@
+"""The worker's two KV ends on an event loop and thread of their own, so that no bulk copy ever delays control.
+
+All methods are called from the control loop; the ends themselves live on the KV loop. When the engine dies its pool is
+gone, and so are these ends: the worker builds new ones, with a new epoch, over the new pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kv_transfer.receiver import KVReceiver, ReceivedKV
+from kv_transfer.sender import KVSender, SentKV
+
+from core.clock import Clock
+from core.config import TransferConfig
+from core.handoff import KVDestination, KVEndpoint
+from kv_transfer.base import BlockStore, KVTransport
+
+T = TypeVar("T")
+
+
+class KVEnds:
+    """A `KVSender` and a `KVReceiver` over one pool and one transport."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        transport: KVTransport,
+        config: TransferConfig,
+        *,
+        worker_id: str,
+        epoch: str,
+        clock: Clock,
+        delay_s: float = 0.0,
+    ) -> None:
+        self._transport = transport
+        self._receiver = KVReceiver(
+            store,
+            transport,
+            worker_id=worker_id,
+            epoch=epoch,
+            checksum=config.checksum,
+            clock=clock,
+            lease_s=config.lease_s,
+            delay_s=delay_s,
+        )
+        self._sender = KVSender(
+            store,
+            transport,
+            worker_id=worker_id,
+            checksum=config.checksum,
+            message_bytes=config.message_bytes,
+            clock=clock,
+            lease_s=config.lease_s,
+            connect_timeout_s=config.connect_timeout_s,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"kv-{worker_id}", daemon=True)
+
+    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def start(self, host: str) -> KVEndpoint:
+        """Listen for peers on ``host``; returns where."""
+        self._thread.start()
+        return await self._on_loop(self._receiver.start(host))
+
+    async def aclose(self) -> None:
+        """End every hand-off and the thread."""
+        if not self._thread.is_alive():
+            return
+        await self._on_loop(self._close_ends())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join, 5.0)
+        self._loop.close()
+
+    async def _close_ends(self) -> None:
+        await self._sender.aclose()
+        await self._receiver.aclose()
+        await self._transport.aclose()
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    async def connect(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+        """Shake hands with a decode worker; LayoutMismatch, TransferTimeout or PeerLost if that fails."""
+        await self._on_loop(self._sender.connect(worker_id, epoch, endpoint))
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Workers this one has shaken hands with."""
+        return self._sender.peers
+
+    async def begin_send(self, request_id: str, destination: KVDestination, deadline_s: float) -> None:
+        """Open a hand-off to ``destination``."""
+
+        async def begin() -> None:
+            self._sender.start(request_id, destination, deadline_s)
+
+        await self._on_loop(begin())
+
+    def send_blocks(
+        self, request_id: str, first_slot: int, block_ids: Sequence[int], *, last: bool = False, trailer: bytes = b""
+    ) -> None:
+        """Queue whole blocks, in order; returns at once. Failures surface in `sent`."""
+        blocks = list(block_ids)
+        self._loop.call_soon_threadsafe(
+            lambda: self._sender.send_blocks(request_id, first_slot, blocks, last=last, trailer=trailer)
+        )
+
+    async def sent(self, request_id: str) -> SentKV:
+        """Wait until the receiver has confirmed everything; raises the TransferError otherwise."""
+        return await self._on_loop(self._sender.wait(request_id))
+
+    async def abort_send(self, request_id: str) -> None:
+        """Give a hand-off up; the receiver is told."""
+
+        async def abort() -> None:
+            result: object = self._sender.abort(request_id)
+            if asyncio.iscoroutine(result):
+                await result
+
+        await self._on_loop(abort())
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    async def expect(
+        self, request_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float
+    ) -> KVDestination:
+        """Open a reservation for blocks that the engine has set aside."""
+
+        async def expect() -> KVDestination:
+            return self._receiver.expect(request_id, block_ids, num_skipped, deadline_s)
+
+        return await self._on_loop(expect())
+
+    async def received(self, request_id: str) -> ReceivedKV:
+        """Wait until every block is verified and in the pool; raises the TransferError otherwise."""
+        return await self._on_loop(self._receiver.wait(request_id))
+
+    async def abort_receive(self, request_id: str) -> None:
+        """Close a reservation; when this returns nothing writes its blocks any more."""
+
+        async def abort() -> None:
+            result: object = self._receiver.abort(request_id)
+            if asyncio.iscoroutine(result):
+                await result
+
+        await self._on_loop(abort())
