@@ -140,9 +140,11 @@ class TokenOut:
 
 @dataclass(slots=True)
 class Step:
-    """Everything one step did. Times are seconds of the host's monotonic clock."""
+    """Everything one step did. Times are seconds of the host's monotonic clock: ``sampled_s`` when its tokens were
+    known, ``step_started_s`` when it was scheduled."""
 
     sampled_s: float
+    step_started_s: float
     tokens: list[TokenOut] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
 
@@ -178,8 +180,8 @@ def decode(body: bytes | memoryview) -> Command | EngineEvent:
     if kind is None:
         raise ValueError(f"unknown engine message {name!r}")
     if kind is Step:
-        sampled_s, tokens, progress = values
-        return Step(sampled_s, [TokenOut(*t) for t in tokens], [Progress(*p) for p in progress])
+        sampled_s, step_started_s, tokens, progress = values
+        return Step(sampled_s, step_started_s, [TokenOut(*t) for t in tokens], [Progress(*p) for p in progress])
     if kind is Submit:
         values[1] = KVRole(values[1])
     message: Command | EngineEvent = kind(*values)
@@ -189,7 +191,7 @@ def decode(body: bytes | memoryview) -> Command | EngineEvent:
 def _values(message: Any) -> list[Any]:
     values = [getattr(message, f.name) for f in fields(message)]
     if isinstance(message, Step):
-        values[1:] = [[_values(t) for t in message.tokens], [_values(p) for p in message.progress]]
+        values[2:] = [[_values(t) for t in message.tokens], [_values(p) for p in message.progress]]
     return values
 
 
