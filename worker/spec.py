@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,7 @@ class WorkerSpec:
     """One worker: who it is, where it listens, which device slot is its own, and the service's configuration.
 
     ``host`` is the address peers and gateway reach it under. ``device`` is ``cpu`` or ``cuda`` (never ``auto``).
-    ``cores`` are the CPU cores its engine binds to (empty: all of the process's). ``registry_address`` is the
-    gateway's internal ``host:port``.
+    ``registry_address`` is the gateway's internal ``host:port``. ``slot`` counts the workers on one host.
     """
 
     worker_id: str
@@ -26,8 +26,18 @@ class WorkerSpec:
     device: str
     registry_address: str
     version: str
-    cores: tuple[int, ...] = ()
+    slot: int = 0
     config: PdserveConfig = field(default_factory=PdserveConfig)
+
+    @property
+    def cores(self) -> list[int]:
+        """The CPU cores its engine binds to: the slot's own, counted through what this process may use (slots beyond
+        the last core begin again at the first). Empty on a GPU: there the cores are shared."""
+        if self.device != "cpu":
+            return []
+        allowed = sorted(os.sched_getaffinity(0))
+        width = self.config.cluster.cores_per_worker
+        return sorted({allowed[(self.slot * width + i) % len(allowed)] for i in range(width)})
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values."""
@@ -39,7 +49,7 @@ class WorkerSpec:
             "device": self.device,
             "registry_address": self.registry_address,
             "version": self.version,
-            "cores": list(self.cores),
+            "slot": self.slot,
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -50,7 +60,6 @@ class WorkerSpec:
             **{
                 **data,
                 "role": Role(data["role"]),
-                "cores": tuple(data["cores"]),
                 "config": PdserveConfig.parse(data["config"]),
             }
         )

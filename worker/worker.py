@@ -114,7 +114,7 @@ class Worker:
                 model=self.spec.config.model.path,
                 dtype=self.spec.config.model.dtype,
                 device=self.spec.device,
-                cores=list(self.spec.cores),
+                cores=self.spec.cores,
                 block_size=config.block_size,
                 num_blocks=config.num_blocks,
                 kv_memory_bytes=None if config.kv_memory_mb is None else config.kv_memory_mb * 2**20,

@@ -1,0 +1,71 @@
+"""Starting a service in the background, and taking down what was started: what `up --detach` and `down` do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+
+from core.config import PdserveConfig
+from core.errors import LaunchError, from_wire
+from pdserve.launch.state import ServiceState, state_folder
+
+STOP_TIMEOUT_S = 60.0
+
+
+def start_detached(config: PdserveConfig, report: Callable[[str], None] = lambda stage: None) -> int:
+    """Start a service that outlives the caller and holds none of its pipes; returns its port once it is ready.
+    Raises what kept it from starting."""
+    state_folder().mkdir(parents=True, exist_ok=True)
+    log_path = state_folder() / f"up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    read_fd, write_fd = os.pipe()
+    with log_path.open("wb") as log, open(read_fd, encoding="utf-8") as reports:
+        try:
+            command = [sys.executable, "-m", "pdserve.launch.supervisor", config.model_dump_json()]
+            process = subprocess.Popen(
+                [*command, str(write_fd), str(log_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write_fd,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_fd)
+        for line in reports:
+            message = json.loads(line)
+            if "stage" in message:
+                report(message["stage"])
+            elif "error" in message:
+                process.wait(STOP_TIMEOUT_S)
+                raise from_wire(*message["error"])
+            else:
+                process.returncode = 0  # it is nobody's child to wait for any more
+                port: int = message["ready"]
+                return port
+    raise LaunchError(f"the service ended while starting (exit code {process.wait(STOP_TIMEOUT_S)}); see {log_path}")
+
+
+def stop_detached(port: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Take down the service that was started on this host with ``port``, and wait until nothing of it is left.
+    LaunchError if there is none."""
+    state = ServiceState.read(port)
+    supervisor = state.process()
+    if supervisor is None:
+        state.remove()
+        raise LaunchError(f"the service on port {port} (process {state.pid}) is gone already")
+    family = [supervisor, *supervisor.children(recursive=True)]
+    supervisor.terminate()
+    psutil.wait_procs([supervisor], timeout=timeout_s)
+    _, alive = psutil.wait_procs(family, timeout=5.0)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
+    state.remove()

@@ -1,0 +1,75 @@
+"""The Ray a service runs on: one it starts for itself and takes down again, or one that is there already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import ray
+from ray.exceptions import RaySystemError
+
+from core.errors import LaunchError
+from pdserve.launch.slots import Node
+
+OBJECT_STORE_BYTES = 100 * 2**20
+"""KV never travels through the object store; it holds next to nothing."""
+
+
+class RaySession:
+    """Connects on `start`, undoes on `stop` exactly what `start` did."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._temp_dir: Path | None = None
+
+    @property
+    def owned(self) -> bool:
+        """Whether this session started the Ray it runs on."""
+        return self._address == "local"
+
+    def start(self, *, num_cpus: int | None = None, num_gpus: int | None = None) -> None:
+        """Start or join Ray; LaunchError if it cannot be reached. ``num_cpus`` and ``num_gpus`` are for a Ray of our
+        own (default: what the host has)."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if not self.owned:
+            try:
+                ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, RaySystemError, RuntimeError, ValueError) as error:
+                raise LaunchError(f"cluster.address: no Ray at {self._address!r}: {error}") from None
+            return
+        # Unix sockets live below it, and their paths must stay short.
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="pdserve-ray-", dir="/tmp"))
+        ray.init(
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)) if num_cpus is None else num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(self._temp_dir),
+        )
+
+    def nodes(self) -> list[Node]:
+        """The hosts that are alive now."""
+        return [
+            Node(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                node["Resources"].get("CPU", 0.0),
+                node["Resources"].get("GPU", 0.0),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def stop(self) -> None:
+        """Leave; a Ray of our own ends, its files too."""
+        ray.shutdown()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._temp_dir = None

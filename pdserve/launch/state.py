@@ -1,0 +1,61 @@
+"""Which services run on this host: one small file per gRPC port, so that `pdserve down` finds what `pdserve up` began."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from core.errors import LaunchError
+
+
+def state_folder() -> Path:
+    """Where the files lie: ``$XDG_STATE_HOME/pdserve`` or ``~/.local/state/pdserve``."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "pdserve"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """A running service's supervisor. ``create_time`` tells the process from a later one with the same id."""
+
+    pid: int
+    create_time: float
+    port: int
+    log: str
+
+    @staticmethod
+    def path(port: int) -> Path:
+        """The file of the service on ``port``."""
+        return state_folder() / f"{port}.json"
+
+    def write(self) -> None:
+        """Note the service."""
+        path = self.path(self.port)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, port: int) -> ServiceState:
+        """The service on ``port``; LaunchError if none was started here."""
+        try:
+            return cls(**json.loads(cls.path(port).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise LaunchError(f"no service was started on this host with port {port}") from None
+        except (TypeError, ValueError):
+            raise LaunchError(f"{cls.path(port)}: not a service's state file; remove it") from None
+
+    def remove(self) -> None:
+        """The service is gone."""
+        self.path(self.port).unlink(missing_ok=True)
+
+    def process(self) -> psutil.Process | None:
+        """The supervisor, if it is still the one that was noted."""
+        try:
+            process = psutil.Process(self.pid)
+            return process if abs(process.create_time() - self.create_time) < 1.0 else None
+        except psutil.NoSuchProcess:
+            return None
