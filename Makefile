@@ -1,0 +1,51 @@
+# `make help` lists the targets. Everything runs in .venv, which `make install` makes.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= $(shell scripts/find_python.sh)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SOURCES := core pb engine kv_transfer worker router prefill_worker decode_worker gateway pdserve tests scripts
+
+.PHONY: help install demo test lint types floors unit soak proto tiny clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED)  ## make .venv with everything in it
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## serve the tiny model on a local Ray, 1 prefill + 1 decode worker, and show what the hand-off costs
+	$(BIN)/pdserve demo
+
+test: lint types floors unit  ## lint, types, floors and all tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+floors: $(INSTALLED)
+	$(BIN)/lint-imports --no-logo
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not soak'
+
+soak: $(INSTALLED)  ## long tests, run by hand
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+proto:  ## regenerate pb/ from proto/pb/
+	scripts/gen_proto.sh
+
+tiny: $(INSTALLED)  ## train models/tiny again (about 40 minutes on one core)
+	$(BIN)/python scripts/train_tiny.py
+
+clean:  ## remove .venv and caches
+	rm -rf .venv .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache out
