@@ -1,0 +1,66 @@
+"""The paged KV cache of one device, in the engine process: one tensor that the worker process maps as well."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from core.errors import ConfigError
+from core.kv_layout import KVLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's part of the pool, as views. ``kv`` is both: ``[num_blocks, 2, kv_heads, block_size, head_dim]``."""
+
+    kv: torch.Tensor
+    k: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim]
+    v: torch.Tensor  # the same
+
+
+class KVPool:
+    """``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block is one run of
+    ``layout.block_bytes`` bytes. ``handle`` tells `engine.mapped_pool.MappedPool` how to reach it."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.handle = handle
+        self.tensor = flat.view(
+            num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
+        )
+        layers = (self.tensor[:, layer] for layer in range(layout.num_layers))
+        self.layers = [LayerKV(kv, kv[:, 0], kv[:, 1]) for kv in layers]
+
+    @classmethod
+    def on_memory_file(cls, layout: KVLayout, num_blocks: int, fd: int) -> KVPool:
+        """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
+        for first touches. `ConfigError` if the host has not that much memory."""
+        size = layout.block_bytes * num_blocks
+        try:
+            os.posix_fallocate(fd, 0, size)
+            mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit: {error.strerror}"
+            ) from None
+        flat = torch.frombuffer(mapping, dtype=TORCH_DTYPES[layout.dtype])
+        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size})
+
+    @classmethod
+    def on_cuda(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
+        """A pool on a GPU, shared by CUDA IPC. `ConfigError` if it does not fit."""
+        size = layout.block_bytes * num_blocks
+        dtype = TORCH_DTYPES[layout.dtype]
+        try:
+            flat = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+        except torch.OutOfMemoryError:
+            raise ConfigError(f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit") from None
+        share = list(flat.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
+        return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})

@@ -1,0 +1,110 @@
+"""The Llama-family decoder, written once for CPU and CUDA: a flat batch of rows in, hidden states out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from core.model_shape import ModelShape
+from engine.attention import AttnMetadata, attention
+from engine.kv_pool import KVPool
+from engine.rope import rope_tables, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. q, k and v are one matrix, gate and up another: one wide product instead of several."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    out: torch.Tensor  # [hidden, heads * head_dim]
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    down: torch.Tensor  # [hidden, intermediate]
+
+
+class ModelWeights:
+    """All weights of a ``shape``, uninitialised; `tensors` names where each tensor of a checkpoint belongs."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        def empty(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.shape = shape
+        self.embedding = empty(shape.vocab_size, hidden)
+        self.layers = [
+            LayerWeights(
+                input_norm=empty(hidden),
+                qkv=empty(q_size + 2 * kv_size, hidden),
+                out=empty(hidden, q_size),
+                post_norm=empty(hidden),
+                gate_up=empty(2 * inner, hidden),
+                down=empty(hidden, inner),
+            )
+            for _ in range(shape.num_layers)
+        ]
+        self.norm = empty(hidden)
+        self.head = self.embedding if shape.tie_word_embeddings else empty(shape.vocab_size, hidden)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views by the names of Hugging Face checkpoints; copying into them fills the model."""
+        shape = self.shape
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not shape.tie_word_embeddings:
+            named["lm_head.weight"] = self.head
+        for i, layer in enumerate(self.layers):
+            q, k, v = torch.split(layer.qkv, [q_size, kv_size, kv_size])
+            gate, up = layer.gate_up.chunk(2)
+            parts = {
+                "input_layernorm": layer.input_norm,
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": layer.out,
+                "post_attention_layernorm": layer.post_norm,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": layer.down,
+            }
+            named |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in parts.items()}
+        return named
+
+
+class LlamaDecoder:
+    """Runs the model on a flat batch; positions up to ``max_positions`` - 1."""
+
+    def __init__(self, weights: ModelWeights, max_positions: int) -> None:
+        self.weights = weights
+        embedding = weights.embedding
+        self._cos, self._sin = rope_tables(weights.shape, max_positions, embedding.dtype, embedding.device)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, pool: KVPool, meta: AttnMetadata
+    ) -> torch.Tensor:
+        """Hidden states ``[rows, hidden]`` after the last norm; the rows' keys and values are in the pool then.
+        ``token_ids`` and ``positions`` are ``[rows]`` in the order of ``meta``."""
+        shape = self.weights.shape
+        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        rows = token_ids.shape[0]
+        cos, sin = self._cos[positions], self._sin[positions]
+        x = functional.embedding(token_ids, self.weights.embedding)
+        for layer, kv in zip(self.weights.layers, pool.layers, strict=True):
+            qkv = functional.linear(self._norm(x, layer.input_norm), layer.qkv).view(rows, -1, head_dim)
+            turned = rotate(qkv[:, : heads + kv_heads], cos, sin)
+            attended = attention(turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :], kv, meta)
+            x = x + functional.linear(attended.view(rows, heads * head_dim), layer.out)
+            gate, up = functional.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + functional.linear(functional.silu(gate) * up, layer.down)
+        return self._norm(x, self.weights.norm)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocabulary]`` of hidden states ``[rows, hidden]``, in the model's dtype."""
+        return functional.linear(hidden, self.weights.head)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self.weights.shape.rms_norm_eps)

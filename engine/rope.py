@@ -1,0 +1,42 @@
+"""Rotary position embeddings: the tables (plain, linear and Llama 3 scaling) and their application."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from core.model_shape import ModelShape
+
+
+def rope_tables(
+    shape: ModelShape, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, each ``[positions, 1, head_dim / 2]``, computed in float32 like the reference does."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), _inverse_frequencies(shape))
+    return angles.cos().to(device, dtype).unsqueeze(1), angles.sin().to(device, dtype).unsqueeze(1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` (``[rows, heads, head_dim]``) turned by the angles of its rows (``[rows, 1, head_dim / 2]``)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _inverse_frequencies(shape: ModelShape) -> torch.Tensor:
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**exponents)
+    scaling = shape.rope_scaling
+    if scaling.kind == "default":
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # Llama 3: long waves are stretched, short ones kept, those between blended.
+    context = scaling.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    longest, shortest = context / scaling.low_freq_factor, context / scaling.high_freq_factor
+    scaled = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
+    smooth = (context / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - smooth) * scaled / scaling.factor + smooth * scaled
+    between = (wavelengths >= shortest) & (wavelengths <= longest)
+    return torch.where(between, blended, scaled)

@@ -1,0 +1,48 @@
+"""What an engine process is told at its start: one plain value, handed over as JSON on its command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+DEFAULT_BLOCK_SIZE = 64
+DEFAULT_CPU_KV_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine. Fields that are None get their default in the engine, which knows the model and the device.
+
+    ``model`` is what `engine.model_source.resolve_model` takes; ``dtype`` is auto, float32 or bfloat16; ``device`` is
+    cpu or cuda. The engine binds itself to ``cores`` (none: it is not bound, and uses one thread). ``num_blocks`` wins
+    over ``kv_memory_bytes``. ``delay_s`` plants delays for tests (see `engine.planted`).
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    cores: tuple[int, ...] = ()
+    block_size: int | None = None
+    num_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    delay_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def threads(self) -> int:
+        """Threads of the engine's arithmetic: one per core."""
+        return max(1, len(self.cores))
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads."""
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | {"delay_s": dict(self.delay_s)})
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineSpec:
+        """The spec that `to_json` described; TypeError or ValueError if it is none."""
+        data = json.loads(text)
+        return cls(**{**data, "cores": tuple(data["cores"])})
