@@ -9,9 +9,7 @@ from typing import Any
 import ray
 
 from core.errors import PdserveError, to_wire
-from decode_worker.flow import DecodeFlow
-from engine.messages import KVRole
-from worker.flow import LocalFlow
+from decode_worker.flow import FLOWS
 from worker.host import WorkerHost
 from worker.spec import WorkerSpec
 
@@ -23,9 +21,8 @@ class DecodeWorkerActor:
     def __init__(self, spec: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         parsed = WorkerSpec.from_wire(spec)
-        flows = {KVRole.LOCAL: LocalFlow, KVRole.RECEIVE: DecodeFlow}
         self._start_timeout_s = parsed.config.cluster.start_timeout_s
-        self._host = WorkerHost(parsed, flows, on_end=lambda: os._exit(1))
+        self._host = WorkerHost(parsed, FLOWS, on_end=lambda: os._exit(1))
 
     def wait_ready(self) -> dict[str, Any]:
         """``{"pid": …, "engine_pid": …}`` once the engine is ready, or ``{"error": (kind, message)}``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import msgpack
 from kv_transfer.receiver import ReceivedKV
@@ -13,7 +14,7 @@ from core.sampling import FinishReason
 from core.timeline import Event, EventKind
 from core.worker import TokenOutput, Work
 from engine.messages import KVReady, KVRole, Reserved, Step, TokenOut
-from worker.flow import Flow, finish_reason
+from worker.flow import Flow, LocalFlow, finish_reason
 from worker.outbox import Outbox
 from worker.worker import Worker
 
@@ -89,3 +90,7 @@ class DecodeFlow(Flow):
         """Close the reservation first: only then can nothing write the blocks any more."""
         await self.worker.kv.abort_receive(self.request_id)
         await super().close()
+
+
+FLOWS: Mapping[KVRole, type[Flow]] = {KVRole.LOCAL: LocalFlow, KVRole.RECEIVE: DecodeFlow}
+"""The ways in which a decode worker can serve a request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 import msgpack
 
@@ -13,7 +14,7 @@ from core.handoff import KVDestination
 from core.sampling import FinishReason
 from core.worker import TokenOutput, Work
 from engine.messages import KVRole, Progress, Release, Step, TokenOut
-from worker.flow import Flow
+from worker.flow import Flow, LocalFlow
 from worker.outbox import Outbox
 from worker.worker import Worker
 
@@ -86,3 +87,7 @@ class PrefillFlow(Flow):
         """Stop sending before the blocks can belong to somebody else."""
         await self.worker.kv.abort_send(self.request_id)
         await super().close()
+
+
+FLOWS: Mapping[KVRole, type[Flow]] = {KVRole.LOCAL: LocalFlow, KVRole.PUSH: PrefillFlow}
+"""The ways in which a prefill worker can serve a request."""

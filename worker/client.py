@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -41,13 +41,10 @@ Item = TokenOutput | PdserveError
 class WorkerClient:
     """A connected worker. Made by `connect`; `aclose` (or the worker's death) ends it for good."""
 
-    def __init__(
-        self, info: WorkerInfo, *, clock: Clock | None = None, on_lost: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, info: WorkerInfo, *, clock: Clock | None = None) -> None:
         self.info = info
         self.clock = ClockOffset(0.0, 0.0)
         self._time = clock or MonotonicClock()
-        self._on_lost = on_lost
         self._channel = grpc.aio.insecure_channel(info.control_address, options=CONTROL_OPTIONS)
         self._calls: dict[int, asyncio.Future[pb.Reply]] = {}
         self._call_ids = itertools.count(1)
@@ -56,6 +53,7 @@ class WorkerClient:
         self._samples: deque[ClockOffset] = deque(maxlen=PING_WINDOW)
         self._tasks: list[asyncio.Task[None]] = []
         self._lost = False
+        self._closed = asyncio.Event()
 
     @classmethod
     async def connect(
@@ -63,12 +61,11 @@ class WorkerClient:
         info: WorkerInfo,
         *,
         clock: Clock | None = None,
-        on_lost: Callable[[], None] | None = None,
         timeout_s: float = 5.0,
     ) -> WorkerClient:
-        """Open the control stream and measure the clock; WorkerLost if the worker does not answer in ``timeout_s``.
-        ``on_lost`` is called once if the stream breaks later."""
-        client = cls(info, clock=clock, on_lost=on_lost)
+        """Open the control stream and measure the clock; WorkerLost or DeadlineExceeded if the worker does not answer
+        within ``timeout_s``."""
+        client = cls(info, clock=clock)
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
             await client._call(pb.ControlRequest(ping=pb.Ping()), timeout_s)
@@ -80,9 +77,12 @@ class WorkerClient:
             raise
         return client
 
+    async def wait_closed(self) -> None:
+        """Return once the control stream has ended, whoever ended it."""
+        await self._closed.wait()
+
     async def aclose(self) -> None:
         """End the stream; the worker aborts what came over it."""
-        self._on_lost = None
         self._lose("the gateway closed the connection")
         for task in self._tasks:
             task.cancel()
@@ -246,9 +246,8 @@ class WorkerClient:
         self._calls.clear()
         for queue in self._queues.values():
             queue.put_nowait(error)
-        if self._on_lost is not None:
-            log.warning("worker %s is lost: %s", self.info.worker_id, reason)
-            self._on_lost()
+        log.info("worker %s: %s", self.info.worker_id, reason)
+        self._closed.set()
 
     # --- clock -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,13 @@
+"""Ties a process's life to its parent's."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process ``signum`` when the thread that started it ends, however it ends (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

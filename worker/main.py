@@ -1,0 +1,34 @@
+"""Runs one worker as a process of its own, without Ray: `python -m prefill_worker SPEC_JSON` (or `decode_worker`).
+
+Ray's actors do the same and add placement and supervision. Ends on SIGTERM, and with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+
+from core.errors import PdserveError
+from core.process import end_with_parent
+from engine.messages import KVRole
+from worker.flow import Flow
+from worker.host import WorkerHost
+from worker.spec import WorkerSpec
+
+
+def serve(flows: Mapping[KVRole, type[Flow]]) -> None:
+    """Serve until SIGTERM; exits with 1 and one line on stderr if the worker cannot start."""
+    end_with_parent(signal.SIGTERM)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    spec = WorkerSpec.from_wire(json.loads(sys.argv[1]))
+    host = WorkerHost(spec, flows)
+    try:
+        host.wait_ready(spec.config.cluster.start_timeout_s)
+    except PdserveError as error:
+        sys.exit(f"error: {error}")
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    host.stop()
