@@ -1,0 +1,95 @@
+"""pdserve: LLM serving with prefill and decode apart, that shows for every request what the hand-off cost.
+
+    from pdserve import Client
+
+    with Client("localhost:50051") as client:
+        for token in (stream := client.generate("def fibonacci(n):", max_tokens=64)):
+            print(token.text, end="")
+        print(stream.result().breakdowns)
+
+Names are loaded on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from core.errors import (
+        CapacityExceeded,
+        ConfigError,
+        DeadlineExceeded,
+        InvalidRequest,
+        LaunchError,
+        ModelError,
+        NotReady,
+        PdserveError,
+        RequestAborted,
+    )
+    from core.request import Mode
+    from core.timeline import Breakdown, Figure
+    from pdserve.client.async_client import AsyncClient
+    from pdserve.client.async_stream import AsyncStream
+    from pdserve.client.generation import Generation, Token, TransferDetails
+    from pdserve.client.status import ServiceStatus, ServiceWorker
+    from pdserve.client.sync_client import Client
+    from pdserve.client.sync_stream import Stream
+
+_HOME = {
+    "AsyncClient": "pdserve.client.async_client",
+    "AsyncStream": "pdserve.client.async_stream",
+    "Breakdown": "core.timeline",
+    "CapacityExceeded": "core.errors",
+    "Client": "pdserve.client.sync_client",
+    "ConfigError": "core.errors",
+    "DeadlineExceeded": "core.errors",
+    "Figure": "core.timeline",
+    "Generation": "pdserve.client.generation",
+    "InvalidRequest": "core.errors",
+    "LaunchError": "core.errors",
+    "Mode": "core.request",
+    "ModelError": "core.errors",
+    "NotReady": "core.errors",
+    "PdserveError": "core.errors",
+    "RequestAborted": "core.errors",
+    "ServiceStatus": "pdserve.client.status",
+    "ServiceWorker": "pdserve.client.status",
+    "Stream": "pdserve.client.sync_stream",
+    "Token": "pdserve.client.generation",
+    "TransferDetails": "pdserve.client.generation",
+}
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Breakdown",
+    "CapacityExceeded",
+    "Client",
+    "ConfigError",
+    "DeadlineExceeded",
+    "Figure",
+    "Generation",
+    "InvalidRequest",
+    "LaunchError",
+    "Mode",
+    "ModelError",
+    "NotReady",
+    "PdserveError",
+    "RequestAborted",
+    "ServiceStatus",
+    "ServiceWorker",
+    "Stream",
+    "Token",
+    "TransferDetails",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

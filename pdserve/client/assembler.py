@@ -1,0 +1,89 @@
+"""From the messages of one stream to tokens and the final generation; both clients feed it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from core.errors import PdserveError
+from core.request import Mode
+from core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
+from pb import inference_pb2 as pb
+from pdserve.client.generation import Generation, Token, TransferDetails
+
+_MODES = {pb.MODE_AUTO: Mode.AUTO, pb.MODE_PD: Mode.PD, pb.MODE_COLOCATED: Mode.COLOCATED}
+
+
+class Assembler:
+    """Collects one request's messages; times are the client's monotonic seconds, ``started_s`` just before the call."""
+
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
+        self._tokens: list[Token] = []
+        self._generation: Generation | None = None
+
+    def add(self, message: pb.GenerateResponse, arrived_s: float) -> Token | None:
+        """Take a message in; returns its token, or None if it was the completion."""
+        if message.HasField("completion"):
+            self._generation = self._assemble(message.completion, arrived_s)
+            return None
+        token = Token(message.token.token_id, message.token.text, message.token.index, arrived_s)
+        self._tokens.append(token)
+        return token
+
+    def result(self) -> Generation:
+        """The generation, once the stream has ended; `PdserveError` if it ended without its completion."""
+        if self._generation is None:
+            raise PdserveError("the stream ended without its completion; the service broke it off")
+        return self._generation
+
+    def _assemble(self, completion: pb.Completion, arrived_s: float) -> Generation:
+        arrivals = [token.arrived_s for token in self._tokens] or [arrived_s]
+        since_start_ms = [(arrival - self._started_s) * 1e3 for arrival in arrivals]
+        ttft_ms = since_start_ms[0]
+        ttft_decode_ms = since_start_ms[1] if len(since_start_ms) > 1 else None
+        timeline = _timeline(completion)
+        figures = {Figure.TTFT: ttft_ms, Figure.TTFT_DECODE: ttft_decode_ms}
+        breakdowns = {
+            figure: breakdown
+            for figure, total_ms in figures.items()
+            if total_ms is not None and (breakdown := timeline.breakdown(figure, total_ms)) is not None
+        }
+        transfer = completion.transfer
+        return Generation(
+            request_id=completion.request_id,
+            text=completion.text,
+            token_ids=tuple(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            mode=str(_MODES.get(completion.mode, Mode.AUTO)),
+            prefill_worker=completion.prefill_worker,
+            decode_worker=completion.decode_worker,
+            prompt_tokens=completion.prompt_tokens,
+            attempts=completion.attempts,
+            transport=transfer.transport,
+            block_size=transfer.block_size,
+            kv_bytes=transfer.kv_bytes,
+            kv_bytes_expected=transfer.kv_bytes_expected,
+            kv_blocks_sent=transfer.blocks_sent,
+            kv_blocks_skipped=transfer.blocks_skipped,
+            transfer=TransferDetails(
+                wire_ms=transfer.wire_ms,
+                exposed_ms=transfer.exposed_ms,
+                request_to_ready_ms=transfer.request_to_ready_ms,
+                checksum=transfer.checksum,
+                messages=transfer.messages,
+                kv_bytes_retried=transfer.kv_bytes_retried,
+            ),
+            ttft_ms=ttft_ms,
+            ttft_decode_ms=ttft_decode_ms,
+            breakdowns=breakdowns,
+            itl_ms=tuple((later - earlier) * 1e3 for earlier, later in pairwise(arrivals)),
+            total_ms=(arrived_s - self._started_s) * 1e3,
+        )
+
+
+def _timeline(completion: pb.Completion) -> Timeline:
+    known = set(EventKind)
+    timeline = Timeline(clocks={c.worker: ClockOffset(c.offset_s, c.error_s) for c in completion.clocks})
+    # A newer service may know events that this client does not: they belong to no stage here.
+    timeline.extend(Event(EventKind(e.kind), e.worker, e.time_s) for e in completion.events if e.kind in known)
+    return timeline

@@ -1,0 +1,94 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from core.errors import NotReady
+from pb import inference_pb2 as pb
+from pb import inference_pb2_grpc as pb_grpc
+from pdserve.client.async_stream import AsyncStream, Call
+from pdserve.client.channel import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, DEFAULT_TARGET, error_from_status, unreachable
+from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
+from pdserve.client.status import ServiceStatus
+
+
+class AsyncClient:
+    """A pdserve service at ``target`` (host:port). Use it within one event loop; ``async with`` closes it."""
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        self.target = target
+        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(self._channel)  # type: ignore[assignment]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Ask for a generation from text or token ids. `InvalidRequest` at once if a field is wrong; everything else
+        comes out of the stream."""
+        request = build_request(prompt, options)
+        timeout_s = timeout_of(options)
+
+        def start() -> Call:
+            return self._stub.Generate(request, timeout=timeout_s)
+
+        async def connect() -> None:
+            await self.connect(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))
+
+        return AsyncStream(connect, start, self.target)
+
+    async def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Connect now, so that no request pays for it; `NotReady` if nothing answers within ``timeout_s``."""
+        state = self._channel.get_state(try_to_connect=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while state is not grpc.ChannelConnectivity.READY:
+                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                        raise unreachable(self.target)
+                    await self._channel.wait_for_state_change(state)
+                    state = self._channel.get_state(try_to_connect=True)
+        except TimeoutError:
+            raise unreachable(self.target) from None
+
+    async def status(self, timeout_s: float = 10.0) -> ServiceStatus:
+        """The service's workers, their load and their blocks."""
+        await self.connect(timeout_s)
+        try:
+            return ServiceStatus.from_proto(await self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            raise error_from_status(error.code(), error.details(), self.target) from None
+
+    async def ready(self, timeout_s: float = 10.0) -> bool:
+        """Whether the service takes requests (grpc.health.v1); False as well if nothing answers."""
+        try:
+            await self.connect(timeout_s)
+            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except (NotReady, grpc.aio.AioRpcError):
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Wait until the service takes requests; `NotReady` after ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while not await self.ready(max(0.05, deadline_s - time.monotonic())):
+            if time.monotonic() >= deadline_s:
+                raise NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")
+            await asyncio.sleep(0.1)
+
+    async def close(self) -> None:
+        """Close the channel; requests under way are cancelled."""
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

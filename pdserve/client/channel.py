@@ -1,0 +1,62 @@
+"""How a client's channel is opened, and what a gRPC status becomes."""
+
+from __future__ import annotations
+
+import grpc
+
+from core.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    LaunchError,
+    NotReady,
+    PdserveError,
+    RequestAborted,
+)
+
+DEFAULT_TARGET = "localhost:50051"
+CONNECT_TIMEOUT_S = 10.0
+
+_MAX_MESSAGE_BYTES = 64 * 2**20
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    # A hidden retry would make a request look slow instead of failed.
+    ("grpc.enable_retries", 0),
+    # The service is the cluster's own: a proxy for the outside world is not on its way.
+    ("grpc.enable_http_proxy", 0),
+    # A connection of its own for each client, with its own back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+_CLASSES: dict[grpc.StatusCode, type[PdserveError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExceeded,
+    grpc.StatusCode.FAILED_PRECONDITION: LaunchError,
+    grpc.StatusCode.CANCELLED: RequestAborted,
+}
+
+
+def error_from_status(code: grpc.StatusCode, details: str | None, target: str) -> PdserveError:
+    """The error class for a gRPC status, with a message that can stand alone."""
+    details = " ".join((details or "").split())
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return NotReady(f"the service at {target} is not available: {details or 'no reason given'}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        known = details and details.lower() != "deadline exceeded"
+        return DeadlineExceeded(details if known else "the request's deadline passed; raise it or reduce the load")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return PdserveError(f"the server at {target} is not pdserve, or of another version: {details}")
+    if code in _CLASSES:
+        return _CLASSES[code](details or code.name)
+    return PdserveError(f"{code.name}: {details or 'no reason given'} (service at {target})")
+
+
+def unreachable(target: str) -> NotReady:
+    """Nothing listens at ``target``."""
+    return NotReady(
+        f"nothing answers at {target}: start the service with `pdserve up`, or name the right host:port as the target"
+    )

@@ -1,0 +1,102 @@
+"""What a client gets: tokens as they come, and at the end the whole generation with its explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from core.timeline import Breakdown, Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token. ``text`` is what it adds (may be empty while a character is incomplete), ``index`` 0 is the first
+    after the prompt, ``arrived_s`` the client's monotonic clock when its message was read."""
+
+    token_id: int
+    text: str
+    index: int
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDetails:
+    """How the KV blocks travelled: ``wire_ms`` first message to last block verified, ``exposed_ms`` the part not hidden
+    behind the prefill, ``request_to_ready_ms`` reservation to last block verified; all zero without a transfer."""
+
+    wire_ms: float
+    exposed_ms: float
+    request_to_ready_ms: float
+    checksum: str
+    messages: int
+    kv_bytes_retried: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished request. Times are the client's own: ``ttft_ms`` to token 1 (to the end of the stream if it had no
+    token at all), ``ttft_decode_ms`` to token 2 (None if there was none), ``itl_ms`` the gaps between tokens.
+    ``breakdowns`` has a figure only where its token was written. Bytes are whole blocks."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    mode: str
+    prefill_worker: str
+    decode_worker: str
+    prompt_tokens: int
+    attempts: int
+    transport: str
+    block_size: int
+    kv_bytes: int
+    kv_bytes_expected: int
+    kv_blocks_sent: int
+    kv_blocks_skipped: int
+    transfer: TransferDetails
+    ttft_ms: float
+    ttft_decode_ms: float | None
+    breakdowns: Mapping[Figure, Breakdown]
+    itl_ms: tuple[float, ...]
+    total_ms: float
+
+    @property
+    def clock_error_ms(self) -> float:
+        """How far off a stage that spans two hosts may be; the larger one of both breakdowns."""
+        return max((breakdown.clock_error_ms for breakdown in self.breakdowns.values()), default=0.0)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean gap between tokens; None with fewer than two."""
+        return sum(self.itl_ms) / len(self.itl_ms) if self.itl_ms else None
+
+    def figure_ms(self, figure: Figure) -> float | None:
+        """The client's own ``ttft`` or ``ttft_decode``."""
+        return self.ttft_ms if figure is Figure.TTFT else self.ttft_decode_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: exactly what ``pdserve generate --json`` prints."""
+        return {
+            "request_id": self.request_id,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "mode": self.mode,
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
+            "transport": self.transport,
+            "block_size": self.block_size,
+            "kv_bytes": self.kv_bytes,
+            "kv_bytes_expected": self.kv_bytes_expected,
+            "kv_blocks_sent": self.kv_blocks_sent,
+            "kv_blocks_skipped": self.kv_blocks_skipped,
+            "ttft_ms": self.ttft_ms,
+            "ttft_decode_ms": self.ttft_decode_ms,
+            "breakdown_ms": {
+                figure.value: dict(self.breakdowns[figure].stages_ms) if figure in self.breakdowns else None
+                for figure in Figure
+            },
+            "clock_error_ms": self.clock_error_ms,
+            "itl_ms": list(self.itl_ms),
+        }

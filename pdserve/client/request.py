@@ -1,0 +1,126 @@
+"""A generation request as both clients build it: checked here, so that a mistake needs no round trip."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
+
+from core.errors import InvalidRequest
+from core.request import Mode
+from core.sampling import SamplingParams
+from pb import inference_pb2 as pb
+
+Prompt = str | Sequence[int]
+
+_MODES = {Mode.AUTO: pb.MODE_AUTO, Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What `generate` takes beside the prompt; what is left out (or None) is the service's default.
+
+    ``timeout_s`` is the request's deadline, ``mode`` auto, pd or colocated; the others are those of `SamplingParams`.
+    """
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    mode: Mode | str
+    request_id: str | None
+    timeout_s: float | None
+
+
+def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """The message for ``prompt``; `InvalidRequest` names the first wrong field."""
+    unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
+    if unknown:
+        raise InvalidRequest(f"{unknown[0]}: unknown option; known: {', '.join(GenerateOptions.__annotations__)}")
+    request = pb.GenerateRequest(
+        request_id=_text("request_id", options.get("request_id") or ""),
+        mode=_MODES[_mode(options.get("mode", Mode.AUTO))],
+    )
+    if isinstance(prompt, str):
+        request.text = _text("prompt", prompt)
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(_token_ids("prompt", prompt))
+    _fill_sampling(request.sampling, options)
+    return request
+
+
+def timeout_of(options: GenerateOptions) -> float | None:
+    """The request's deadline in seconds from now; `InvalidRequest` if it is not a positive number."""
+    timeout_s = options.get("timeout_s")
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < float("inf")):
+        raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a positive number of seconds")
+    return timeout_s
+
+
+def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
+    stop = options.get("stop")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    given: dict[str, Any] = {
+        name: _number(name, options.get(name), int) for name in ("max_tokens", "top_k", "seed")
+    } | {name: _number(name, options.get(name), float) for name in ("temperature", "top_p")}  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    params = SamplingParams(
+        **given,
+        stop=tuple(_text("stop", string) for string in strings),
+        stop_token_ids=_token_ids("stop_token_ids", options.get("stop_token_ids") or ()),
+        ignore_eos=bool(options.get("ignore_eos", False)),
+    )
+    params.validate()
+    for name, value in given.items():
+        if name in ("max_tokens", "top_k") and value > _MAX_TOKEN_ID:
+            raise InvalidRequest(f"{name}: {value} is more than {_MAX_TOKEN_ID}")
+        setattr(sampling, name, value)
+    sampling.stop.extend(params.stop)
+    sampling.stop_token_ids.extend(params.stop_token_ids)
+    sampling.ignore_eos = params.ignore_eos
+
+
+def _mode(mode: Any) -> Mode:
+    try:
+        return Mode(mode)
+    except ValueError:
+        raise InvalidRequest(f"mode: {mode!r} is none of {', '.join(Mode)}") from None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name}: must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name}: has a lone surrogate, which is not valid Unicode text") from None
+    return value
+
+
+def _number(name: str, value: Any, kind: type[int] | type[float]) -> int | float | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        return operator.index(value) if kind is int else float(value)
+    except (TypeError, ValueError):
+        what = "a whole number" if kind is int else "a number"
+        raise InvalidRequest(f"{name}: must be {what}, got {value!r}") from None
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, bytes | bytearray) or not isinstance(values, Iterable):
+        raise InvalidRequest(f"{name}: must be token ids (whole numbers), not {type(values).__name__}")
+    ids = []
+    for value in values:
+        token_id = _number(name, value, int)
+        if not isinstance(token_id, int) or not 0 <= token_id <= _MAX_TOKEN_ID:
+            raise InvalidRequest(f"{name}: {value!r} is not a token id (a whole number from 0)")
+        ids.append(token_id)
+    return tuple(ids)

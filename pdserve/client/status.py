@@ -1,0 +1,114 @@
+"""The service's own account of itself, typed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pb import inference_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceWorker:
+    """One worker as the router last heard of it, ``heartbeat_age_s`` ago."""
+
+    worker_id: str
+    role: str
+    state: str
+    node: str
+    device: str
+    address: str
+    pid: int
+    engine_pid: int
+    num_blocks: int
+    free_blocks: int
+    running: int
+    waiting: int
+    outstanding_tokens: int
+    transport: str
+    heartbeat_age_s: float
+    engine_restarts: int
+    preemptions: int
+    peers: tuple[str, ...]
+    cuda_visible_devices: str
+    cores: str
+
+    @classmethod
+    def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:
+        """The worker that the message describes."""
+        return cls(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            state=worker.state,
+            node=worker.node,
+            device=worker.device,
+            address=worker.address,
+            pid=worker.pid,
+            engine_pid=worker.engine_pid,
+            num_blocks=worker.num_blocks,
+            free_blocks=worker.free_blocks,
+            running=worker.running,
+            waiting=worker.waiting,
+            outstanding_tokens=worker.outstanding_tokens,
+            transport=worker.transport,
+            heartbeat_age_s=worker.heartbeat_age_s,
+            engine_restarts=worker.engine_restarts,
+            preemptions=worker.preemptions,
+            peers=tuple(worker.peers),
+            cuda_visible_devices=worker.cuda_visible_devices,
+            cores=worker.cores,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """The service: its model, its workers, what waits in the router (``queued``) and what it runs (``running``)."""
+
+    ready: bool
+    version: str
+    model: str
+    model_hash: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    block_size: int
+    kv_bytes_per_token: int
+    queued: int
+    running: int
+    pid: int
+    uptime_s: float
+    workers: tuple[ServiceWorker, ...]
+
+    @property
+    def idle(self) -> bool:
+        """Nothing queued, and nothing running or waiting on any worker."""
+        return not (self.queued or self.running or any(w.running or w.waiting for w in self.workers))
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks held, over all workers."""
+        return sum(worker.num_blocks - worker.free_blocks for worker in self.workers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: what ``pdserve status --json`` prints."""
+        return asdict(self)
+
+    @classmethod
+    def from_proto(cls, status: pb.GetStatusResponse) -> ServiceStatus:
+        """The status that the message describes."""
+        return cls(
+            ready=status.ready,
+            version=status.version,
+            model=status.model,
+            model_hash=status.model_hash,
+            dtype=status.dtype,
+            vocab_size=status.vocab_size,
+            context_length=status.context_length,
+            block_size=status.block_size,
+            kv_bytes_per_token=status.kv_bytes_per_token,
+            queued=status.queued,
+            running=status.running,
+            pid=status.pid,
+            uptime_s=status.uptime_s,
+            workers=tuple(ServiceWorker.from_proto(worker) for worker in status.workers),
+        )

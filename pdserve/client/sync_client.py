@@ -1,0 +1,91 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from core.errors import NotReady
+from pb import inference_pb2 as pb
+from pb import inference_pb2_grpc as pb_grpc
+from pdserve.client.channel import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, DEFAULT_TARGET, error_from_status, unreachable
+from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
+from pdserve.client.status import ServiceStatus
+from pdserve.client.sync_stream import Call, Stream
+
+
+class Client:
+    """A pdserve service at ``target`` (host:port). Threads may share it; ``with`` closes it."""
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        self.target = target
+        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.InferenceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """Ask for a generation from text or token ids. `InvalidRequest` at once if a field is wrong; everything else
+        comes out of the stream."""
+        request = build_request(prompt, options)
+        timeout_s = timeout_of(options)
+
+        def start() -> Call:
+            return self._stub.Generate(request, timeout=timeout_s)
+
+        def connect() -> None:
+            self.connect(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))
+
+        return Stream(connect, start, self.target)
+
+    def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Connect now, so that no request pays for it; `NotReady` if nothing answers within ``timeout_s``.
+
+        `generate` does this itself before its clock starts. It is one health call: grpc's own way to watch a channel's
+        state costs the blocking API a polling thread.
+        """
+        try:
+            self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            # Any other status came from a server, so the channel stands.
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise unreachable(self.target) from None
+
+    def status(self, timeout_s: float = 10.0) -> ServiceStatus:
+        """The service's workers, their load and their blocks."""
+        self.connect(timeout_s)  # for its message where nothing answers
+        try:
+            return ServiceStatus.from_proto(self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise error_from_status(error.code(), error.details(), self.target) from None
+
+    def ready(self, timeout_s: float = 10.0) -> bool:
+        """Whether the service takes requests (grpc.health.v1); False as well if nothing answers."""
+        try:
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Wait until the service takes requests; `NotReady` after ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.ready(max(0.05, deadline_s - time.monotonic())):
+            if time.monotonic() >= deadline_s:
+                raise NotReady(f"the service at {self.target} was not ready within {timeout_s:g} s")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Close the channel; requests under way are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

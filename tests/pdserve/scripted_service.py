@@ -1,0 +1,170 @@
+"""A small pdserve service for the client's and the CLI's tests: real gRPC over a real socket, scripted answers.
+
+The prompt's text says what happens: ``fail CODE details`` ends with that status, ``hang`` sends one token and then
+waits until it is cancelled, ``broken`` ends without a completion; anything else is answered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from core.timeline import GATEWAY, EventKind
+from pb import inference_pb2 as pb
+from pb import inference_pb2_grpc as pb_grpc
+
+VOCAB_SIZE = 1000
+BLOCK_SIZE = 16
+KV_BYTES_PER_TOKEN = 512
+PREFILL_S = 0.004
+STEP_S = 0.002
+
+
+class ScriptedServicer(pb_grpc.InferenceServicer):
+    """Answers as the service would; what it was asked is in ``requests``."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.cancelled = threading.Event()
+        self.free_blocks = 64
+        self.lost_bytes = 0
+        self.token_shift = {pb.MODE_PD: 0, pb.MODE_COLOCATED: 0}
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        events = [pb.Event(kind=EventKind.RECEIVED, worker=GATEWAY, time_s=time.monotonic())]
+        self.requests.append(request)
+        words = request.text.split()
+        if words[:1] == ["fail"]:
+            context.abort(grpc.StatusCode[words[1]], " ".join(words[2:]))
+        if words[:1] in (["hang"], ["broken"]):
+            yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
+            if words == ["broken"]:
+                return
+            gone = threading.Event()
+            context.add_callback(gone.set)
+            gone.wait(30)
+            self.cancelled.set()
+            return
+        yield from self._answer(request, events)
+
+    def _answer(self, request: pb.GenerateRequest, events: list[pb.Event]) -> Iterator[pb.GenerateResponse]:
+        mode = request.mode if request.mode == pb.MODE_COLOCATED else pb.MODE_PD
+        decode = "prefill-0" if mode == pb.MODE_COLOCATED else "decode-0"
+        prompt = list(request.token_ids.ids) or list(request.text.encode())
+        wanted = request.sampling.max_tokens or 4
+        ids = [(sum(prompt) + self.token_shift[mode] + i) % VOCAB_SIZE for i in range(wanted)]
+        text = [f" w{i}" for i in ids]
+
+        def note(kind: EventKind, worker: str = GATEWAY) -> None:
+            events.append(pb.Event(kind=kind, worker=worker, time_s=time.monotonic()))
+
+        for kind in (EventKind.TOKENIZED, EventKind.PAIR_CHOSEN, EventKind.DESTINATION_KNOWN, EventKind.PREFILL_SENT):
+            note(kind)
+        note(EventKind.PREFILL_RECEIVED, "prefill-0")
+        note(EventKind.PREFILL_SCHEDULED, "prefill-0")
+        time.sleep(PREFILL_S)
+        note(EventKind.TOKEN_1_SAMPLED, "prefill-0")
+        for index, token_id in enumerate(ids):
+            if index == 1:
+                if mode == pb.MODE_PD:
+                    note(EventKind.KV_VERIFIED, decode)
+                note(EventKind.DECODE_SCHEDULED, decode)
+            if index:
+                time.sleep(STEP_S)
+            if index == 1:
+                note(EventKind.TOKEN_2_SAMPLED, decode)
+            if index < 2:
+                note((EventKind.TOKEN_1_ARRIVED, EventKind.TOKEN_2_ARRIVED)[index])
+                note((EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)[index])
+            yield pb.GenerateResponse(token=pb.Token(token_id=token_id, text=text[index], index=index))
+        note(EventKind.FINISHED)
+        events.append(pb.Event(kind="an event of a later version", worker=GATEWAY, time_s=0.0))
+        sent = -(-len(prompt) // BLOCK_SIZE) if mode == pb.MODE_PD and wanted > 1 else 0
+        expected = sent * BLOCK_SIZE * KV_BYTES_PER_TOKEN
+        yield pb.GenerateResponse(
+            completion=pb.Completion(
+                request_id=request.request_id or "made-by-gateway",
+                text="".join(text),
+                finish_reason="length",
+                mode=mode,
+                prefill_worker="prefill-0",
+                decode_worker=decode,
+                prompt_tokens=len(prompt),
+                output_tokens=len(ids),
+                transfer=pb.Transfer(
+                    transport="grpc_stream" if sent else "",
+                    kv_bytes=expected - self.lost_bytes if sent else 0,
+                    kv_bytes_expected=expected,
+                    blocks_sent=sent,
+                    messages=1 if sent else 0,
+                    checksum="xxh3-64 verified" if sent else "",
+                    wire_ms=0.5 if sent else 0.0,
+                    exposed_ms=0.25 if sent else 0.0,
+                    request_to_ready_ms=5.0 if sent else 0.0,
+                    block_size=BLOCK_SIZE,
+                ),
+                events=events,
+                clocks=[pb.Clock(worker=name, offset_s=0.0, error_s=0.0001) for name in ("prefill-0", "decode-0")],
+                attempts=1,
+                token_ids=ids,
+            )
+        )
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(
+            ready=True,
+            version="0.1.0",
+            model="scripted",
+            context_length=2048,
+            block_size=BLOCK_SIZE,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            vocab_size=VOCAB_SIZE,
+            dtype="bfloat16",
+            workers=[
+                pb.WorkerStatus(
+                    worker_id=f"{role}-0",
+                    role=role,
+                    state="ready",
+                    node="here",
+                    device="cpu",
+                    num_blocks=64,
+                    free_blocks=self.free_blocks,
+                    peers=["decode-0"] if role == "prefill" else [],
+                )
+                for role in ("prefill", "decode")
+            ],
+        )
+
+
+class ScriptedService:
+    """The servicer behind a port of its own, with grpc.health.v1; ``target`` is where it listens."""
+
+    def __init__(self) -> None:
+        self.servicer = ScriptedServicer()
+        self.health = health.HealthServicer()
+        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=32))
+        pb_grpc.add_InferenceServicer_to_server(self.servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self.target = f"localhost:{self._server.add_insecure_port('localhost:0')}"
+        self.set_serving(True)
+
+    def set_serving(self, serving: bool) -> None:
+        """What the health check says."""
+        answer = health_pb2.HealthCheckResponse
+        self.health.set("", answer.SERVING if serving else answer.NOT_SERVING)
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.stop(grace=None).wait()

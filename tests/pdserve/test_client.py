@@ -1,0 +1,258 @@
+"""Both clients against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from core.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    LaunchError,
+    NotReady,
+    PdserveError,
+    RequestAborted,
+)
+from core.timeline import Figure
+from pb import inference_pb2 as pb
+from pdserve import AsyncClient, Client, Generation
+from tests.pdserve.scripted_service import BLOCK_SIZE, KV_BYTES_PER_TOKEN, PREFILL_S, ScriptedService
+
+STATUSES = [
+    ("INVALID_ARGUMENT", InvalidRequest),
+    ("RESOURCE_EXHAUSTED", CapacityExceeded),
+    ("UNAVAILABLE", NotReady),
+    ("DEADLINE_EXCEEDED", DeadlineExceeded),
+    ("CANCELLED", RequestAborted),
+    ("FAILED_PRECONDITION", LaunchError),
+    ("INTERNAL", PdserveError),
+    ("UNIMPLEMENTED", PdserveError),
+]
+
+ISSUE_KEYS = [
+    *("request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport"),
+    *("block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped"),
+    *("ttft_ms", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms"),
+]
+
+
+def free_target() -> str:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return f"localhost:{listener.getsockname()[1]}"
+
+
+def check_generation(generation: Generation) -> None:
+    assert generation.finish_reason == "length"
+    assert generation.mode == "pd"
+    assert (generation.prefill_worker, generation.decode_worker) == ("prefill-0", "decode-0")
+    assert generation.prompt_tokens == 20
+    assert generation.kv_bytes == generation.kv_bytes_expected == 2 * BLOCK_SIZE * KV_BYTES_PER_TOKEN
+    assert generation.kv_blocks_sent == 2
+    assert generation.transfer.checksum == "xxh3-64 verified"
+    assert generation.clock_error_ms == pytest.approx(0.1)
+    assert generation.ttft_decode_ms is not None
+    assert PREFILL_S * 1e3 <= generation.ttft_ms < generation.ttft_decode_ms
+    assert len(generation.itl_ms) == 4
+    assert generation.itl_ms[0] == pytest.approx(generation.ttft_decode_ms - generation.ttft_ms)
+    for figure in Figure:
+        breakdown = generation.breakdowns[figure]
+        assert breakdown.total_ms == generation.figure_ms(figure)
+        assert sum(breakdown.stages_ms.values()) == pytest.approx(breakdown.total_ms)
+        assert breakdown.stages_ms["prefill"] >= PREFILL_S * 1e3
+        assert next(iter(breakdown.stages_ms)) == "network"
+        assert list(breakdown.stages_ms)[-1] == "unattributed"
+
+
+def test_sync_stream_and_result(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        stream = client.generate(list(range(20)), max_tokens=5, seed=7, stop="END", stop_token_ids=[3], request_id="me")
+        tokens = list(stream)
+        generation = stream.result()
+    assert [token.index for token in tokens] == [0, 1, 2, 3, 4]
+    assert tuple(token.token_id for token in tokens) == generation.token_ids
+    assert "".join(token.text for token in tokens) == generation.text
+    assert [t.arrived_s for t in tokens] == sorted(t.arrived_s for t in tokens)
+    assert generation.request_id == "me"
+    check_generation(generation)
+    asked = service.servicer.requests[0]
+    assert list(asked.token_ids.ids) == list(range(20))
+    assert (asked.sampling.max_tokens, asked.sampling.seed) == (5, 7)
+    assert (list(asked.sampling.stop), list(asked.sampling.stop_token_ids)) == (["END"], [3])
+    assert not asked.sampling.HasField("temperature")
+
+
+async def test_async_stream_and_result(service: ScriptedService) -> None:
+    async with AsyncClient(service.target) as client:
+        await client.connect()
+        async with client.generate("x" * 20, max_tokens=5, mode="pd") as stream:
+            tokens = [token async for token in stream]
+            generation = await stream.result()
+        assert tuple(token.token_id for token in tokens) == generation.token_ids
+        check_generation(generation)
+        several = await asyncio.gather(*(client.generate(f"prompt {i}").result() for i in range(8)))
+    assert len({generation.token_ids for generation in several}) == 8
+    assert service.servicer.requests[0].mode == pb.MODE_PD
+
+
+def test_to_dict_has_the_documented_keys_in_order(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        pd = json.loads(json.dumps(client.generate([1, 2, 3], max_tokens=3).result().to_dict()))
+        one = client.generate([1], max_tokens=1, mode="colocated").result()
+    assert list(pd) == ISSUE_KEYS
+    assert list(pd["breakdown_ms"]) == ["ttft", "ttft_decode"]
+    assert one.ttft_decode_ms is None
+    assert one.to_dict()["breakdown_ms"]["ttft_decode"] is None
+    assert one.tpot_ms is None
+    assert one.kv_bytes == one.kv_bytes_expected == 0
+
+
+@pytest.mark.parametrize(("code", "kind"), STATUSES)
+async def test_each_status_becomes_its_error(service: ScriptedService, code: str, kind: type[PdserveError]) -> None:
+    with Client(service.target) as client, pytest.raises(kind) as sync_error:
+        client.generate(f"fail {code} the pool is on fire").result()
+    async with AsyncClient(service.target) as async_client:
+        stream = async_client.generate(f"fail {code} the pool is on fire")
+        with pytest.raises(kind) as async_error:
+            await stream.result()
+        with pytest.raises(kind):
+            await anext(stream)
+    assert type(sync_error.value) is type(async_error.value) is kind
+    assert str(sync_error.value) == str(async_error.value)
+    assert "the pool is on fire" in str(sync_error.value)
+
+
+async def test_a_stream_without_completion_is_an_error(service: ScriptedService) -> None:
+    with Client(service.target) as client, pytest.raises(PdserveError, match="without its completion"):
+        client.generate("broken").result()
+    async with AsyncClient(service.target) as async_client:
+        with pytest.raises(PdserveError, match="without its completion"):
+            await async_client.generate("broken").result()
+
+
+async def test_deadline(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        stream = client.generate("hang", timeout_s=0.2)
+        assert next(stream).text == "a"
+        with pytest.raises(DeadlineExceeded):
+            next(stream)
+    async with AsyncClient(service.target) as async_client:
+        with pytest.raises(DeadlineExceeded):
+            await async_client.generate("hang", timeout_s=0.2).result()
+
+
+def test_sync_cancel_reaches_the_service(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        stream = client.generate("hang")
+        next(stream)
+        threading.Timer(0.1, stream.cancel).start()
+        with pytest.raises(RequestAborted):
+            stream.result()
+        assert service.servicer.cancelled.wait(5)
+        service.servicer.cancelled.clear()
+        with client.generate("hang") as left:
+            next(left)
+        assert service.servicer.cancelled.wait(5)
+
+
+async def test_async_cancel_reaches_the_service(service: ScriptedService) -> None:
+    async with AsyncClient(service.target) as client:
+        stream = client.generate("hang")
+        await anext(stream)
+        asyncio.get_running_loop().call_later(0.1, stream.cancel)
+        with pytest.raises(RequestAborted):
+            await stream.result()
+        assert await asyncio.to_thread(service.servicer.cancelled.wait, 5)
+        task = asyncio.create_task(client.generate("hang").result())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (5, {}, "prompt"),
+        (["a"], {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        (b"bytes", {}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        ("x", {"temperature": -1.0}, "temperature"),
+        ("x", {"temperature": "hot"}, "temperature"),
+        ("x", {"max_tokens": 0}, "max_tokens"),
+        ("x", {"max_tokens": 2**40}, "max_tokens"),
+        ("x", {"top_p": 0.0}, "top_p"),
+        ("x", {"stop": [""]}, "stop"),
+        ("x", {"stop": [7]}, "stop"),
+        ("x", {"mode": "sideways"}, "mode"),
+        ("x", {"timeout_s": 0}, "timeout_s"),
+        ("x", {"maxtokens": 3}, "maxtokens"),
+    ],
+)
+def test_wrong_fields_are_named_without_a_round_trip(prompt: Any, options: Any, field: str) -> None:
+    with Client(free_target()) as client, pytest.raises(InvalidRequest, match=f"^{field}: "):
+        client.generate(prompt, **options)
+
+
+async def test_nothing_listening_is_said_with_the_target() -> None:
+    target = free_target()
+    started_s = time.monotonic()
+    with Client(target) as client:
+        with pytest.raises(NotReady, match=target):
+            client.generate("x").result()
+        assert not client.ready()
+        with pytest.raises(NotReady, match="not ready within"):
+            client.wait_ready(0.3)
+    async with AsyncClient(target) as async_client:
+        with pytest.raises(NotReady, match="pdserve up"):
+            await async_client.generate("x").result()
+        with pytest.raises(NotReady, match="not ready within"):
+            await async_client.wait_ready(0.3)
+    assert time.monotonic() - started_s < 5
+
+
+async def test_status_and_health(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        status = client.status()
+        assert client.ready()
+        client.wait_ready(1)
+    assert status.ready
+    assert status.idle
+    assert status.used_blocks == 0
+    assert [worker.role for worker in status.workers] == ["prefill", "decode"]
+    assert status.workers[0].peers == ("decode-0",)
+    service.set_serving(False)
+    async with AsyncClient(service.target) as async_client:
+        assert await async_client.status() == status
+        assert not await async_client.ready()
+        asyncio.get_running_loop().call_later(0.2, service.set_serving, True)
+        await async_client.wait_ready(5)
+
+
+def test_importing_pdserve_is_cheap() -> None:
+    code = (
+        "import sys, pdserve; assert pdserve.Client; "
+        "print([m for m in ('torch', 'ray', 'matplotlib', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_every_exported_name_exists() -> None:
+    import pdserve
+
+    assert all(getattr(pdserve, name) for name in pdserve.__all__)
+    assert set(pdserve.__all__) <= set(dir(pdserve))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pdserve.nothing
