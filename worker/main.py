@@ -9,6 +9,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 
 from core.errors import PdserveError
@@ -23,12 +24,14 @@ def serve(flows: Mapping[KVRole, type[Flow]]) -> None:
     """Serve until SIGTERM; exits with 1 and one line on stderr if the worker cannot start."""
     end_with_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, frame: stop.set())
     spec = WorkerSpec.from_wire(json.loads(sys.argv[1]))
     host = WorkerHost(spec, flows)
     try:
         host.wait_ready(spec.config.cluster.start_timeout_s)
     except PdserveError as error:
         sys.exit(f"error: {error}")
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    stop.wait()
     host.stop()

@@ -1,4 +1,4 @@
-"""Which services run on this host: one small file per gRPC port, so that `pdserve down` finds what `pdserve up` began."""
+"""Which services run on this host: a small file per gRPC port, so that `pdserve down` finds what `pdserve up` began."""
 
 from __future__ import annotations
 
@@ -42,11 +42,17 @@ class ServiceState:
     def read(cls, port: int) -> ServiceState:
         """The service on ``port``; LaunchError if none was started here."""
         try:
-            return cls(**json.loads(cls.path(port).read_text(encoding="utf-8")))
+            return cls.load(cls.path(port))
         except FileNotFoundError:
             raise LaunchError(f"no service was started on this host with port {port}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> ServiceState:
+        """The service that a file notes; FileNotFoundError, or LaunchError if it is not such a file."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError):
-            raise LaunchError(f"{cls.path(port)}: not a service's state file; remove it") from None
+            raise LaunchError(f"{path}: not a service's state file; remove it") from None
 
     def remove(self) -> None:
         """The service is gone."""

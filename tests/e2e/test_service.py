@@ -1,0 +1,172 @@
+"""The service as a user has it: on Ray, through the CLI and the clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve import AsyncClient, Client
+from tests.e2e.conftest import RunningService
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+def free_blocks(target: str) -> dict[str, int]:
+    with Client(target) as client:
+        return {worker.worker_id: worker.free_blocks for worker in client.status().workers}
+
+
+def wait_all_free(target: str, timeout_s: float = 15.0) -> None:
+    """Return once every worker has all its blocks; heartbeats tell of them with some delay."""
+    deadline_s = time.monotonic() + timeout_s
+    while (blocks := free_blocks(target)) != dict.fromkeys(blocks, 256):
+        assert time.monotonic() < deadline_s, blocks
+        time.sleep(0.2)
+
+
+def test_status_shows_workers_on_slots_of_their_own(service: RunningService) -> None:
+    answer = service.cli.run("status", "--target", service.target, "--json")
+    assert answer.returncode == 0, answer.stderr
+    workers = json.loads(answer.stdout)["workers"]
+    assert [w["worker_id"] for w in workers] == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    assert len({w["engine_pid"] for w in workers} | {w["pid"] for w in workers}) == 8
+    for worker in workers:
+        assert psutil.Process(worker["engine_pid"]).cpu_affinity() == [int(worker["cores"])]
+
+
+def test_many_requests_at_once(service: RunningService) -> None:
+    async def run() -> None:
+        draw = random.Random(3)
+        async with AsyncClient(service.target) as client:
+
+            async def one(index: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+                prompt = [draw.randrange(4000) for _ in range(draw.choice((3, 30, 100, 300)))]
+                apart = await client.generate(prompt, max_tokens=8, ignore_eos=True, mode="pd", timeout_s=180).result()
+                return tuple(prompt), apart.token_ids, apart.kv_bytes == apart.kv_bytes_expected > 0
+
+            done = await asyncio.gather(*(one(index) for index in range(64)))
+            assert all(exact for _, _, exact in done)
+            for prompt, tokens, _ in done[:8]:
+                together = await client.generate(prompt, max_tokens=8, ignore_eos=True, mode="colocated").result()
+                assert together.token_ids == tokens
+
+    asyncio.run(run())
+    wait_all_free(service.target)
+    with Client(service.target) as client:
+        peers = {worker.worker_id: worker.peers for worker in client.status().workers}
+    assert set(peers["prefill-0"]) == set(peers["prefill-1"]) == {"decode-0", "decode-1"}
+
+
+def test_generate_prints_one_json_object(service: RunningService) -> None:
+    answer = service.cli.run("generate", "def add(a, b):", "--target", service.target, "--max-tokens", "5", "--json")
+    assert answer.returncode == 0, answer.stderr
+    (line,) = answer.stdout.splitlines()
+    result = json.loads(line)
+    assert set(result) == {
+        "request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport",
+        "block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped", "ttft_ms",
+        "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms",
+    }  # fmt: skip
+    assert result["mode"] == "pd"
+    assert result["transport"] == "grpc_stream"
+    assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
+
+
+def test_cancelled_requests_give_their_blocks_back(service: RunningService) -> None:
+    with Client(service.target) as client:
+        for mode in ("pd", "colocated"):
+            stream = client.generate([5] * 200, max_tokens=500, ignore_eos=True, mode=mode)
+            next(iter(stream))
+            stream.cancel()
+    wait_all_free(service.target)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("",), "prompt"),
+        (("--token-ids", "1,2,3", "--max-tokens", "100000"), "max_tokens"),
+        (("--token-ids", "1,99999999"), "token"),
+        (("hello", "--temperature", "-1"), "temperature"),
+        (("hello", "--top-p", "0"), "top_p"),
+        (("hello", "--mode", "sideways"), "mode"),
+    ],
+)
+def test_bad_requests_are_told_in_one_line(service: RunningService, arguments: tuple[str, ...], expected: str) -> None:
+    answer = service.cli.run("generate", *arguments, "--target", service.target)
+    assert answer.returncode != 0
+    assert expected in answer.stderr
+    assert "Traceback" not in answer.stderr
+    good = service.cli.run("generate", "hello", "--target", service.target, "--max-tokens", "2", "--json")
+    assert good.returncode == 0, good.stderr
+
+
+def test_bench_counts_and_leaks_nothing(service: RunningService) -> None:
+    answer = service.cli.run(
+        "bench", "--requests", "8", "--concurrency", "4", "--input-len", "40", "--output-len", "6", "--seed", "1",
+        "--slo", "ttft=5000,itl=1000", "--target", service.target, "--json",
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads(answer.stdout.splitlines()[-1])
+    assert result["requests"] == 8
+    assert result["leaked_blocks"] == 0
+
+
+@pytest.mark.parametrize("which", ["engine", "worker"])
+def test_a_killed_engine_or_worker_is_started_again(service: RunningService, which: str) -> None:
+    with Client(service.target) as client:
+        victim = next(w for w in client.status().workers if w.worker_id == "decode-1")
+        psutil.Process(victim.engine_pid if which == "engine" else victim.pid).kill()
+        deadline_s = time.monotonic() + 60
+        while True:
+            result = client.generate([8] * 20, max_tokens=3, ignore_eos=True, timeout_s=60).result()  # service goes on
+            assert len(result.token_ids) == 3
+            now = next((w for w in client.status().workers if w.worker_id == "decode-1"), None)
+            if now is not None and now.state == "ready" and now.engine_pid != victim.engine_pid:
+                break
+            assert time.monotonic() < deadline_s, now
+            time.sleep(0.2)
+        assert (now.pid == victim.pid) == (which == "engine")
+    wait_all_free(service.target)
+
+
+def test_port_in_use(service: RunningService) -> None:
+    answer = service.cli.run("up", "--port", str(service.port), "--detach")
+    assert answer.returncode != 0
+    assert "gateway.port" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_down_leaves_nothing(service: RunningService) -> None:
+    """Last in this file: afterwards the session's service is gone."""
+    family = [service.supervisor, *service.supervisor.children(recursive=True)]
+    assert len(family) > 8
+    ray_folders = {
+        Path(f.path).parts[2] for p in family if p.is_running() for f in open_files(p) if "/pdserve-ray-" in f.path
+    }
+    answer = service.cli.run("down", "--target", service.target)
+    assert answer.returncode == 0, answer.stderr
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not [folder for folder in ray_folders if Path("/tmp", folder).exists()]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", service.port))
+    again = service.cli.run("down", "--target", service.target)
+    assert again.returncode != 0
+    assert "Traceback" not in again.stderr
+    lonely = service.cli.run("generate", "hello", "--target", service.target)
+    assert lonely.returncode != 0
+    assert service.target in lonely.stderr
+
+
+def open_files(process: psutil.Process) -> list[psutil._ntuples.popenfile]:
+    try:
+        return list(process.open_files())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []

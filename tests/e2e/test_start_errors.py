@@ -1,0 +1,46 @@
+"""What keeps a service from starting is told in one line, with the key or file, and leaves nothing running."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Cli
+from tests.local_cluster import ROOT, free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+
+def check(cli: Cli, expected: str, *arguments: str) -> None:
+    before = {p.pid for p in psutil.process_iter()}
+    answer = cli.run("up", "--port", str(free_port()), "--detach", *arguments)
+    assert answer.returncode != 0
+    assert expected in answer.stderr
+    assert "Traceback" not in answer.stderr
+    left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before and p.info["cmdline"]]
+    assert not [p for p in left if any("ray" in part or "pdserve" in part for part in p.info["cmdline"])]
+
+
+def test_unknown_model_folder(cli: Cli) -> None:
+    check(cli, "/no/such/model", "--model", "/no/such/model")
+
+
+def test_corrupt_safetensors(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(ROOT / "models" / "tiny", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    check(cli, "model.safetensors", "--model", str(folder))
+
+
+def test_unknown_config_key(cli: Cli, tmp_path: Path) -> None:
+    config = tmp_path / "pdserve.yaml"
+    config.write_text("engine: {blok_size: 16}\n")
+    check(cli, "engine.blok_size", "-c", str(config))
+
+
+def test_more_workers_than_slots(cli: Cli) -> None:
+    check(cli, "--oversubscribe", "--prefill", "40", "--decode", "40")

@@ -1,0 +1,141 @@
+"""A whole pdserve without Ray, for tests: gateway and workers as real processes of this one, real sockets between them.
+
+What Ray adds (placement, restarts) has tests of its own; everything else is the same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from core.config import PdserveConfig
+from core.worker import Role
+from pdserve import Client
+from pdserve.client.status import ServiceStatus
+from worker.spec import WorkerSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class LocalCluster:
+    """Gateway and workers, ended by id in `close`. ``settings`` are sections of the configuration file."""
+
+    def __init__(self, settings: Mapping[str, Any], *, prefill: int = 1, decode: int = 1) -> None:
+        gateway = {"host": "127.0.0.1", "port": free_port()}
+        cluster = {"prefill": prefill, "decode": decode, "device": "cpu", "oversubscribe": True}
+        self.config = PdserveConfig.parse(
+            {**settings, "gateway": {**gateway, **settings.get("gateway", {})}, "cluster": cluster}
+        )
+        self.registry = f"127.0.0.1:{free_port()}"
+        self.target = f"127.0.0.1:{self.config.gateway.port}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._slots: dict[str, int] = {}
+        self.start_gateway()
+        names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
+        for slot, (role, index) in enumerate(names):
+            self._slots[f"{role}-{index}"] = slot
+            self.start_worker(role, index)
+
+    def start_gateway(self) -> None:
+        """Start the gateway (again)."""
+        self._spawn("gateway", "gateway", self.config.model_dump_json(), self.registry)
+
+    def start_worker(self, role: Role, index: int, **changes: Any) -> None:
+        """Start a worker (again); ``changes`` replace sections of its configuration."""
+        worker_id = f"{role}-{index}"
+        config = PdserveConfig.parse({**self.config.model_dump(mode="json"), **changes})
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            role=role,
+            host="127.0.0.1",
+            node="127.0.0.1",
+            device="cpu",
+            registry_address=self.registry,
+            version="test",
+            slot=self._slots.setdefault(worker_id, len(self._slots)),
+            config=config,
+        )
+        self._spawn(worker_id, f"{role}_worker", json.dumps(spec.to_wire()))
+
+    def _spawn(self, name: str, module: str, *arguments: str) -> None:
+        self.processes[name] = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+        )
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Return once the service says it serves."""
+        with Client(self.target) as client:
+            client.wait_ready(timeout_s)
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to a process; after SIGKILL it is reaped."""
+        self.processes[name].send_signal(signum)
+        if signum == signal.SIGKILL:
+            self.processes[name].wait(10)
+
+    def wait_idle(self, timeout_s: float = 10.0) -> ServiceStatus:
+        """The status once no block is in use; the last one if that does not happen in time."""
+        deadline_s = time.monotonic() + timeout_s
+        with Client(self.target) as client:
+            while True:
+                status = client.status()
+                if leaked_blocks(status) == 0 or time.monotonic() > deadline_s:
+                    return status
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        """End everything, by id."""
+        family = [psutil.Process(p.pid) for p in self.processes.values() if p.poll() is None]
+        for process in list(family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += process.children(recursive=True)
+        for popen in self.processes.values():
+            popen.send_signal(signal.SIGCONT)
+            popen.terminate()
+        for popen in self.processes.values():
+            try:
+                popen.wait(15)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+                popen.wait()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        for process in alive:
+            process.kill()
+        assert not alive, f"left running: {alive}"
+
+
+def leaked_blocks(status: ServiceStatus) -> int:
+    """Blocks that are not free, over all workers."""
+    return sum(worker.num_blocks - worker.free_blocks for worker in status.workers)
+
+
+@contextlib.contextmanager
+def local_cluster(settings: Mapping[str, Any], *, prefill: int = 1, decode: int = 1) -> Iterator[LocalCluster]:
+    """A `LocalCluster` that is ready, and gone afterwards."""
+    cluster = LocalCluster(settings, prefill=prefill, decode=decode)
+    try:
+        cluster.wait_ready()
+        yield cluster
+    finally:
+        cluster.close()
