@@ -1,0 +1,243 @@
+"""One attempt at a request on the workers chosen for it: the control calls, the merging of streams, the clean-up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+
+from core.clock import Clock
+from core.errors import PdserveError, TransferError, WorkerLost
+from core.request import Mode, Request
+from core.sampling import FinishReason
+from core.timeline import GATEWAY, Event, EventKind
+from core.worker import TokenOutput, Work
+from router.deadline import Deadline
+from router.handles import WorkerHandle
+from router.registered_worker import RegisteredWorker
+from router.registry import WorkerRegistry
+from router.routed import RoutedToken, RoutingResult
+from router.waiting_line import Placement
+from router.worker_stream import Arrival, WorkerStream
+
+log = logging.getLogger(__name__)
+
+ABORT_TIMEOUT_S = 2.0  # a worker that does not answer an abort by then is left to its leases
+PROOF_TIMEOUT_S = 10.0  # how long the proof is awaited when the tokens are complete already
+
+# A request that lost its decode worker after token 1 gets token 2 from a prefill: that stands in for decode's step.
+_AS_TOKEN_2 = {
+    EventKind.PREFILL_SCHEDULED: EventKind.DECODE_SCHEDULED,
+    EventKind.TOKEN_1_SAMPLED: EventKind.TOKEN_2_SAMPLED,
+}
+
+
+class Attempt:
+    """Use as a context manager round `tokens`: leaving it gives the load back and aborts whatever still runs."""
+
+    def __init__(
+        self,
+        request: Request,
+        placement: Placement,
+        result: RoutingResult,
+        registry: WorkerRegistry,
+        clock: Clock,
+        deadline: Deadline,
+        delay_s: Mapping[str, float],
+    ) -> None:
+        self.failed: set[str] = set()
+        self._request = request
+        self._placement = placement
+        self._result = result
+        self._registry = registry
+        self._clock = clock
+        self._deadline = deadline
+        self._delay_s = delay_s
+        self._delivered_before = len(request.output_token_ids)
+        # Attempts differ in name, so that what a worker still says of an earlier one cannot be taken for this one's.
+        self._work_id = request.request_id if request.attempts == 1 else f"{request.request_id}#{request.attempts}"
+        self._streams: list[WorkerStream] = []
+        self._contacted: list[RegisteredWorker] = []
+        self._complete = False
+
+    async def __aenter__(self) -> Attempt:
+        prefill = self._placement.prefill.worker
+        result = self._result
+        result.mode = Mode.COLOCATED if self._placement.decode is None else Mode.PD
+        result.prefill_worker, result.decode_worker = prefill.worker_id, ""
+        result.proof, result.kv_bytes_expected = None, 0
+        result.block_size, result.attempts = prefill.info.layout.block_size, self._request.attempts
+        self._note(EventKind.PAIR_CHOSEN)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, TransferError):
+            self.failed |= {worker.worker_id for worker in self._contacted}
+        aborts: set[asyncio.Task[None]] = set()
+        if not self._complete:
+            aborts = {asyncio.create_task(_abort(worker.handle, self._work_id)) for worker in self._contacted}
+            _BACKGROUND.update(aborts)
+            for task in aborts:
+                task.add_done_callback(_BACKGROUND.discard)
+        self._placement.end()
+        for stream in self._streams:
+            await stream.close()
+        if aborts:
+            await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
+
+    def tokens(self) -> AsyncGenerator[RoutedToken, None]:
+        """The tokens this attempt adds; raises what went wrong (`failed` then names the workers to avoid)."""
+        return self._colocated() if self._placement.decode is None else self._pd(self._placement.decode.worker)
+
+    async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
+        share = self._placement.prefill
+        await self._send(share.worker)
+        stream = self._open(share.worker, share.worker.handle.run(self._work()))
+        token = await self._token(stream)
+        share.prefilled()
+        if not self._complete:
+            stream.read_ahead()
+        yield token
+        while not self._complete:
+            yield await self._token(stream)
+
+    async def _pd(self, decode: RegisteredWorker) -> AsyncGenerator[RoutedToken, None]:
+        share = self._placement.prefill
+        work = self._work()
+        if work.sampling.max_tokens == 1:
+            await self._send(share.worker)
+            token = await self._token(self._open(share.worker, share.worker.handle.prefill(self._work(), None)))
+            self._complete = True
+            yield replace(token, finish_reason=token.finish_reason or FinishReason.LENGTH)
+            return
+        self._contacted.append(decode)
+        with self._blaming(decode):
+            reserving = decode.handle.reserve(work)
+            destination = await self._deadline.bound(reserving, f"reserving blocks on {decode.worker_id}")
+        self._note(EventKind.DESTINATION_KNOWN)
+        self._result.decode_worker = decode.worker_id
+        self._result.kv_bytes_expected = decode.info.layout.expected_bytes(len(work.token_ids), destination.num_skipped)
+        decoding = self._open(decode, decode.handle.decode(self._work_id))
+        decoding.read_ahead()
+        await self._send(share.worker)
+        prefilling = self._open(share.worker, share.worker.handle.prefill(self._work(), destination))
+        arrival = await self._first_of(prefilling, decoding)
+        share.end()
+        token = self._token_of(arrival, share.worker)
+        yield token
+        if token.finish_reason is not None:
+            await self._proof_alone(decoding)
+            return
+        while not self._complete:
+            yield await self._token(decoding)
+
+    async def _first_of(self, prefilling: WorkerStream, decoding: WorkerStream) -> Arrival:
+        """Prefill's token; but if decode fails before it comes, there is no use in waiting for it."""
+        tasks = {prefilling.read_ahead(), decoding.read_ahead()}
+        done, _ = await self._deadline.bound(
+            asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), f"prefilling on {prefilling.worker.worker_id}"
+        )
+        if prefilling.read_ahead() not in done and decoding.read_ahead().exception() is not None:
+            await self._next(decoding)
+        return await self._next(prefilling)
+
+    async def _token(self, stream: WorkerStream) -> RoutedToken:
+        """The next token of the stream that ends the request."""
+        arrival = await self._next(stream)
+        token = self._token_of(arrival, stream.worker)
+        self._complete = token.finish_reason is not None
+        return token
+
+    def _token_of(self, arrival: Arrival, worker: RegisteredWorker) -> RoutedToken:
+        reason = arrival.output.finish_reason
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+            raise WorkerLost(f"worker {worker.worker_id} gave the request up ({reason})")
+        token = self._deliver(arrival, worker)
+        if token is None:
+            raise WorkerLost(f"worker {worker.worker_id} sent no token ({reason or 'and goes on'})")
+        return token
+
+    async def _proof_alone(self, decoding: WorkerStream) -> None:
+        """The client has all tokens: a hand-off that fails now costs it the proof, nothing else."""
+        try:
+            async with asyncio.timeout(PROOF_TIMEOUT_S):
+                arrival = await self._next(decoding)
+        except (PdserveError, TimeoutError) as error:
+            log.warning("request %s: no proof of its hand-off: %s", self._request.request_id, error)
+            return
+        self._complete = True
+        self._deliver(arrival, decoding.worker)
+
+    # --- small parts -------------------------------------------------------------------------------------------------
+
+    def _work(self) -> Work:
+        request = self._request
+        left = request.sampling.max_tokens - len(request.output_token_ids)
+        sampling = replace(request.sampling, max_tokens=left)
+        return Work(self._work_id, request.token_ids_so_far, sampling, self._deadline.left_s)
+
+    async def _send(self, worker: RegisteredWorker) -> None:
+        self._note(EventKind.PREFILL_SENT)
+        await self._deadline.sleep(self._delay_s.get("dispatch", 0.0), "it was dispatched")
+        self._contacted.append(worker)
+
+    def _open(self, worker: RegisteredWorker, outputs: AsyncIterator[TokenOutput]) -> WorkerStream:
+        stream = WorkerStream(outputs, worker, self._clock, self._deadline)
+        self._streams.append(stream)
+        return stream
+
+    async def _next(self, stream: WorkerStream) -> Arrival:
+        with self._blaming(stream.worker):
+            return await stream.next()
+
+    @contextlib.contextmanager
+    def _blaming(self, worker: RegisteredWorker) -> Iterator[None]:
+        try:
+            yield
+        except WorkerLost:
+            self.failed.add(worker.worker_id)
+            self._registry.suspect(worker)
+            raise
+
+    def _note(self, kind: EventKind) -> None:
+        if self._delivered_before == 0:
+            self._request.timeline.record(kind, GATEWAY, self._clock.now())
+
+    def _deliver(self, arrival: Arrival, worker: RegisteredWorker) -> RoutedToken | None:
+        """Merge an output into request and result; its token, if it has one."""
+        output, request = arrival.output, self._request
+        if output.proof is not None:
+            self._result.proof = output.proof
+        index = len(request.output_token_ids)
+        if self._delivered_before == 0 and index <= 1:
+            self._merge(output.events, worker)
+        elif self._delivered_before == index == 1:
+            renamed = (Event(_AS_TOKEN_2[e.kind], e.worker, e.time_s) for e in output.events if e.kind in _AS_TOKEN_2)
+            self._merge(tuple(renamed), worker)
+        if output.token_id is None:
+            return None
+        if index <= 1:
+            kind = EventKind.TOKEN_1_ARRIVED if index == 0 else EventKind.TOKEN_2_ARRIVED
+            request.timeline.record(kind, GATEWAY, arrival.time_s)
+        request.output_token_ids.append(output.token_id)
+        return RoutedToken(output.token_id, output.finish_reason)
+
+    def _merge(self, events: tuple[Event, ...], worker: RegisteredWorker) -> None:
+        if events:
+            self._request.timeline.extend(events)
+            self._request.timeline.clocks[worker.worker_id] = worker.handle.clock
+
+
+_BACKGROUND: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
+
+
+async def _abort(handle: WorkerHandle, work_id: str) -> None:
+    try:
+        await handle.abort(work_id)
+    except PdserveError as error:
+        log.warning("abort of %s on worker %s: %s", work_id, handle.info.worker_id, error)

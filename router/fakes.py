@@ -1,0 +1,249 @@
+"""A worker made of nothing, for tests and simulations: scripted tokens, delays, failures, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from core.clock import Clock, MonotonicClock
+from core.errors import PdserveError, WorkerLost
+from core.handoff import KVDestination, KVEndpoint, TransferProof
+from core.kv_layout import KVLayout
+from core.sampling import FinishReason
+from core.timeline import ClockOffset, Event, EventKind
+from core.worker import Role, TokenOutput, Work, WorkerInfo
+
+Point = Literal["connect_peer", "reserve", "prefill", "decode", "decode_more", "run", "run_more", "abort"]
+T = TypeVar("T")
+
+FAKE_LAYOUT = KVLayout("fake", "float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
+
+
+def fake_info(worker_id: str, role: Role, *, epoch: str = "1", layout: KVLayout = FAKE_LAYOUT) -> WorkerInfo:
+    """What a small fake worker says of itself."""
+    return WorkerInfo(
+        worker_id=worker_id,
+        role=role,
+        epoch=epoch,
+        control_address=f"fake:{worker_id}",
+        kv_endpoint=KVEndpoint("loopback", worker_id),
+        node="fake",
+        device="cpu",
+        pid=1,
+        engine_pid=2,
+        layout=layout,
+        num_blocks=64,
+        max_model_len=256,
+        max_num_batched_tokens=512,
+        vocab_size=1000,
+        cuda_visible_devices="",
+        cores="0",
+        version="0",
+        engine_restarts=0,
+        ready=True,
+    )
+
+
+def count_up(token_ids: Sequence[int]) -> int:
+    """The default 'model': the next token is the last plus one, whoever computes it."""
+    return (token_ids[-1] + 1) % 1000
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request on the worker: its tokens so far, how many are wanted, and whether its KV has come."""
+
+    token_ids: list[int]
+    max_tokens: int
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+
+
+class FakeWorker:
+    """Satisfies `router.handles.WorkerHandle`. Workers that share a ``fleet`` hand requests over to each other.
+
+    ``delay_s`` and ``failures`` are keyed by point: ``reserve``, ``prefill``, ``decode`` and ``run`` come before the
+    first token there, ``decode_more`` and ``run_more`` before each later one. ``hangs`` are points never passed.
+    ``held`` names the requests on it, ``aborted`` those it was told to drop, ``works`` all it was sent.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        fleet: dict[str, FakeWorker],
+        *,
+        clock: Clock | None = None,
+        next_token: Callable[[Sequence[int]], int] = count_up,
+        eos_token_id: int | None = None,
+    ) -> None:
+        self.info = info
+        self.clock = ClockOffset(0.0, 0.0)
+        self.fleet = fleet
+        self.delay_s: dict[Point, float] = {}
+        self.failures: dict[Point, deque[PdserveError]] = {}
+        self.hangs: set[Point] = set()
+        self.held: dict[str, _Held] = {}
+        self.aborted: list[str] = []
+        self.works: list[tuple[Point, Work]] = []
+        self.connected: set[str] = set()
+        self._time = clock or MonotonicClock()
+        self._next_token = next_token
+        self._eos_token_id = eos_token_id
+        self._dead = asyncio.Event()
+        fleet[info.worker_id] = self
+
+    # --- the script --------------------------------------------------------------------------------------------------
+
+    def fail(self, point: Point, *errors: PdserveError) -> None:
+        """Raise these, one per visit of ``point``, then behave again."""
+        self.failures.setdefault(point, deque()).extend(errors)
+
+    def crash(self) -> None:
+        """Die: whatever waits here, now or later, raises `WorkerLost`."""
+        self._dead.set()
+        self.held.clear()
+
+    # --- WorkerHandle ------------------------------------------------------------------------------------------------
+
+    async def connect_peer(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+        """Compare layouts as real workers do."""
+        await self._pass("connect_peer")
+        self.info.layout.check_compatible(self.fleet[worker_id].info.layout)
+        self.connected.add(worker_id)
+
+    async def reserve(self, work: Work) -> KVDestination:
+        """Take the request in; nothing is ever skipped."""
+        self.works.append(("reserve", work))
+        await self._pass("reserve")
+        self.held[work.request_id] = _Held(list(work.token_ids), work.sampling.max_tokens)
+        blocks = self.info.layout.blocks_for(len(work.token_ids))
+        return KVDestination(self.info.worker_id, self.info.kv_endpoint, self.info.epoch, "nonce", blocks, 0)
+
+    async def decode(self, request_id: str) -> AsyncIterator[TokenOutput]:
+        """Token 2 and on."""
+        held = self._held(request_id)
+        await self._live(held.arrived.wait())
+        await self._pass("decode")
+        verified = self._event(EventKind.KV_VERIFIED)
+        proof = self._proof(len(held.token_ids) - 1)
+        if held.ended:
+            self.held.pop(request_id, None)
+            yield TokenOutput(None, FinishReason.STOP, (verified,), proof)
+            return
+        scheduled = self._event(EventKind.DECODE_SCHEDULED)
+        first = True
+        while True:
+            token_id, reason = self._step(held)
+            if reason is not None:
+                self.held.pop(request_id, None)
+            if first:
+                events = (verified, scheduled, self._event(EventKind.TOKEN_2_SAMPLED))
+                yield TokenOutput(token_id, reason, events, proof)
+                first = False
+            else:
+                yield TokenOutput(token_id, reason)
+            if reason is not None:
+                return
+            await self._pass("decode_more")
+
+    async def prefill(self, work: Work, destination: KVDestination | None) -> AsyncIterator[TokenOutput]:
+        """One token; the destination's worker then goes on."""
+        self.works.append(("prefill", work))
+        received = self._event(EventKind.PREFILL_RECEIVED)
+        held = self.held[work.request_id] = _Held(list(work.token_ids), work.sampling.max_tokens)
+        scheduled = self._event(EventKind.PREFILL_SCHEDULED)
+        await self._pass("prefill")
+        token_id, reason = self._step(held)
+        del self.held[work.request_id]
+        sampled = self._event(EventKind.TOKEN_1_SAMPLED)
+        if destination is not None:
+            self.fleet[destination.worker_id]._arrive(work.request_id, token_id, reason is not None)
+        yield TokenOutput(token_id, reason, (received, scheduled, sampled))
+
+    async def run(self, work: Work) -> AsyncIterator[TokenOutput]:
+        """All tokens."""
+        self.works.append(("run", work))
+        received = self._event(EventKind.PREFILL_RECEIVED)
+        held = self.held[work.request_id] = _Held(list(work.token_ids), work.sampling.max_tokens)
+        before = self._event(EventKind.PREFILL_SCHEDULED)
+        await self._pass("run")
+        kinds = [EventKind.TOKEN_1_SAMPLED, EventKind.TOKEN_2_SAMPLED]
+        events: tuple[Event, ...] = (received, before)
+        while True:
+            token_id, reason = self._step(held)
+            if reason is not None:
+                self.held.pop(work.request_id, None)
+            if kinds:
+                events = (*events, self._event(kinds.pop(0)))
+            yield TokenOutput(token_id, reason, events)
+            if reason is not None:
+                return
+            await self._pass("run_more")
+            events = (self._event(EventKind.DECODE_SCHEDULED),) if kinds else ()
+
+    async def abort(self, request_id: str) -> None:
+        """Drop the request."""
+        self.aborted.append(request_id)
+        self.held.pop(request_id, None)
+        if not self._dead.is_set():
+            await self._pass("abort")
+
+    async def aclose(self) -> None:
+        """Die quietly."""
+        self.crash()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, request_id: str, token_id: int, ended: bool) -> None:
+        held = self.held.get(request_id)
+        if held is not None:
+            held.token_ids.append(token_id)
+            held.max_tokens -= 1
+            held.ended = ended
+            held.arrived.set()
+
+    def _step(self, held: _Held) -> tuple[int, FinishReason | None]:
+        token_id = self._next_token(held.token_ids)
+        held.token_ids.append(token_id)
+        held.max_tokens -= 1
+        if token_id == self._eos_token_id:
+            return token_id, FinishReason.STOP
+        return token_id, FinishReason.LENGTH if held.max_tokens == 0 else None
+
+    def _held(self, request_id: str) -> _Held:
+        if request_id not in self.held:
+            raise WorkerLost(f"worker {self.info.worker_id} knows nothing of request {request_id}")
+        return self.held[request_id]
+
+    def _event(self, kind: EventKind) -> Event:
+        return Event(kind, self.info.worker_id, self._time.now())
+
+    def _proof(self, prompt_tokens: int) -> TransferProof:
+        layout = self.info.layout
+        blocks = layout.blocks_for(prompt_tokens)
+        return TransferProof("loopback", layout.expected_bytes(prompt_tokens), 0, blocks, 0, 1, "off", 0.1, 0.2)
+
+    async def _pass(self, point: Point) -> None:
+        if self.delay_s.get(point):
+            await self._live(asyncio.sleep(self.delay_s[point]))
+        if point in self.hangs:
+            await self._live(asyncio.Event().wait())
+        if self.failures.get(point):
+            raise self.failures[point].popleft()
+        if self._dead.is_set():
+            raise WorkerLost(f"worker {self.info.worker_id} is lost: it crashed")
+
+    async def _live(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result, unless the worker dies first."""
+        task, dead = asyncio.create_task(coroutine), asyncio.create_task(self._dead.wait())
+        try:
+            await asyncio.wait({task, dead}, return_when=asyncio.FIRST_COMPLETED)
+            if self._dead.is_set():
+                raise WorkerLost(f"worker {self.info.worker_id} is lost: it crashed")
+            return await task
+        finally:
+            task.cancel()
+            dead.cancel()

@@ -1,0 +1,84 @@
+"""A worker as the registry knows it, and a request's share in its load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.errors import PdserveError
+from core.worker import Role, WorkerInfo, WorkerLoad
+from router.handles import WorkerHandle
+
+
+@dataclass(slots=True, eq=False)
+class RegisteredWorker:
+    """One incarnation (epoch) of a worker.
+
+    ``prompt_tokens`` are those sent to it whose first token has not come back yet; ``outstanding_tokens`` counts
+    prompts and outputs of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is set when
+    a request lost it before any heartbeat or broken connection said so, and cleared by the next good heartbeat.
+    ``confirmed`` holds the peers it answered to have connected to, whatever its heartbeats say meanwhile.
+    """
+
+    handle: WorkerHandle
+    info: WorkerInfo
+    heartbeat_s: float
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    outstanding_tokens: int = 0
+    outstanding_requests: int = 0
+    prompt_tokens: int = 0
+    last_used: int = 0
+    lost: str = ""
+    suspect: bool = False
+    confirmed: set[str] = field(default_factory=set)
+    unlisted: set[str] = field(default_factory=set)
+    stale_peers: set[str] = field(default_factory=set)
+    peer_errors: dict[str, PdserveError] = field(default_factory=dict)
+
+    @property
+    def worker_id(self) -> str:
+        """Its name, the same over all incarnations."""
+        return self.info.worker_id
+
+    @property
+    def role(self) -> Role:
+        """What the router gives it."""
+        return self.info.role
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may go there."""
+        return self.info.ready and not self.lost and not self.suspect
+
+    @property
+    def state(self) -> str:
+        """``ready``, ``starting``, ``suspect`` or ``lost``, for people."""
+        if self.lost:
+            return "lost"
+        if self.suspect:
+            return "suspect"
+        return "ready" if self.info.ready else "starting"
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Decode workers it is connected to."""
+        return tuple(sorted((self.confirmed | set(self.load.peers)) - self.stale_peers))
+
+    def is_connected_to(self, worker_id: str) -> bool:
+        """Whether it has shaken hands with that decode worker's present incarnation."""
+        return worker_id not in self.stale_peers and (worker_id in self.confirmed or worker_id in self.load.peers)
+
+    def is_free(self, prefill_backlog_tokens: int) -> bool:
+        """Whether another prompt may be sent: fewer prompt tokens than this wait on it, or none."""
+        return self.prompt_tokens == 0 or self.prompt_tokens < prefill_backlog_tokens
+
+    def beat(self, load: WorkerLoad, info: WorkerInfo | None, now_s: float) -> None:
+        """Take in a heartbeat."""
+        self.heartbeat_s = now_s
+        self.load = load
+        self.suspect = False
+        if info is not None:
+            self.info = info
+        # A heartbeat may have left before a handshake it does not list was done: only the second in a row counts.
+        unlisted = self.confirmed - set(load.peers)
+        self.confirmed -= unlisted & self.unlisted
+        self.unlisted = unlisted

@@ -1,0 +1,199 @@
+"""Which workers there are, who is ready, who is connected to whom, and how much each has to do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from core.clock import Clock
+from core.errors import LayoutMismatch, NotReady, PdserveError
+from core.request import Mode
+from core.worker import Role, WorkerInfo, WorkerLoad
+from router.handles import WorkerHandle
+from router.registered_worker import RegisteredWorker
+
+
+class Share:
+    """What one request adds to one worker's load, until `end`."""
+
+    def __init__(self, registry: WorkerRegistry, worker: RegisteredWorker, tokens: int, prompt_tokens: int) -> None:
+        self.worker = worker
+        self._registry = registry
+        self._tokens = tokens
+        self._prompt_tokens = prompt_tokens
+        self._open = True
+
+    def prefilled(self) -> None:
+        """Its first token is there: the prompt no longer waits. Twice is fine."""
+        if self._prompt_tokens:
+            self.worker.prompt_tokens -= self._prompt_tokens
+            self._prompt_tokens = 0
+            self._registry.notify()
+
+    def end(self) -> None:
+        """The request has left the worker. Twice is fine."""
+        if self._open:
+            self._open = False
+            self.worker.outstanding_tokens -= self._tokens
+            self.worker.outstanding_requests -= 1
+            self.worker.prompt_tokens -= self._prompt_tokens
+            self._prompt_tokens = 0
+            self._registry.notify()
+
+
+class WorkerRegistry:
+    """All workers this router may use. Not thread-safe: everything happens on the router's event loop.
+
+    Listeners (`subscribe`) are called synchronously whenever somebody may have become ready, free or lost.
+    """
+
+    def __init__(self, clock: Clock, heartbeat_timeout_s: float) -> None:
+        self._clock = clock
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._workers: dict[str, RegisteredWorker] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._choices = itertools.count(1)
+
+    # --- who there is ------------------------------------------------------------------------------------------------
+
+    def add(self, handle: WorkerHandle, load: WorkerLoad | None = None) -> RegisteredWorker:
+        """Register a worker, or replace its earlier incarnation (whose handle is the caller's to close)."""
+        info = handle.info
+        replaced = self._workers.get(info.worker_id)
+        worker = RegisteredWorker(handle, info, self._clock.now(), load or WorkerLoad())
+        self._workers[info.worker_id] = worker
+        if replaced is not None:
+            worker.last_used = replaced.last_used
+            replaced.lost = replaced.lost or "it was replaced by a new incarnation"
+            for other in self._workers.values():
+                other.confirmed.discard(info.worker_id)
+                other.peer_errors.pop(info.worker_id, None)
+                if other is not worker and replaced.info.epoch != info.epoch:
+                    other.stale_peers.add(info.worker_id)
+        self.notify()
+        return worker
+
+    def heartbeat(self, worker_id: str, load: WorkerLoad, info: WorkerInfo | None = None) -> bool:
+        """Note a sign of life. False: this incarnation is not registered, or it is lost; add it (again)."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.lost or (info is not None and info.epoch != worker.info.epoch):
+            return False
+        worker.beat(load, info, self._clock.now())
+        self.notify()
+        return True
+
+    def lost(self, worker_id: str, why: str = "its control connection broke", *, epoch: str | None = None) -> None:
+        """Take the worker for dead at once; with ``epoch``, only that incarnation. Unknown ones are ignored."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and not worker.lost and epoch in (None, worker.info.epoch):
+            worker.lost = why
+            self.notify()
+
+    def expire(self) -> list[RegisteredWorker]:
+        """Take those for dead whose heartbeats stopped; the caller closes their handles."""
+        now_s = self._clock.now()
+        expired = [
+            worker
+            for worker in self._workers.values()
+            if not worker.lost and now_s - worker.heartbeat_s > self._heartbeat_timeout_s
+        ]
+        for worker in expired:
+            worker.lost = f"no heartbeat for {now_s - worker.heartbeat_s:.1f} s"
+        if expired:
+            self.notify()
+        return expired
+
+    def suspect(self, worker: RegisteredWorker) -> None:
+        """A request has just lost it: no more requests until its next heartbeat."""
+        worker.suspect = True
+        self.notify()
+
+    def connected(self, prefill_id: str, decode_id: str) -> None:
+        """The two have shaken hands."""
+        worker = self._workers.get(prefill_id)
+        if worker is not None:
+            worker.confirmed.add(decode_id)
+            worker.stale_peers.discard(decode_id)
+            worker.unlisted.discard(decode_id)
+            worker.peer_errors.pop(decode_id, None)
+            self.notify()
+
+    def not_connected(self, prefill_id: str, decode_id: str, error: PdserveError) -> None:
+        """The handshake failed; requests that find no other pair are told ``error``."""
+        worker = self._workers.get(prefill_id)
+        if worker is not None:
+            worker.confirmed.discard(decode_id)
+            worker.peer_errors[decode_id] = error
+            self.notify()
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> tuple[RegisteredWorker, ...]:
+        """Everybody ever registered, lost ones too, by name."""
+        return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
+
+    def get(self, worker_id: str) -> RegisteredWorker | None:
+        """The present incarnation of a worker."""
+        return self._workers.get(worker_id)
+
+    def age_s(self, worker: RegisteredWorker) -> float:
+        """Seconds since its last heartbeat."""
+        return self._clock.now() - worker.heartbeat_s
+
+    def ready(self, role: Role | None = None) -> list[RegisteredWorker]:
+        """Ready workers, of one role or all."""
+        return [w for w in self._workers.values() if w.is_ready and (role is None or w.role == role)]
+
+    def ready_peers(self, prefill: RegisteredWorker) -> list[RegisteredWorker]:
+        """Ready decode workers that ``prefill`` is connected to."""
+        return [worker for worker in self.ready(Role.DECODE) if prefill.is_connected_to(worker.worker_id)]
+
+    def unavailable(self, mode: Mode) -> PdserveError | None:
+        """Why no request of ``mode`` can run now, however long it waits for a free worker; None: one can."""
+        if mode is Mode.COLOCATED:
+            return None if self.ready() else NotReady(f"no worker is ready ({self._census()}); try again")
+        for role in Role:
+            if not self.ready(role):
+                hint = "; mode colocated needs none" if self.ready() else ""
+                return NotReady(f"no {role} worker is ready ({self._census()}){hint}; try again")
+        if any(self.ready_peers(prefill) for prefill in self.ready(Role.PREFILL)):
+            return None
+        errors = [error for prefill in self.ready(Role.PREFILL) for error in prefill.peer_errors.values()]
+        mismatch = next((error for error in errors if isinstance(error, LayoutMismatch)), None)
+        why = f": {mismatch or errors[0]}" if errors else ""
+        message = f"workers are ready, but no prefill worker is connected to a decode worker{why}"
+        return LayoutMismatch(message) if mismatch else NotReady(f"{message}; try again")
+
+    def _census(self) -> str:
+        if not self._workers:
+            return "none has registered"
+        by_role = (f"{sum(w.role == role for w in self._workers.values())} {role} registered" for role in Role)
+        return ", ".join(by_role)
+
+    # --- load --------------------------------------------------------------------------------------------------------
+
+    def begin(self, worker_id: str, tokens: int, prompt_tokens: int = 0) -> Share:
+        """Count a request of ``tokens`` (prompt and outputs) on a worker; ``prompt_tokens`` of them it must prefill
+        first. KeyError for an unknown worker."""
+        worker = self._workers[worker_id]
+        worker.outstanding_tokens += tokens
+        worker.outstanding_requests += 1
+        worker.prompt_tokens += prompt_tokens
+        worker.last_used = next(self._choices)
+        return Share(self, worker, tokens, prompt_tokens)
+
+    def end(self, share: Share) -> None:
+        """The request has left the worker."""
+        share.end()
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after every change, from now on."""
+        self._listeners.append(listener)
+
+    def notify(self) -> None:
+        """Something changed: tell the listeners."""
+        for listener in self._listeners:
+            listener()

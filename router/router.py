@@ -1,0 +1,63 @@
+"""The router: takes requests, gives tokens. All decisions, no I/O of its own: workers are handles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from core.clock import Clock
+from core.config import RouterConfig
+from core.request import Request
+from router.generation import Generation
+from router.registry import WorkerRegistry
+from router.waiting_line import WaitingLine
+
+
+class Router:
+    """``delay_s`` plants delays for tests, in seconds: ``route`` (before a worker is chosen) and ``dispatch`` (before
+    the call to the prefill worker leaves)."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        config: RouterConfig,
+        clock: Clock,
+        delay_s: Mapping[str, float] | None = None,
+    ) -> None:
+        self.registry = registry
+        self._config = config
+        self._clock = clock
+        self._delay_s = dict(delay_s or {})
+        self._line = WaitingLine(registry, config)
+        self._orders = itertools.count()
+        self._active = 0
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a worker."""
+        return self._line.length
+
+    @property
+    def running(self) -> int:
+        """Requests that are on workers."""
+        return max(0, self._active - self._line.length)
+
+    def generate(self, request: Request) -> Generation:
+        """The request's tokens; nothing happens before the first is asked for.
+
+        Iterating raises `NotReady` or `LayoutMismatch` (nobody can take it), `CapacityExceeded` (queue full, does not
+        fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` once the attempts are used up.
+        """
+        return Generation(
+            request,
+            next(self._orders),
+            self._line,
+            self.registry,
+            self._config,
+            self._clock,
+            self._delay_s,
+            self._count,
+        )
+
+    def _count(self, change: int) -> None:
+        self._active += change

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+
+from core.clock import MonotonicClock
+from core.config import RouterConfig
+from core.request import Mode, Request
+from core.sampling import SamplingParams
+from core.timeline import EventKind
+from core.worker import Role, WorkerLoad
+from router.fakes import FakeWorker, fake_info
+from router.registry import WorkerRegistry
+from router.router import Router
+
+
+@dataclass
+class Cluster:
+    """A router over fake workers: p0, p1, ... prefill, d0, d1, ... decode, all connected."""
+
+    router: Router
+    registry: WorkerRegistry
+    clock: MonotonicClock
+    fleet: dict[str, FakeWorker] = field(default_factory=dict)
+
+    def request(
+        self,
+        prompt: tuple[int, ...] = (1, 2, 3, 4, 5),
+        *,
+        name: str = "r",
+        max_tokens: int = 4,
+        mode: Mode = Mode.PD,
+        timeout_s: float = 5.0,
+    ) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+        request = Request(name, prompt, sampling, mode, self.clock.now() + timeout_s)
+        request.timeline.record(EventKind.RECEIVED, "gateway", self.clock.now())
+        request.timeline.record(EventKind.TOKENIZED, "gateway", self.clock.now())
+        return request
+
+    async def tokens(self, request: Request) -> list[int]:
+        """All tokens of a request; each is checked to be delivered as it is recorded."""
+        got: list[int] = []
+        async with aclosing(self.router.generate(request)) as generation:
+            async for token in generation:
+                got.append(token.token_id)
+                assert request.output_token_ids == got
+        return got
+
+    def beat(self, worker_id: str) -> None:
+        """A heartbeat that changes nothing."""
+        worker = self.registry.get(worker_id)
+        assert worker is not None
+        assert self.registry.heartbeat(worker_id, worker.load, worker.info)
+
+    def check_idle(self) -> None:
+        """Everything given back: load accounts at zero, nothing held by any worker."""
+        for worker in self.registry.workers:
+            figures = (worker.outstanding_tokens, worker.outstanding_requests, worker.prompt_tokens)
+            assert figures == (0, 0, 0), worker.worker_id
+        assert all(not worker.held for worker in self.fleet.values())
+        assert self.router.queued == self.router.running == 0
+
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make_cluster() -> MakeCluster:
+    def make(prefill: int = 1, decode: int = 1, delay_s: dict[str, float] | None = None, **config: object) -> Cluster:
+        clock = MonotonicClock()
+        registry = WorkerRegistry(clock, heartbeat_timeout_s=3.0)
+        router = Router(registry, RouterConfig.model_validate(config), clock, delay_s)
+        cluster = Cluster(router, registry, clock)
+        decoders = tuple(f"d{i}" for i in range(decode))
+        for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):
+            role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
+            worker = FakeWorker(fake_info(worker_id, role), cluster.fleet)
+            registry.add(worker, WorkerLoad(peers=decoders if role is Role.PREFILL else ()))
+        return cluster
+
+    return make

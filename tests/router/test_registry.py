@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.clock import FakeClock
+from core.errors import LayoutMismatch, NotReady, TransferTimeout
+from core.request import Mode
+from core.worker import Role, WorkerLoad
+from router.fakes import FakeWorker, fake_info
+from router.registry import WorkerRegistry
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(100.0)
+
+
+@pytest.fixture
+def registry(clock: FakeClock) -> WorkerRegistry:
+    return WorkerRegistry(clock, heartbeat_timeout_s=3.0)
+
+
+def worker(worker_id: str, epoch: str = "1") -> FakeWorker:
+    role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
+    return FakeWorker(fake_info(worker_id, role, epoch=epoch), {})
+
+
+async def test_heartbeat_age_expires_a_worker_and_a_new_handle_brings_it_back(
+    registry: WorkerRegistry, clock: FakeClock
+) -> None:
+    registry.add(worker("p0"))
+    registry.add(worker("p1"))
+    clock.advance(2.0)
+    assert registry.heartbeat("p0", WorkerLoad(free_blocks=7))
+    clock.advance(2.0)
+    assert [w.worker_id for w in registry.expire()] == ["p1"]
+    assert registry.expire() == []
+    assert [w.worker_id for w in registry.ready(Role.PREFILL)] == ["p0"]
+    lost = registry.get("p1")
+    assert lost is not None
+    assert lost.state == "lost"
+    assert "4.0 s" in lost.lost
+    assert registry.age_s(lost) == pytest.approx(4.0)
+    assert not registry.heartbeat("p1", WorkerLoad()), "a lost worker has to be added again"
+    registry.add(worker("p1"))
+    assert len(registry.ready(Role.PREFILL)) == 2
+
+
+async def test_unknown_and_new_incarnations_are_not_taken_by_a_heartbeat(registry: WorkerRegistry) -> None:
+    assert not registry.heartbeat("p0", WorkerLoad())
+    registry.add(worker("p0"))
+    assert not registry.heartbeat("p0", WorkerLoad(), fake_info("p0", Role.PREFILL, epoch="2"))
+    assert registry.heartbeat("p0", WorkerLoad(), fake_info("p0", Role.PREFILL))
+
+
+async def test_lost_counts_at_once_but_only_for_its_own_incarnation(registry: WorkerRegistry) -> None:
+    registry.add(worker("p0", epoch="2"))
+    registry.lost("p0", epoch="1")
+    assert registry.ready()
+    registry.lost("p0", epoch="2")
+    assert not registry.ready()
+    registry.lost("nobody")
+
+
+async def test_a_starting_engine_and_a_suspect_are_not_ready(registry: WorkerRegistry) -> None:
+    entry = registry.add(worker("p0"))
+    registry.suspect(entry)
+    assert (entry.state, registry.ready()) == ("suspect", [])
+    registry.heartbeat("p0", WorkerLoad(), entry.info)
+    assert registry.ready() == [entry]
+    registry.heartbeat("p0", WorkerLoad(), replace(entry.info, ready=False))
+    assert (entry.state, registry.ready()) == ("starting", [])
+
+
+async def test_load_is_counted_until_its_end_and_never_leaks_into_a_new_incarnation(registry: WorkerRegistry) -> None:
+    entry = registry.add(worker("p0"))
+    first, second = registry.begin("p0", 30, prompt_tokens=20), registry.begin("p0", 5)
+    assert (entry.outstanding_tokens, entry.outstanding_requests, entry.prompt_tokens) == (35, 2, 20)
+    assert entry.is_free(21)
+    assert not entry.is_free(20)
+    first.prefilled()
+    first.prefilled()
+    assert (entry.outstanding_tokens, entry.prompt_tokens) == (35, 0)
+    registry.end(second)
+    registry.end(second)
+    assert (entry.outstanding_tokens, entry.outstanding_requests) == (30, 1)
+    renewed = registry.add(worker("p0", epoch="2"))
+    registry.end(first)
+    assert (renewed.outstanding_tokens, renewed.outstanding_requests, entry.outstanding_tokens) == (0, 0, 0)
+    assert renewed.last_used == entry.last_used
+
+
+async def test_listeners_hear_of_every_change(registry: WorkerRegistry, clock: FakeClock) -> None:
+    heard: list[str] = []
+    entry = registry.add(worker("p0"))
+    share = registry.begin("p0", 9, 9)
+    registry.subscribe(lambda: heard.append(entry.state))
+    for change in (share.prefilled, share.end, lambda: registry.connected("p0", "d0")):
+        change()
+    registry.heartbeat("p0", WorkerLoad())
+    assert heard == ["ready"] * 4
+    clock.advance(9)
+    registry.expire()
+    assert heard[4:] == ["lost"]
+    registry.lost("p0")
+    assert len(heard) == 5, "it was lost already"
+
+
+async def test_pairs_are_those_that_shook_hands(registry: WorkerRegistry) -> None:
+    p0 = registry.add(worker("p0"))
+    registry.add(worker("d0"))
+    d1 = registry.add(worker("d1"))
+    assert registry.ready_peers(p0) == []
+    registry.heartbeat("p0", WorkerLoad(peers=("d1",)))
+    assert registry.ready_peers(p0) == [d1]
+    registry.connected("p0", "d0")
+    assert p0.peers == ("d0", "d1")
+    registry.heartbeat("p0", WorkerLoad(peers=("d1",)))
+    assert p0.peers == ("d0", "d1"), "that heartbeat may be older than the handshake"
+    registry.heartbeat("p0", WorkerLoad(peers=("d1",)))
+    assert [*p0.peers] == ["d1"]
+
+
+async def test_a_new_incarnation_of_decode_must_shake_hands_again(registry: WorkerRegistry) -> None:
+    p0 = registry.add(worker("p0"), WorkerLoad(peers=("d0",)))
+    registry.add(worker("d0"))
+    d0 = registry.add(worker("d0", epoch="2"))
+    registry.heartbeat("p0", WorkerLoad(peers=("d0",)))
+    assert registry.ready_peers(p0) == [], "the prefill worker still speaks of the earlier one"
+    registry.connected("p0", "d0")
+    assert registry.ready_peers(p0) == [d0]
+
+
+async def test_unavailable_says_what_is_missing(registry: WorkerRegistry) -> None:
+    def message(mode: Mode = Mode.PD) -> str:
+        error = registry.unavailable(mode)
+        assert isinstance(error, NotReady)
+        return str(error)
+
+    assert "none has registered" in message()
+    assert "none has registered" in message(Mode.COLOCATED)
+    registry.add(worker("d0"))
+    assert "no prefill worker is ready" in message()
+    assert "mode colocated needs none" in message()
+    assert registry.unavailable(Mode.COLOCATED) is None
+    registry.add(worker("p0"))
+    assert "no prefill worker is connected to a decode worker" in message()
+    registry.not_connected("p0", "d0", TransferTimeout("d0 did not answer"))
+    assert "d0 did not answer" in message()
+    registry.not_connected("p0", "d0", LayoutMismatch("KV layout differs in dtype"))
+    mismatch = registry.unavailable(Mode.PD)
+    assert isinstance(mismatch, LayoutMismatch)
+    assert "differs in dtype" in str(mismatch)
+    registry.connected("p0", "d0")
+    assert registry.unavailable(Mode.PD) is None
+    registry.lost("d0")
+    assert "no decode worker is ready (1 prefill registered, 1 decode registered)" in message()

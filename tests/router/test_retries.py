@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from core.errors import (
+    CapacityExceeded,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    PdserveError,
+    TransferError,
+    TransferTimeout,
+    WorkerLost,
+)
+from core.request import Mode, RequestStatus
+from core.timeline import EventKind, Figure
+from router.fakes import Point
+
+if TYPE_CHECKING:
+    from tests.router.conftest import MakeCluster
+
+
+ALL = [6, 7, 8, 9]
+PD_POINTS: list[tuple[str, Point]] = [("d", "reserve"), ("p", "prefill"), ("d", "decode"), ("d", "decode_more")]
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late"), ChecksumMismatch("changed")])
+@pytest.mark.parametrize(("role", "point"), PD_POINTS)
+async def test_a_failure_anywhere_costs_the_client_nothing(
+    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError
+) -> None:
+    cluster = make_cluster(prefill=2, decode=2)
+    cluster.fleet[f"{role}0"].fail(point, error)
+    request = cluster.request()
+    generation = cluster.router.generate(request)
+    assert [t.token_id async for t in generation] == ALL
+    assert (request.status, request.attempts, generation.result.attempts) == (RequestStatus.FINISHED, 2, 2)
+    used = {"p": generation.result.prefill_worker, "d": generation.result.decode_worker}
+    assert used[role] == f"{role}1", "the retry avoids the worker that failed"
+    assert cluster.fleet["d0"].aborted == ["r"]
+    assert generation.result.proof is not None
+    assert generation.result.proof.kv_bytes == generation.result.kv_bytes_expected
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("point", ["run", "run_more"])
+async def test_colocated_goes_on_elsewhere(make_cluster: MakeCluster, point: Point) -> None:
+    cluster = make_cluster(prefill=1, decode=1)
+    cluster.fleet["d0"].fail(point, WorkerLost("gone"))
+    cluster.fleet["p0"].fail(point, WorkerLost("gone"))
+    cluster.registry.begin("p0", 1).end()
+    request = cluster.request(mode=Mode.COLOCATED)
+    task = asyncio.create_task(cluster.tokens(request))
+    await asyncio.sleep(0.02)
+    assert request.status is RequestStatus.QUEUED, "both are suspect, so the retry waits for a sign of life"
+    cluster.beat("p0")
+    assert await task == ALL
+    assert request.attempts == 3
+    cluster.check_idle()
+
+
+async def test_a_continuation_sends_prompt_and_tokens_so_far_under_a_new_name(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=1, decode=2)
+    cluster.fleet["d0"].fail("decode_more", WorkerLost("gone"))
+    assert await cluster.tokens(cluster.request(max_tokens=6)) == [6, 7, 8, 9, 10, 11]
+    (_, first), (_, second) = cluster.fleet["p0"].works
+    assert (first.request_id, tuple(first.token_ids), first.sampling.max_tokens) == ("r", (1, 2, 3, 4, 5), 6)
+    assert (second.request_id, tuple(second.token_ids), second.sampling.max_tokens) == ("r#2", (1, 2, 3, 4, 5, 6, 7), 4)
+    assert second.sampling.seed == first.sampling.seed
+
+
+async def test_a_continuation_of_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=1, decode=1)
+    cluster.fleet["d0"].fail("decode", TransferError("broken"))
+    generation = cluster.router.generate(cluster.request(max_tokens=2))
+    assert [t.token_id async for t in generation] == [6, 7]
+    assert (generation.result.kv_bytes_expected, generation.result.decode_worker) == (0, "")
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("error", [LayoutMismatch("dtype"), InvalidRequest("prompt: bad"), CapacityExceeded("full")])
+@pytest.mark.parametrize(("role", "point"), PD_POINTS)
+async def test_final_errors_are_final(make_cluster: MakeCluster, role: str, point: Point, error: PdserveError) -> None:
+    cluster = make_cluster(prefill=2, decode=2)
+    cluster.fleet[f"{role}0"].fail(point, error)
+    request = cluster.request()
+    with pytest.raises(type(error)):
+        await cluster.tokens(request)
+    assert (request.status, request.attempts) == (RequestStatus.FAILED, 1)
+    cluster.check_idle()
+
+
+async def test_attempts_are_bounded(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(max_attempts=2)
+    cluster.fleet["d0"].fail("decode", TransferError("one"), TransferError("two"))
+    request = cluster.request()
+    with pytest.raises(TransferError, match="two"):
+        await cluster.tokens(request)
+    assert (request.status, request.attempts) == (RequestStatus.FAILED, 2)
+    cluster.check_idle()
+
+
+async def test_a_bug_in_a_handle_fails_the_request_and_leaks_nothing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"]._next_token = lambda tokens: tokens[10**6]
+    request = cluster.request()
+    with pytest.raises(IndexError):
+        await cluster.tokens(request)
+    assert request.status is RequestStatus.FAILED
+    cluster.fleet["p0"].held.clear()
+    cluster.check_idle()
+
+
+async def test_a_dying_decode_worker_ends_a_prefill_that_has_no_use_any_more(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=1, decode=2)
+    cluster.fleet["p0"].delay_s = {"prefill": 0.2}
+    task = asyncio.create_task(cluster.tokens(cluster.request()))
+    await asyncio.sleep(0.03)
+    cluster.fleet["d0"].crash()
+    await asyncio.sleep(0.03)
+    assert cluster.fleet["p0"].aborted == ["r"]
+    assert await task == ALL
+    cluster.check_idle()
+
+
+async def test_a_retry_waits_for_a_worker_to_come_back(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["d0"].hangs = {"decode_more"}
+    request = cluster.request()
+    task = asyncio.create_task(cluster.tokens(request))
+    await asyncio.sleep(0.02)
+    cluster.fleet["d0"].crash()
+    cluster.registry.lost("d0")
+    await asyncio.sleep(0.02)
+    assert (request.status, request.output_token_ids) == (RequestStatus.QUEUED, [6, 7])
+    fake = type(cluster.fleet["d0"])(cluster.fleet["d0"].info, cluster.fleet)
+    cluster.registry.add(fake)
+    cluster.registry.connected("p0", "d0")
+    assert await task == ALL
+    cluster.check_idle()
+
+
+async def test_a_retry_waits_no_longer_than_its_deadline(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
+    request = cluster.request(timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="waiting for a free worker"):
+        await cluster.tokens(request)
+    assert request.output_token_ids == [6]
+    cluster.check_idle()
+
+
+async def test_a_retry_keeps_its_place_in_the_queue(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1)
+    cluster.fleet["p0"].delay_s = {"prefill": 0.01}
+    cluster.fleet["p0"].fail("prefill", TransferError("once"))
+    await asyncio.gather(*(cluster.tokens(cluster.request(name=name)) for name in "abc"))
+    order = [work.request_id for _, work in cluster.fleet["p0"].works]
+    assert order.index("a#2") < order.index("c")
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("delivered", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED])
+async def test_the_timeline_of_a_retry_still_adds_up(make_cluster: MakeCluster, mode: Mode, delivered: int) -> None:
+    """Whatever attempt made a token: the stages of its figure cover the time until it was emitted, without a gap."""
+    cluster = make_cluster(prefill=2, decode=2)
+    lost: list[int] = []
+
+    def loses_token_once(tokens: Sequence[int]) -> int:
+        if len(tokens) == 5 + delivered and not lost:
+            lost.append(delivered)
+            raise WorkerLost("gone")
+        return tokens[-1] + 1
+
+    for fake in cluster.fleet.values():
+        fake.delay_s = {"prefill": 0.01, "decode": 0.01, "decode_more": 0.01, "run": 0.01, "run_more": 0.01}
+
+        fake._next_token = loses_token_once
+    request = cluster.request(mode=mode)
+    emitted = {1: EventKind.TOKEN_1_EMITTED, 2: EventKind.TOKEN_2_EMITTED}
+    async with aclosing(cluster.router.generate(request)) as generation:
+        async for _ in generation:
+            kind = emitted.get(len(request.output_token_ids))
+            if kind is not None:
+                request.timeline.record(kind, "gateway", cluster.clock.now())
+    assert request.output_token_ids == ALL
+    assert request.attempts == 2
+    for figure in Figure:
+        breakdown = request.timeline.breakdown(figure)
+        assert breakdown is not None
+        assert breakdown.total_ms >= 10
+        assert abs(breakdown.unattributed_ms) < 3, breakdown
+        assert all(length_ms > -0.5 for name, length_ms in breakdown.stages_ms.items() if name != "unattributed")
+    for fake in cluster.fleet.values():
+        fake.held.clear()  # a fake that raises in mid-step keeps the request
+    cluster.check_idle()

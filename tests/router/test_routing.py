@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotReady
+from core.request import Mode, RequestStatus
+from core.sampling import FinishReason
+from core.timeline import EventKind, Figure
+
+if TYPE_CHECKING:
+    from tests.router.conftest import MakeCluster
+
+
+async def test_pd_prefills_here_decodes_there_and_proves_it(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    request = cluster.request()
+    generation = cluster.router.generate(request)
+    tokens = [token async for token in generation]
+    assert [token.token_id for token in tokens] == [6, 7, 8, 9]
+    assert [token.finish_reason for token in tokens] == [None, None, None, FinishReason.LENGTH]
+    result = generation.result
+    assert (result.mode, result.prefill_worker, result.decode_worker) == (Mode.PD, "p0", "d0")
+    assert result.proof is not None
+    # 5 tokens are two blocks of 4 tokens x 2 layers x K and V x 1 head x 8 dimensions x 4 bytes.
+    assert result.proof.kv_bytes == result.kv_bytes_expected == 2 * (4 * 2 * 2 * 1 * 8 * 4)
+    assert (result.block_size, result.attempts, request.attempts) == (4, 1, 1)
+    assert request.status is RequestStatus.FINISHED
+    assert [work.sampling.max_tokens for _, work in cluster.fleet["p0"].works] == [4]
+    cluster.check_idle()
+
+
+async def test_the_timeline_has_every_event_and_the_stages_leave_no_gap(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(delay_s={"route": 0.02, "dispatch": 0.03})
+    cluster.fleet["d0"].delay_s = {"reserve": 0.01, "decode": 0.02}
+    request = cluster.request()
+    async with aclosing(cluster.router.generate(request)) as generation:
+        async for _ in generation:
+            kind = [EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED][len(request.output_token_ids) > 1]
+            if not request.timeline.has(kind):
+                request.timeline.record(kind, "gateway", cluster.clock.now())
+    assert set(EventKind) - set(request.timeline.events) == {EventKind.FINISHED}
+    for figure in Figure:
+        breakdown = request.timeline.breakdown(figure)
+        assert breakdown is not None
+        assert abs(breakdown.unattributed_ms) < 5
+        assert breakdown.stages_ms["route"] >= 19
+        assert breakdown.stages_ms["dispatch"] >= 29
+        assert breakdown.stages_ms["reserve"] >= 9
+
+
+async def test_one_token_needs_no_reservation(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    generation = cluster.router.generate(cluster.request(max_tokens=1))
+    assert [(t.token_id, t.finish_reason) async for t in generation] == [(6, FinishReason.LENGTH)]
+    assert cluster.fleet["d0"].works == []
+    result = generation.result
+    assert (result.mode, result.decode_worker, result.kv_bytes_expected, result.proof) == (Mode.PD, "", 0, None)
+    cluster.check_idle()
+
+
+async def test_token_1_ends_the_request_and_the_proof_still_comes(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"]._eos_token_id = 6
+    generation = cluster.router.generate(cluster.request())
+    assert [(t.token_id, t.finish_reason) async for t in generation] == [(6, FinishReason.STOP)]
+    assert generation.result.proof is not None
+    assert generation.result.proof.kv_bytes == generation.result.kv_bytes_expected > 0
+    cluster.check_idle()
+
+
+async def test_token_1_ends_the_request_and_a_failing_proof_costs_nothing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"]._eos_token_id = 6
+    cluster.fleet["d0"].fail("decode", InvalidRequest("broken"))
+    request = cluster.request()
+    generation = cluster.router.generate(request)
+    assert [t.token_id async for t in generation] == [6]
+    assert generation.result.proof is None
+    assert (request.status, request.attempts) == (RequestStatus.FINISHED, 1)
+    cluster.check_idle()
+
+
+async def test_colocated_takes_the_least_loaded_of_all(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=1, decode=2)
+    shares = [cluster.registry.begin("p0", 50), cluster.registry.begin("d0", 40), cluster.registry.begin("d1", 10)]
+    request = cluster.request(mode=Mode.COLOCATED)
+    generation = cluster.router.generate(request)
+    assert [t.token_id async for t in generation] == [6, 7, 8, 9]
+    result = generation.result
+    assert (result.mode, result.prefill_worker, result.decode_worker) == (Mode.COLOCATED, "d1", "")
+    assert (result.kv_bytes_expected, result.proof) == (0, None)
+    assert EventKind.TOKEN_2_SAMPLED in request.timeline.events
+    assert EventKind.DESTINATION_KNOWN not in request.timeline.events
+    for share in shares:
+        share.end()
+    cluster.check_idle()
+
+
+async def test_auto_is_pd_and_never_silently_something_else(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    generation = cluster.router.generate(cluster.request(mode=Mode.AUTO))
+    assert [t.token_id async for t in generation] == [6, 7, 8, 9]
+    assert generation.result.mode is Mode.PD
+    cluster = make_cluster(decode=0)
+    for mode in (Mode.AUTO, Mode.PD):
+        with pytest.raises(NotReady, match="no decode worker is ready"):
+            await cluster.tokens(cluster.request(mode=mode))
+    assert await cluster.tokens(cluster.request(mode=Mode.COLOCATED)) == [6, 7, 8, 9]
+
+
+async def test_nothing_ready_is_said_at_once_even_to_those_in_the_queue(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    running = asyncio.create_task(cluster.tokens(cluster.request(name="a")))
+    queued = asyncio.create_task(cluster.tokens(cluster.request(name="b")))
+    await asyncio.sleep(0.01)
+    assert (cluster.router.running, cluster.router.queued) == (1, 1)
+    cluster.registry.lost("p0")
+    with pytest.raises(NotReady, match="no prefill worker"):
+        await queued
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    cluster.check_idle()
+
+
+async def test_requests_wait_in_order_for_a_free_prefill_worker(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1)
+    cluster.fleet["p0"].delay_s = {"prefill": 0.005}
+    names = [f"r{i}" for i in range(6)]
+    await asyncio.gather(*(cluster.tokens(cluster.request(name=name)) for name in names))
+    assert [work.request_id for _, work in cluster.fleet["p0"].works] == names
+    cluster.check_idle()
+
+
+async def test_a_prefill_worker_takes_prompts_up_to_its_backlog(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=6)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    tasks = [asyncio.create_task(cluster.tokens(cluster.request(name=f"r{i}"))) for i in range(4)]
+    await asyncio.sleep(0.01)
+    assert len(cluster.fleet["p0"].works) == 2, "5 tokens are below 6, 10 are not"
+    assert cluster.router.queued == 2
+    for task in reversed(tasks):
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    cluster.check_idle()
+
+
+async def test_a_full_queue_refuses(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=2)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    tasks = [asyncio.create_task(cluster.tokens(cluster.request(name=f"r{i}"))) for i in range(3)]
+    await asyncio.sleep(0.01)
+    refused = cluster.request()
+    with pytest.raises(CapacityExceeded, match=r"2 requests wait already \(router.max_queue\)"):
+        await cluster.tokens(refused)
+    assert refused.status is RequestStatus.FAILED
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    cluster.check_idle()
+
+
+async def test_load_spreads_over_pairs(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=2, decode=2, policy="round_robin")
+    await asyncio.gather(*(cluster.tokens(cluster.request(name=f"r{i}")) for i in range(8)))
+    assert [len(cluster.fleet[w].works) for w in ("p0", "p1", "d0", "d1")] == [4, 4, 4, 4]
+    cluster.check_idle()
+
+
+async def test_the_deadline_holds_at_every_point(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    for worker, point in (("d0", "reserve"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")):
+        cluster.fleet[worker].hangs = {point}  # type: ignore[arg-type]
+        request = cluster.request(timeout_s=0.05)
+        with pytest.raises(DeadlineExceeded, match="deadline: it passed while"):
+            await cluster.tokens(request)
+        assert request.status is RequestStatus.FAILED
+        assert "r" in cluster.fleet["d0"].aborted, point
+        assert ("r" in cluster.fleet["p0"].aborted) == (point != "reserve"), point
+        cluster.check_idle()
+        for fake in cluster.fleet.values():
+            fake.hangs.clear()
+            fake.aborted.clear()
+
+
+async def test_the_deadline_holds_in_the_queue(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1)
+    share = cluster.registry.begin("p0", 1, 1)
+    with pytest.raises(DeadlineExceeded, match="waiting for a free worker"):
+        await cluster.tokens(cluster.request(timeout_s=0.03))
+    share.end()
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("worker", "point"), [("d0", "reserve"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")]
+)
+async def test_cancelling_aborts_on_both_workers(make_cluster: MakeCluster, worker: str, point: str) -> None:
+    cluster = make_cluster()
+    cluster.fleet[worker].hangs = {point}  # type: ignore[arg-type]
+    request = cluster.request()
+    task = asyncio.create_task(cluster.tokens(request))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert request.status is RequestStatus.ABORTED
+    assert cluster.fleet["d0"].aborted == ["r"]
+    assert cluster.fleet["p0"].aborted == ([] if point == "reserve" else ["r"])
+    cluster.check_idle()
+
+
+async def test_closing_between_tokens_aborts_and_stopping_finishes(make_cluster: MakeCluster) -> None:
+    for mode in (Mode.PD, Mode.COLOCATED):
+        for stop in (False, True):
+            cluster = make_cluster()
+            request = cluster.request(max_tokens=50, mode=mode)
+            generation = cluster.router.generate(request)
+            async for _ in generation:
+                if len(request.output_token_ids) == 3:
+                    break
+            await (generation.stop() if stop else generation.aclose())
+            assert request.status is (RequestStatus.FINISHED if stop else RequestStatus.ABORTED)
+            cluster.check_idle()
+
+
+async def test_a_worker_that_ignores_aborts_does_not_hold_up_the_load_accounts(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.attempt.ABORT_TIMEOUT_S", 0.02)
+    cluster = make_cluster()
+    cluster.fleet["d0"].hangs = {"decode", "abort"}
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(cluster.tokens(cluster.request(timeout_s=0.05)), 1.0)
+    cluster.check_idle()
+    cluster.fleet["d0"].crash()
+    await asyncio.sleep(0)
