@@ -10,6 +10,7 @@ from torch.nn import functional
 from core.model_shape import ModelShape
 from engine.attention import AttnMetadata, attention
 from engine.kv_pool import KVPool
+from engine.linear import Linear, linear
 from engine.rope import rope_tables, rotate
 
 
@@ -75,36 +76,54 @@ class ModelWeights:
         return named
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    out: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
 class LlamaDecoder:
-    """Runs the model on a flat batch; positions up to ``max_positions`` - 1."""
+    """Runs the model on a flat batch; positions up to ``max_positions`` - 1. It takes ``weights`` over (their layers
+    are gone afterwards), so that packed weights don't stay in memory twice."""
 
     def __init__(self, weights: ModelWeights, max_positions: int) -> None:
-        self.weights = weights
-        embedding = weights.embedding
-        self._cos, self._sin = rope_tables(weights.shape, max_positions, embedding.dtype, embedding.device)
+        self._shape = weights.shape
+        self._embedding = weights.embedding
+        self._layers: list[_Layer] = []
+        while weights.layers:
+            w = weights.layers.pop(0)
+            self._layers.append(
+                _Layer(w.input_norm, linear(w.qkv), linear(w.out), w.post_norm, linear(w.gate_up), linear(w.down))
+            )
+        self._final_norm = weights.norm
+        self._head = linear(weights.head)
+        self._cos, self._sin = rope_tables(weights.shape, max_positions, weights.norm.dtype, weights.norm.device)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, pool: KVPool, meta: AttnMetadata
     ) -> torch.Tensor:
         """Hidden states ``[rows, hidden]`` after the last norm; the rows' keys and values are in the pool then.
         ``token_ids`` and ``positions`` are ``[rows]`` in the order of ``meta``."""
-        shape = self.weights.shape
-        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        heads, kv_heads, head_dim = self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim
         rows = token_ids.shape[0]
         cos, sin = self._cos[positions], self._sin[positions]
-        x = functional.embedding(token_ids, self.weights.embedding)
-        for layer, kv in zip(self.weights.layers, pool.layers, strict=True):
-            qkv = functional.linear(self._norm(x, layer.input_norm), layer.qkv).view(rows, -1, head_dim)
+        x = functional.embedding(token_ids, self._embedding)
+        for layer, kv in zip(self._layers, pool.layers, strict=True):
+            qkv = layer.qkv(self._norm(x, layer.input_norm)).view(rows, -1, head_dim)
             turned = rotate(qkv[:, : heads + kv_heads], cos, sin)
             attended = attention(turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :], kv, meta)
-            x = x + functional.linear(attended.view(rows, heads * head_dim), layer.out)
-            gate, up = functional.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + functional.linear(functional.silu(gate) * up, layer.down)
-        return self._norm(x, self.weights.norm)
+            x = x + layer.out(attended.reshape(rows, heads * head_dim))
+            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
+            x = x + layer.down(functional.silu(gate) * up)
+        return self._norm(x, self._final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocabulary]`` of hidden states ``[rows, hidden]``, in the model's dtype."""
-        return functional.linear(hidden, self.weights.head)
+        return self._head(hidden)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self.weights.shape.rms_norm_eps)
+        return functional.rms_norm(x, weight.shape, weight, self._shape.rms_norm_eps)
