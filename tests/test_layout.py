@@ -1,0 +1,59 @@
+"""The repository is an application: import names equal folder names, and everything that must travel with it does."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
+    "packages"
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_name_is_folder_name(package: str) -> None:
+    assert Path(str(importlib.import_module(package).__file__)).parent == ROOT / package
+
+
+def test_proto_is_no_python_package() -> None:
+    """It would shadow the module of that name which Ray's dependencies install."""
+    assert not list((ROOT / "proto").rglob("*.py"))
+
+
+def test_only_the_public_package_has_an_init_with_content() -> None:
+    filled = [
+        path for package in PACKAGES for path in (ROOT / package).rglob("__init__.py") if path.read_text().strip()
+    ]
+    assert filled == [ROOT / "pdserve" / "__init__.py"]
+
+
+@pytest.mark.timeout(300)
+def test_generated_code_is_not_stale(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "gen_proto.sh"
+    subprocess.run([script, tmp_path], env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, check=True, timeout=280)
+    for path in sorted((ROOT / "pb").glob("*_pb2*")):
+        assert (tmp_path / "pb" / path.name).read_text() == path.read_text(), f"{path.name}: run `make proto`"
+
+
+def test_every_file_that_the_docs_name_exists() -> None:
+    """docs/architecture.md walks a request by file and function; a rename must not leave it behind."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = set(re.findall(r"`([\w/]+\.(?:py|proto|yaml|toml|md|sh))`", text))
+    assert len(files) > 30
+    assert not [name for name in files if not (ROOT / name).exists()]
+    for name, symbol in re.findall(r"`([\w/]+\.py):(\w+)`", text):
+        source = (ROOT / name).read_text()
+        assert re.search(rf"\b(def|class) {symbol}\b", source), f"{name} has no {symbol}"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
