@@ -1,0 +1,656 @@
+"""What the scheduler decides, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.clock import FakeClock
+from core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
+from core.request import EngineStatus
+from engine.batch import SamplerParams
+from engine.messages import (
+    Abort,
+    KVReady,
+    KVRole,
+    Load,
+    Progress,
+    Rejected,
+    Release,
+    Reserved,
+    Step,
+    Submit,
+    TokenOut,
+)
+from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+
+LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
+EOS = 99
+
+
+class Rig:
+    """A scheduler under a fake clock; each step takes one second and samples 1, 2, 3, … unless told otherwise."""
+
+    def __init__(
+        self,
+        *,
+        budget: int = 64,
+        max_seqs: int = 8,
+        max_len: int = 256,
+        block_size: int = 4,
+        num_blocks: int = 32,
+    ) -> None:
+        self.clock = FakeClock(10.0)
+        self.scheduler = Scheduler(
+            SchedulerConfig(budget, max_seqs, max_len, block_size, num_blocks, (EOS,)), self.clock
+        )
+        self.next_token = 1
+
+    def submit(
+        self,
+        name: str,
+        prompt: int,
+        max_tokens: int,
+        role: KVRole = LOCAL,
+        stop: tuple[int, ...] = (),
+        ignore_eos: bool = False,
+    ) -> list[Reserved | Rejected]:
+        """Submit ``prompt`` tokens 1000, 1001, …, and tell what events that made."""
+        tokens = list(range(1000, 1000 + prompt))
+        self.scheduler.submit(Submit(name, role, tokens, max_tokens, 0.5, 3, 0.9, 7, list(stop), ignore_eos))
+        return self.scheduler.take_events()
+
+    def schedule(self) -> tuple[SchedulerOutput, dict[str, int]]:
+        """A step's plan, and its parts as ``{request: number of tokens}``."""
+        output = self.scheduler.schedule()
+        return output, {part.request_id: len(part.token_ids) for part in output.seqs}
+
+    def finish(self, output: SchedulerOutput, token: int | None = None) -> Step:
+        """Bring a step to its end; all its parts sample ``token``."""
+        self.clock.advance(1.0)
+        sampled = {part.request_id: self.next_token if token is None else token for part in output.seqs if part.sample}
+        self.next_token += 1
+        step = self.scheduler.update(output, sampled, self.clock.now())
+        self.scheduler.check_integrity()
+        return step
+
+    def step(self, token: int | None = None) -> tuple[dict[str, int], Step]:
+        """A whole step: its parts as ``{request: number of tokens}`` and what it did."""
+        output, parts = self.schedule()
+        return parts, self.finish(output, token)
+
+    def busy(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def free(self) -> int:
+        return self.scheduler.load().free_blocks
+
+
+# --- one request -----------------------------------------------------------------------------------------------------
+
+
+def test_a_local_request_runs_to_completion() -> None:
+    rig = Rig()
+    assert rig.submit("a", 5, 3) == []
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    assert (part.token_ids, part.start, part.sample) == ([1000, 1001, 1002, 1003, 1004], 0, True)
+    assert part.params == SamplerParams(0.5, 3, 0.9, 7)
+    assert list(part.block_ids) == [0, 1]
+    assert rig.finish(output) == Step(11.0, 10.0, [TokenOut("a", 1, "", 10.0)], [])
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    assert (part.token_ids, part.start, part.sample) == ([1], 5, True)
+    assert rig.finish(output) == Step(12.0, 11.0, [TokenOut("a", 2, "", 10.0)], [])
+    assert rig.step()[1] == Step(13.0, 12.0, [TokenOut("a", 3, "length", 10.0)], [])
+    assert rig.scheduler.load() == Load(32, 0, 0, 0)
+    assert not rig.busy()
+
+
+def test_a_long_prompt_is_chunked_and_samples_only_at_its_end() -> None:
+    rig = Rig(budget=4)
+    rig.submit("a", 10, 2)
+    for start, length, sample in ((0, 4, False), (4, 4, False), (8, 2, True)):
+        output, _ = rig.schedule()
+        (part,) = output.seqs
+        assert (part.start, len(part.token_ids), part.sample) == (start, length, sample)
+        assert len(rig.finish(output).tokens) == sample
+
+
+def test_blocks_grow_with_the_output_and_are_the_live_list() -> None:
+    rig = Rig(block_size=2)
+    rig.submit("a", 2, 4)
+    output, _ = rig.schedule()
+    blocks = output.seqs[0].block_ids
+    assert list(blocks) == [0]
+    rig.finish(output)
+    output, _ = rig.schedule()
+    assert output.seqs[0].block_ids is blocks
+    assert list(blocks) == [0, 1]
+
+
+def test_first_scheduled_is_the_first_chunks_step_not_the_submission() -> None:
+    rig = Rig(budget=4)
+    rig.clock.advance(5.0)
+    rig.submit("a", 8, 2)
+    rig.clock.advance(2.0)
+    assert rig.step()[1].tokens == []
+    assert rig.step()[1].tokens == [TokenOut("a", 2, "", 17.0)]
+
+
+@pytest.mark.parametrize(
+    ("token", "stop", "ignore_eos", "max_tokens", "reason"),
+    [
+        (EOS, (), False, 5, "stop"),
+        (EOS, (), False, 1, "stop"),
+        (EOS, (), True, 5, ""),
+        (EOS, (), True, 1, "length"),
+        (EOS, (EOS,), True, 5, "stop"),
+        (7, (7,), False, 5, "stop"),
+        (7, (7,), True, 5, "stop"),
+        (8, (7,), False, 5, ""),
+        (8, (7,), False, 1, "length"),
+    ],
+)
+@pytest.mark.parametrize("role", [LOCAL, PUSH])
+def test_finish_reasons(
+    role: KVRole, token: int, stop: tuple[int, ...], ignore_eos: bool, max_tokens: int, reason: str
+) -> None:
+    rig = Rig()
+    rig.submit("a", 3, max_tokens, role, stop, ignore_eos)
+    _, step = rig.step(token)
+    assert [out.finish_reason for out in step.tokens] == [reason]
+    assert rig.busy() == (role is LOCAL and not reason)
+
+
+# --- batching --------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_goes_to_decodes_first_then_to_chunks_then_to_the_waiting() -> None:
+    rig = Rig(budget=8)
+    rig.submit("a", 4, 20)
+    rig.step()
+    rig.submit("b", 20, 20)
+    rig.submit("c", 4, 20)
+    assert rig.step()[0] == {"a": 1, "b": 7}
+    assert rig.step()[0] == {"a": 1, "b": 7}
+    assert rig.step()[0] == {"a": 1, "b": 6, "c": 1}
+    assert rig.step()[0] == {"a": 1, "b": 1, "c": 3}
+    assert rig.step()[0] == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_decode_that_joined_after_a_prefill_is_not_held_up_by_its_chunks() -> None:
+    rig = Rig(budget=8)
+    rig.submit("long", 40, 2)
+    rig.step()
+    rig.submit("r", 4, 5, RECEIVE)
+    rig.scheduler.kv_ready(KVReady("r", 50))
+    assert rig.step()[0] == {"long": 7, "r": 1}
+
+
+def test_a_senior_prefill_gets_a_token_even_if_decodes_fill_the_budget() -> None:
+    rig = Rig(budget=2, max_seqs=4)
+    rig.submit("long", 6, 1)
+    rig.step()
+    for name in ("r", "s"):
+        rig.submit(name, 4, 20, RECEIVE)
+        rig.scheduler.kv_ready(KVReady(name, 50))
+    for _ in range(4):
+        parts, _ = rig.step()
+        assert parts == {"long": 1, "r": 1}
+    assert rig.step()[0] == {"r": 1, "s": 1}
+
+
+def test_no_more_requests_in_a_step_than_allowed() -> None:
+    rig = Rig(max_seqs=2)
+    for name in "abc":
+        rig.submit(name, 4, 2)
+    assert rig.step()[0] == {"a": 4, "b": 4}
+    assert rig.scheduler.load() == Load(30, 2, 1, 0)
+    assert rig.step()[0] == {"a": 1, "b": 1}
+    assert rig.step()[0] == {"c": 4}
+
+
+def test_received_requests_beyond_the_limit_take_turns_by_seniority() -> None:
+    rig = Rig(max_seqs=2)
+    for name in "abc":
+        rig.submit(name, 4, 3, RECEIVE)
+    for name in "cba":
+        rig.scheduler.kv_ready(KVReady(name, 50))
+    assert rig.step()[0] == {"a": 1, "b": 1}
+    assert rig.step()[0] == {"a": 1, "b": 1}
+    assert rig.step()[0] == {"c": 1}
+
+
+def test_first_come_first_served_even_if_a_later_one_would_fit() -> None:
+    rig = Rig(num_blocks=8)
+    rig.submit("a", 16, 8)
+    rig.step()
+    rig.submit("big", 20, 4)
+    rig.submit("small", 4, 4)
+    assert rig.step()[0] == {"a": 1}
+    rig.scheduler.abort(Abort("a"))
+    assert rig.step()[0] == {"big": 20, "small": 4}
+
+
+def test_the_watermark_is_kept_while_others_run_and_only_then() -> None:
+    rig = Rig(num_blocks=4)
+    rig.submit("a", 8, 4)
+    rig.step()
+    rig.submit("b", 8, 1)
+    assert rig.step()[0] == {"a": 1}
+    rig.scheduler.abort(Abort("a"))
+    assert rig.step()[0] == {"b": 8}
+    rig.submit("all", 15, 1)
+    assert rig.step()[0] == {"all": 15}
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "role", "kind", "words"),
+    [
+        (0, 4, LOCAL, InvalidRequest, "prompt_token_ids: the prompt is empty"),
+        (4, 0, LOCAL, InvalidRequest, "max_tokens: 0 is below 1"),
+        (30, 11, LOCAL, CapacityExceeded, "exceed max_model_len 40"),
+        (30, 11, PUSH, CapacityExceeded, "exceed max_model_len 40"),
+        (30, 3, LOCAL, CapacityExceeded, "need 9 KV blocks of 4 tokens, the pool has 8"),
+        (30, 3, RECEIVE, CapacityExceeded, "need 9 KV blocks of 4 tokens, the pool has 8"),
+        (33, 3, PUSH, CapacityExceeded, "need 9 KV blocks"),
+    ],
+)
+def test_refusals_say_why(prompt: int, max_tokens: int, role: KVRole, kind: type[Exception], words: str) -> None:
+    rig = Rig(max_len=40, num_blocks=8)
+    (event,) = rig.submit("a", prompt, max_tokens, role)
+    assert isinstance(event, Rejected)
+    error = from_wire(event.kind, event.message)
+    assert type(error) is kind
+    assert words in str(error)
+    assert rig.scheduler.take_events() == []
+    assert rig.scheduler.load() == Load(8, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "role"), [(30, 2, LOCAL), (30, 2, RECEIVE), (31, 9, PUSH), (32, 8, PUSH)]
+)
+def test_what_just_fits_is_taken(prompt: int, max_tokens: int, role: KVRole) -> None:
+    rig = Rig(max_len=40, num_blocks=8)
+    assert not any(isinstance(event, Rejected) for event in rig.submit("a", prompt, max_tokens, role))
+
+
+def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
+    rig = Rig()
+    rig.submit("a", 4, 1)
+    (event,) = rig.submit("a", 8, 9)
+    assert isinstance(event, Rejected)
+    assert (event.kind, event.request_id) == ("InvalidRequest", "a")
+    assert "in use" in event.message
+    assert rig.step()[0] == {"a": 4}
+    assert rig.submit("a", 4, 1) == []  # the id is free again
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_limits_below_one_are_refused(index: int) -> None:
+    limits = [8, 8, 8, 8, 8]
+    limits[index] = 0
+    with pytest.raises(ConfigError, match="must be at least 1, got 0"):
+        SchedulerConfig(limits[0], limits[1], limits[2], limits[3], limits[4])
+
+
+# --- PUSH ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(1, "length"), (9, "")])
+def test_push_stops_after_one_token_and_holds_its_blocks(max_tokens: int, reason: str) -> None:
+    rig = Rig(budget=4, num_blocks=8)
+    rig.submit("a", 10, max_tokens, PUSH)
+    assert rig.step()[1].progress == [Progress("a", 4, [0, 1, 2])]
+    assert rig.step()[1].progress == [Progress("a", 8, [0, 1, 2])]
+    step = rig.step()[1]
+    assert step.progress == [Progress("a", 10, [0, 1, 2])]
+    assert step.tokens == [TokenOut("a", 3, reason, 10.0)]
+    assert rig.scheduler.load() == Load(5, 0, 0, 0)
+    assert not rig.busy()
+    rig.scheduler.release(Release("a"))
+    assert rig.free == 8
+    rig.scheduler.release(Release("a"))
+    rig.scheduler.check_integrity()
+
+
+def test_held_blocks_are_freed_by_abort_too() -> None:
+    rig = Rig(num_blocks=8)
+    rig.submit("a", 10, 4, PUSH)
+    rig.step()
+    assert rig.free == 5
+    rig.scheduler.abort(Abort("a"))
+    assert rig.free == 8
+
+
+def test_push_released_early_holds_nothing_once_it_has_its_token() -> None:
+    rig = Rig(budget=4, num_blocks=8)
+    rig.submit("a", 6, 4, PUSH)
+    rig.step()
+    rig.scheduler.release(Release("a"))
+    assert rig.free == 6
+    assert rig.step()[1].tokens == [TokenOut("a", 2, "", 10.0)]
+    assert rig.free == 8
+
+
+def test_release_of_others_or_of_nobody_is_ignored() -> None:
+    rig = Rig()
+    rig.submit("a", 4, 4)
+    rig.step()
+    rig.scheduler.release(Release("a"))
+    rig.scheduler.release(Release("nobody"))
+    assert rig.step()[0] == {"a": 1}
+
+
+def test_push_is_never_preempted() -> None:
+    rig = Rig(budget=4, block_size=2, num_blocks=8)
+    rig.submit("a", 2, 9)
+    rig.step()
+    rig.submit("p", 10, 4, PUSH)  # 5 blocks; a has 1, and the watermark of 1 is kept
+    output, parts = rig.schedule()
+    assert parts == {"a": 1, "p": 3}
+    rig.finish(output)
+    for expected in ({"a": 1, "p": 3}, {"a": 1, "p": 3}, {"a": 1, "p": 1}):
+        output, parts = rig.schedule()
+        assert parts == expected
+        assert output.preempted == []
+        rig.finish(output)
+    assert rig.free == 0
+    assert not rig.busy()  # a's blocks are full, all others are held
+    assert rig.schedule()[1] == {}
+    rig.scheduler.release(Release("p"))
+    assert rig.busy()
+    assert rig.step()[0] == {"a": 1}
+
+
+# --- RECEIVE ---------------------------------------------------------------------------------------------------------
+
+
+def test_receive_is_reserved_at_once_and_decodes_from_its_first_token() -> None:
+    rig = Rig()
+    assert rig.submit("r", 6, 3, RECEIVE) == [Reserved("r", [0, 1], 0)]
+    assert rig.scheduler.load() == Load(30, 0, 1, 0)
+    assert not rig.busy()
+    assert rig.schedule()[1] == {}
+    rig.clock.advance(5.0)
+    rig.scheduler.kv_ready(KVReady("r", 50))
+    assert rig.busy()
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    assert (part.token_ids, part.start, part.sample, list(part.block_ids)) == ([50], 6, True, [0, 1])
+    assert rig.finish(output).tokens == [TokenOut("r", 1, "", 15.0)]
+    assert rig.step()[1].tokens == [TokenOut("r", 2, "length", 15.0)]
+    assert rig.free == 32
+
+
+@pytest.mark.parametrize(("max_tokens", "first"), [(1, 50), (5, EOS), (5, 7)])
+def test_receive_whose_first_token_is_its_last_is_finished_at_once(max_tokens: int, first: int) -> None:
+    rig = Rig()
+    rig.submit("r", 6, max_tokens, RECEIVE, stop=(7,))
+    rig.scheduler.kv_ready(KVReady("r", first))
+    assert not rig.busy()
+    assert rig.scheduler.load() == Load(32, 0, 0, 0)
+    rig.scheduler.check_integrity()
+
+
+def test_kv_ready_is_ignored_unless_awaited() -> None:
+    rig = Rig()
+    rig.submit("a", 4, 4)
+    rig.scheduler.kv_ready(KVReady("a", 50))
+    rig.scheduler.kv_ready(KVReady("nobody", 50))
+    rig.submit("r", 4, 4, RECEIVE)
+    rig.scheduler.abort(Abort("r"))
+    rig.scheduler.kv_ready(KVReady("r", 50))
+    assert rig.step()[0] == {"a": 4}
+    assert rig.step()[0] == {"a": 1}
+
+
+def test_a_big_reservation_waits_at_the_head_and_is_made_when_blocks_are_freed() -> None:
+    rig = Rig(num_blocks=8)
+    rig.submit("a", 16, 2)
+    rig.step()
+    assert rig.submit("big", 20, 4, RECEIVE) == []
+    assert rig.submit("small", 2, 2, RECEIVE) == []
+    assert rig.step()[1].tokens[0].finish_reason == "length"
+    assert rig.scheduler.take_events() == [Reserved("big", [0, 1, 2, 3, 4], 0), Reserved("small", [5], 0)]
+
+
+@pytest.mark.parametrize("how", ["release", "abort held", "abort waiting head", "abort reserved"])
+def test_reservations_follow_every_way_in_which_room_is_made(how: str) -> None:
+    rig = Rig(num_blocks=8)
+    if how.startswith("abort waiting"):
+        rig.submit("running", 20, 4)
+        rig.step()
+        rig.submit("x", 16, 1, RECEIVE)
+        assert rig.submit("r", 4, 2, RECEIVE) == []
+    elif how == "abort reserved":
+        rig.submit("x", 28, 1, RECEIVE)
+        assert rig.submit("r", 4, 2, RECEIVE) == []
+    else:
+        rig.submit("x", 32, 1, PUSH)
+        rig.step()
+        assert rig.submit("r", 4, 2, RECEIVE) == []
+    if how == "release":
+        rig.scheduler.release(Release("x"))
+    else:
+        rig.scheduler.abort(Abort("x"))
+    assert [event.request_id for event in rig.scheduler.take_events()] == ["r"]
+
+
+def test_a_reservation_behind_a_local_request_waits_for_its_turn() -> None:
+    rig = Rig()
+    rig.submit("a", 4, 4)
+    assert rig.submit("r", 4, 4, RECEIVE) == []
+    rig.step()
+    assert rig.scheduler.take_events() == [Reserved("r", [1], 0)]
+
+
+def test_a_reservation_needs_no_place_in_the_batch() -> None:
+    rig = Rig(max_seqs=1)
+    rig.submit("a", 4, 9)
+    rig.step()
+    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [1], 0)]
+
+
+# --- preemption ------------------------------------------------------------------------------------------------------
+
+
+def test_growth_preempts_the_last_that_came_and_it_computes_its_own_tokens_anew() -> None:
+    rig = Rig(block_size=2, num_blocks=7)
+    for name in "abc":
+        rig.submit(name, 3, 8)
+    assert rig.step()[0] == {"a": 3, "b": 3, "c": 3}
+    assert rig.step()[0] == {"a": 1, "b": 1, "c": 1}
+    output, parts = rig.schedule()
+    assert parts == {"a": 1, "b": 1}
+    assert output.preempted == ["c"]
+    rig.finish(output)
+    assert rig.scheduler.load() == Load(1, 2, 1, 1)
+    assert rig.submit("d", 1, 1, RECEIVE) == []  # c goes first
+    rig.scheduler.abort(Abort("a"))
+    output, _ = rig.schedule()
+    part = output.seqs[-1]
+    assert (part.request_id, part.token_ids, part.start, part.sample) == ("c", [1000, 1001, 1002, 1, 2], 0, True)
+    assert [out.token_id for out in rig.finish(output, 77).tokens] == [77, 77]
+    part = rig.schedule()[0].seqs[-1]
+    assert (part.request_id, part.token_ids, part.start) == ("c", [77], 5)
+
+
+def test_a_preempted_request_keeps_its_first_scheduled_time() -> None:
+    rig = Rig(block_size=2, num_blocks=4)
+    rig.submit("a", 3, 5)
+    rig.step()
+    rig.submit("b", 1, 4)
+    first = {"a": 10.0, "b": 11.0}
+    reasons: dict[str, str] = {}
+    for _ in range(20):
+        for token in rig.step()[1].tokens:
+            assert token.first_scheduled_s == first[token.request_id]
+            reasons[token.request_id] = token.finish_reason
+    assert reasons == {"a": "length", "b": "length"}
+    assert rig.scheduler.load().preemptions > 0
+
+
+def test_a_received_request_that_is_preempted_is_computed_here() -> None:
+    rig = Rig(block_size=2, num_blocks=5)
+    rig.submit("a", 3, 6)
+    rig.step()
+    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [2, 3], 0)]
+    rig.scheduler.kv_ready(KVReady("r", 50))
+    assert rig.step()[0] == {"a": 1, "r": 1}
+    output, parts = rig.schedule()
+    assert (parts, output.preempted) == ({"a": 1}, ["r"])
+    rig.finish(output)
+    assert rig.scheduler.take_events() == []
+    rig.scheduler.abort(Abort("a"))
+    assert rig.scheduler.take_events() == []  # no second reservation
+    assert rig.step()[0] == {"r": 6}
+
+
+def test_a_junior_in_want_of_a_block_waits_with_what_it_has() -> None:
+    rig = Rig(block_size=2, num_blocks=4)
+    rig.submit("p", 4, 1, PUSH)
+    rig.submit("a", 1, 4)
+    rig.step()
+    rig.submit("r", 1, 1, RECEIVE)
+    rig.step()
+    assert rig.free == 1
+    assert rig.step()[0] == {"a": 1}
+    assert rig.free == 0
+    rig.step()
+    assert not rig.busy()
+
+
+def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
+    rig = Rig(block_size=1, num_blocks=8)
+    rig.submit("a", 2, 5)
+    rig.submit("b", 5, 3)
+    rig.step()
+    assert rig.free == 1
+    rig.step(50)
+    output, parts = rig.schedule()
+    assert output.preempted == ["b"]
+    assert parts == {"a": 1}
+    assert rig.free == 4
+
+
+def test_a_push_behind_a_stuck_request_is_not_starved_of_budget_or_turns() -> None:
+    """The only ones that run are a decode in want of a block and a prefill that has all of its own."""
+    rig = Rig(budget=1, max_seqs=1, block_size=2, num_blocks=4)
+    assert rig.submit("r", 2, 4, RECEIVE) == [Reserved("r", [0], 0)]
+    rig.submit("p", 4, 1, PUSH)
+    assert rig.step()[0] == {"p": 1}
+    rig.submit("s", 1, 1, RECEIVE)
+    rig.scheduler.kv_ready(KVReady("r", 50))
+    assert rig.step()[0] == {"r": 1}
+    assert rig.step()[0] == {"r": 1}
+    assert rig.free == 0
+    for left in (3, 2, 1):
+        assert rig.busy()
+        parts, step = rig.step()
+        assert parts == {"p": 1}
+        assert len(step.tokens) == (left == 1)
+    assert not rig.busy()
+    rig.scheduler.release(Release("p"))
+    assert rig.step()[0] == {"r": 1}
+
+
+# --- abort -----------------------------------------------------------------------------------------------------------
+
+
+def test_abort_in_every_state_frees_all() -> None:
+    for status in EngineStatus:
+        rig = Rig(block_size=2, num_blocks=7)
+        if status is EngineStatus.WAITING:
+            rig.submit("x", 4, 4)
+        elif status is EngineStatus.WAITING_FOR_KV:
+            rig.submit("x", 4, 4, RECEIVE)
+        elif status is EngineStatus.RUNNING:
+            rig.submit("x", 4, 4)
+            rig.step()
+        elif status is EngineStatus.FINISHED:
+            rig.submit("x", 4, 4, PUSH)
+            rig.step()
+        else:
+            rig.submit("a", 3, 8)
+            rig.submit("b", 3, 8)
+            rig.submit("x", 3, 8)
+            rig.step()
+            rig.step()
+            assert rig.step()[0].keys() == {"a", "b"}
+        assert rig.scheduler._seqs["x"].status is status
+        for name in ("x", "a", "b"):
+            rig.scheduler.abort(Abort(name))
+        rig.scheduler.check_integrity()
+        load = rig.scheduler.load()
+        assert (load.free_blocks, load.running, load.waiting) == (7, 0, 0)
+        assert not rig.busy()
+        assert rig.scheduler.take_events() == [] or status is EngineStatus.WAITING_FOR_KV
+
+
+def test_abort_of_an_unknown_request_is_ignored() -> None:
+    rig = Rig()
+    rig.scheduler.abort(Abort("nobody"))
+    assert rig.scheduler.take_events() == []
+
+
+def test_a_request_aborted_while_its_step_runs_keeps_its_blocks_until_that_is_over() -> None:
+    rig = Rig(num_blocks=1)
+    rig.submit("a", 2, 2, PUSH)
+    rig.submit("b", 2, 2, RECEIVE)
+    output, _ = rig.schedule()
+    rig.scheduler.abort(Abort("a"))
+    rig.scheduler.check_integrity()
+    assert rig.free == 0
+    assert rig.scheduler.take_events() == []
+    step = rig.finish(output)
+    assert (step.tokens, step.progress) == ([], [])
+    assert rig.scheduler.take_events() == [Reserved("b", [0], 0)]
+
+
+def test_the_same_id_again_is_not_taken_for_the_aborted_one() -> None:
+    rig = Rig()
+    rig.submit("a", 4, 4)
+    output, _ = rig.schedule()
+    rig.scheduler.abort(Abort("a"))
+    rig.submit("a", 6, 2)
+    assert rig.finish(output).tokens == []
+    assert rig.step()[0] == {"a": 6}
+    assert rig.step()[1].tokens[0].finish_reason == "length"
+    assert rig.free == 32
+
+
+# --- the contract of schedule and update -----------------------------------------------------------------------------
+
+
+def test_schedule_twice_is_a_bug_and_says_so() -> None:
+    rig = Rig()
+    rig.submit("a", 4, 4)
+    rig.schedule()
+    with pytest.raises(AssertionError, match="while a step runs"):
+        rig.scheduler.schedule()
+
+
+def test_a_missing_sample_is_a_bug_and_says_so() -> None:
+    rig = Rig()
+    rig.submit("a", 4, 4)
+    output, _ = rig.schedule()
+    with pytest.raises(KeyError, match="a"):
+        rig.scheduler.update(output, {}, 1.0)
+
+
+def test_an_empty_step_needs_no_update() -> None:
+    rig = Rig()
+    assert rig.scheduler.schedule() == SchedulerOutput([], 10.0, [])
+    assert rig.scheduler.schedule() == SchedulerOutput([], 10.0, [])
+
+
+def test_events_are_handed_out_once() -> None:
+    rig = Rig()
+    rig.scheduler.submit(Submit("r", RECEIVE, [1], 2, 0.0, 0, 1.0, 0, [], False))
+    assert len(rig.scheduler.take_events()) == 1
+    assert rig.scheduler.take_events() == []
