@@ -20,6 +20,12 @@ from typing import Protocol
 from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
 
+MAX_PAYLOAD_BYTES = 64 * 2**20
+"""Every transport carries payloads up to this; a bigger one is a ValueError of `KVLink.send`."""
+
+MAX_HEADER_BYTES = 64 * 2**10
+"""The same for headers."""
+
 Buffer = bytes | bytearray | memoryview
 """Raw host bytes, contiguous. Transports on devices (NCCL) stage internally."""
 
@@ -38,16 +44,19 @@ class KVLink(ABC):
     @abstractmethod
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Send one message; the payload's parts are joined on the way. Returns once the transport has taken it (the
-        parts may then change), with back-pressure. PeerLost if the connection is gone, TransferTimeout if the
-        transport's own bound passes."""
+        parts may then change), with back-pressure: with a peer that does not receive, it waits. PeerLost if the
+        connection is gone, TransferTimeout if the transport's own bound passes. A cancelled or failed send may have
+        gone out or not; it no longer reads the parts."""
 
     @abstractmethod
     async def recv(self) -> Message:
-        """The next message; waits for as long as the link lives. PeerLost once the peer is gone."""
+        """The next message; waits for as long as the link lives. PeerLost once the peer is gone and everything it
+        sent before has been received."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close both directions; the peer sees PeerLost. Closing twice is fine."""
+        """Close both directions, after what was sent is on its way (bounded); the peer sees PeerLost. Closing twice is
+        fine, and so is closing while another task sends or receives: it sees PeerLost."""
 
 
 class KVTransport(ABC):
@@ -61,7 +70,7 @@ class KVTransport(ABC):
 
     @abstractmethod
     async def accept(self) -> KVLink:
-        """The next link a peer opened."""
+        """The next link a peer opened; PeerLost once this transport is closed."""
 
     @abstractmethod
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
@@ -69,7 +78,7 @@ class KVTransport(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Stop listening and close every link."""
+        """Stop listening and close every link. Closing twice is fine."""
 
 
 class BlockStore(Protocol):

@@ -1,0 +1,89 @@
+"""How messages become frames of a gRPC stream, and messages again.
+
+A frame is the protobuf message ``Frame { bytes data = 1; }``, made by hand to save two copies. The data of a message's
+first frame is the header's length and the payload's (4 bytes each, little endian), the header, and payload; that of
+further frames is payload alone. Frames are about 2 MiB at most, because gRPC is several times slower with large ones.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, Message
+from kv_transfer.transports.inbox import check_sizes
+
+FRAME_BYTES = 2 * 2**20
+_DATA_FIELD = 0x0A
+_LENGTHS = struct.Struct("<II")
+
+
+def encode(header: bytes, payload: Sequence[Buffer]) -> Iterator[bytes]:
+    """The frames of one message. The payload's parts are read frame by frame."""
+    size = check_sizes(header, payload)
+    pieces: list[Buffer] = [_LENGTHS.pack(len(header), size), header]
+    room = FRAME_BYTES
+    for part in payload:
+        rest = memoryview(part).cast("B")
+        while rest.nbytes:
+            if not room:
+                yield _frame(pieces)
+                pieces, room = [], FRAME_BYTES
+            pieces.append(rest[:room])
+            rest, room = rest[room:], room - min(room, rest.nbytes)
+    yield _frame(pieces)
+
+
+def decode(frames: Iterable[bytes]) -> Iterator[Message]:
+    """The messages in a stream of frames; ValueError if these are other bytes. A message of one frame is a view."""
+    stream = iter(frames)
+    for frame in stream:
+        data = _data(frame)
+        if data.nbytes < _LENGTHS.size:
+            raise ValueError("a message without lengths")
+        header_size, size = _LENGTHS.unpack_from(data)
+        if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a message of {header_size} + {size} bytes")
+        start = _LENGTHS.size + header_size
+        header, payload = bytes(data[_LENGTHS.size : start]), data[start:]
+        if len(header) < header_size or payload.nbytes > size:
+            raise ValueError("a message whose lengths are wrong")
+        if payload.nbytes < size:
+            payload = _gather(payload, size, stream)
+        yield Message(header, payload)
+
+
+def _gather(first: memoryview, size: int, stream: Iterator[bytes]) -> memoryview:
+    whole = memoryview(bytearray(size))
+    whole[: first.nbytes] = first
+    filled = first.nbytes
+    while filled < size:
+        data = _data(next(stream, b""))
+        if not 0 < data.nbytes <= size - filled:
+            raise ValueError("a message that ends early or late")
+        whole[filled : filled + data.nbytes] = data
+        filled += data.nbytes
+    return whole
+
+
+def _frame(pieces: Sequence[Buffer]) -> bytes:
+    size = sum(len(piece) for piece in pieces)
+    prefix = bytearray((_DATA_FIELD,))
+    while size > 0x7F:
+        prefix.append(size & 0x7F | 0x80)
+        size >>= 7
+    prefix.append(size)
+    return b"".join((prefix, *pieces))
+
+
+def _data(frame: bytes) -> memoryview:
+    if not frame or frame[0] != _DATA_FIELD:
+        raise ValueError("not a Frame")
+    size = 0
+    for at, byte in enumerate(frame[1:6]):
+        size |= (byte & 0x7F) << 7 * at
+        if byte < 0x80:
+            if size != len(frame) - at - 2:
+                raise ValueError("a Frame of another length")
+            return memoryview(frame)[at + 2 :]
+    raise ValueError("a Frame without a length")

@@ -1,0 +1,152 @@
+"""One gRPC stream as a link, the same at both ends.
+
+gRPC's synchronous API moves the bytes on its own threads: one takes frames from `GrpcLink.outgoing`, one runs
+`GrpcLink.read`. (Several `grpc.aio` loops in one process disturb each other's poller, and the control server has one
+already.) The event loop meets those threads in two places only: a thread-safe queue, and `call_soon_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import SimpleQueue
+
+import grpc
+
+from core.errors import PeerLost, TransferError, TransferTimeout
+from kv_transfer.base import Buffer, KVLink, Message
+from kv_transfer.transports.grpc_frame import decode, encode
+from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox
+
+_FLUSH_S = 1.0
+
+
+class _Credit:
+    """Bytes that the reading thread may still hand to the loop; it waits here for the loop to catch up."""
+
+    def __init__(self) -> None:
+        self._used = 0
+        self._unlimited = False
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unlimited or not self._used or self._used + size <= WINDOW_BYTES)
+            self._used += size
+
+    def give(self, size: int) -> None:
+        with self._changed:
+            self._used -= size
+            self._changed.notify()
+
+    def lift(self) -> None:
+        with self._changed:
+            self._unlimited = True
+            self._changed.notify()
+
+
+class GrpcLink(KVLink):
+    """A stream to ``peer``; ``on_end`` is called on the loop when it is over. Set ``cancel`` to what ends the RPC."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, peer: str, timeout_s: float, on_end: Callable[[GrpcLink], None]
+    ) -> None:
+        self._loop, self._peer, self._timeout_s, self._on_end = loop, peer, timeout_s, on_end
+        self._frames: SimpleQueue[bytes | None] = SimpleQueue()
+        self._queued_bytes = 0
+        self._taken = asyncio.Event()
+        self._credit = _Credit()
+        self._inbox = Inbox()
+        self._over = asyncio.Event()
+        self.cancel: Callable[[], object] = lambda: None
+
+    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Queue the message's frames for the sending thread, each once no more than the window waits there."""
+        begun = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for frame in encode(header, payload):
+                    while not self.ended and self._queued_bytes and self._queued_bytes + len(frame) > WINDOW_BYTES:
+                        self._taken.clear()
+                        await self._taken.wait()
+                    if self.ended is not None:
+                        raise self.ended
+                    begun = True
+                    self._queued_bytes += len(frame)
+                    self._frames.put(frame)
+            begun = False
+        except TimeoutError:
+            raise TransferTimeout(f"{self._peer} took nothing for {self._timeout_s} s (grpc_stream)") from None
+        finally:
+            if begun:  # part of a message: what follows could not be told from the rest of it
+                self.cancel()
+
+    async def recv(self) -> Message:
+        """The next message."""
+        message = await self._inbox.get()
+        self._credit.give(len(message.payload))
+        return message
+
+    @property
+    def ended(self) -> TransferError | None:
+        """Why nothing arrives any more, if so."""
+        return self._inbox.ended
+
+    async def wait_ended(self) -> None:
+        """Return once the stream is over."""
+        await self._over.wait()
+
+    async def aclose(self) -> None:
+        """Half-close after what is queued; cancel the RPC if the peer does not follow within a second."""
+        self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (grpc_stream)"), discard=True)
+        self._credit.lift()
+        self._taken.set()
+        self._frames.put(None)
+        try:
+            async with asyncio.timeout(_FLUSH_S):
+                await self._over.wait()
+        except TimeoutError:
+            self.cancel()
+
+    def outgoing(self) -> Iterator[bytes]:
+        """Frames to send until the link closes; iterated by a thread of gRPC."""
+        while (frame := self._frames.get()) is not None:
+            self.post(self._sent, len(frame))
+            yield frame
+
+    def read(self, frames: Iterable[bytes]) -> None:
+        """Take in the peer's frames until there are no more; the body of a thread."""
+        why = "the peer closed the link"
+        try:
+            for message in decode(frames):
+                self._credit.take(len(message.payload))
+                self.post(self._inbox.push, message)
+        except grpc.RpcError as error:
+            details = getattr(error, "details", None)  # a plain RpcError, as a server's stream raises, has none
+            why = (details() if details else None) or "the stream broke"
+        except ValueError as error:
+            why = f"the peer sent something that is no message: {error}"
+            self.cancel()
+        finally:
+            self.stop_sending()
+            self.post(self._end, why)
+
+    def stop_sending(self) -> None:
+        """Let `outgoing` end; callable from any thread."""
+        self._frames.put(None)
+
+    def post(self, function: Callable[..., None], *args: object) -> None:
+        """Run ``function`` on the link's loop, from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _sent(self, size: int) -> None:
+        self._queued_bytes -= size
+        self._taken.set()
+
+    def _end(self, why: str) -> None:
+        self._inbox.end(PeerLost(f"{self._peer}: {why} (grpc_stream)"))
+        self._taken.set()
+        self._over.set()
+        self._on_end(self)

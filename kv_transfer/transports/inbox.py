@@ -1,0 +1,71 @@
+"""What every link needs in the same way: the messages that arrived, in order, and then the reason why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from core.errors import TransferError
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, Message
+
+WINDOW_BYTES = 8 * 2**20
+"""How much may wait in one direction of a link before its sender has to (one bigger message always may)."""
+
+
+def check_sizes(header: bytes, payload: Sequence[Buffer]) -> int:
+    """Bytes of the payload; ValueError if it or the header is larger than transports carry."""
+    size = sum(memoryview(part).nbytes for part in payload)
+    if size > MAX_PAYLOAD_BYTES or len(header) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a message of {len(header)} + {size} bytes; at most {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} travel"
+        )
+    return size
+
+
+class Inbox:
+    """Received messages of one link, for one task that takes them. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+        self._bytes = 0
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self.ended: TransferError | None = None
+
+    def push(self, message: Message) -> None:
+        """Add a message now; one that comes after the end is dropped."""
+        if self.ended is None:
+            self._messages.append(message)
+            self._bytes += len(message.payload)
+            self._changed.set()
+
+    async def put(self, message: Message) -> None:
+        """Add a message once there is room for it; raises what `end` was given if the inbox ends meanwhile."""
+        while self.ended is None and self._bytes and self._bytes + len(message.payload) > WINDOW_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        if self.ended is not None:
+            raise self.ended
+        self.push(message)
+
+    async def get(self) -> Message:
+        """The next message; once all are taken and the inbox has ended, raises what `end` was given."""
+        while not self._messages:
+            if self.ended is not None:
+                raise self.ended
+            self._changed.clear()
+            await self._changed.wait()
+        message = self._messages.popleft()
+        self._bytes -= len(message.payload)
+        self._room.set()
+        return message
+
+    def end(self, error: TransferError, *, discard: bool = False) -> None:
+        """Nothing comes any more, because of ``error`` (the first one counts); ``discard`` drops what waits."""
+        if discard:
+            self._messages.clear()
+            self._bytes = 0
+        self.ended = self.ended or error
+        self._changed.set()
+        self._room.set()

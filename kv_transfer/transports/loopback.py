@@ -1,0 +1,94 @@
+"""Transport within one process and event loop: for workers that share it, and for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from core.errors import PeerLost, TransferTimeout
+from core.handoff import KVEndpoint
+from kv_transfer.base import Buffer, KVLink, KVTransport, Message
+from kv_transfer.transports.inbox import Inbox, check_sizes
+
+_listening: dict[str, LoopbackTransport] = {}
+_numbers = itertools.count(1)
+
+
+class LoopbackLink(KVLink):
+    """One end: it takes from its own inbox and puts into the peer's."""
+
+    def __init__(self, inbox: Inbox, peer_inbox: Inbox, timeout_s: float) -> None:
+        self._inbox, self._peer_inbox, self._timeout_s = inbox, peer_inbox, timeout_s
+
+    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Copy the message into the peer's inbox."""
+        check_sizes(header, payload)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._peer_inbox.put(Message(header, b"".join(payload)))
+        except TimeoutError:
+            raise TransferTimeout(f"the peer took nothing for {self._timeout_s} s (loopback)") from None
+
+    async def recv(self) -> Message:
+        """The next message from this end's inbox."""
+        return await self._inbox.get()
+
+    @property
+    def closed(self) -> bool:
+        """Whether either end was closed."""
+        return self._inbox.ended is not None
+
+    async def aclose(self) -> None:
+        """End both inboxes; what the peer has not taken yet stays there for it."""
+        self._peer_inbox.end(PeerLost("the peer closed the link (loopback)"))
+        self._inbox.end(PeerLost("the link was closed here (loopback)"), discard=True)
+
+
+class LoopbackTransport(KVTransport):
+    """Finds its peers in a table of this process. ``timeout_s`` bounds one send."""
+
+    name = "loopback"
+
+    def __init__(self, *, timeout_s: float = 10.0) -> None:
+        self._timeout_s = timeout_s
+        self._address: str | None = None
+        self._accepted: asyncio.Queue[LoopbackLink | None] = asyncio.Queue()
+        self._links: list[LoopbackLink] = []
+        self._closed = False
+
+    async def listen(self, host: str) -> KVEndpoint:
+        """Enter the table under a name of its own; ``host`` is part of it."""
+        self._address = f"{host}/{next(_numbers)}"
+        _listening[self._address] = self
+        return KVEndpoint(self.name, self._address)
+
+    async def accept(self) -> KVLink:
+        """The next link a peer opened."""
+        link = None if self._closed else await self._accepted.get()
+        if link is None:
+            self._accepted.put_nowait(None)
+            raise PeerLost("this transport is closed (loopback)")
+        return link
+
+    async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
+        """Open a link; PeerLost at once if nobody listens under this name in this process."""
+        peer = _listening.get(endpoint.address)
+        if peer is None:
+            raise PeerLost(f"nobody listens at {endpoint.address} in this process (loopback)")
+        here, there = Inbox(), Inbox()
+        link, accepted = LoopbackLink(here, there, self._timeout_s), LoopbackLink(there, here, peer._timeout_s)
+        for transport, end in ((self, link), (peer, accepted)):
+            transport._links = [*(other for other in transport._links if not other.closed), end]
+        peer._accepted.put_nowait(accepted)
+        return link
+
+    async def aclose(self) -> None:
+        """Leave the table and close every link."""
+        self._closed = True
+        if self._address is not None:
+            _listening.pop(self._address, None)
+        self._accepted.put_nowait(None)
+        for link in self._links:
+            await link.aclose()
+        self._links.clear()

@@ -1,0 +1,97 @@
+"""The process groups of one link: everything of the torch_dist transport that talks to torch. All of it blocks.
+
+The end that connected is rank 1, the one that listened is rank 0. NCCL gets one group per direction: the operations of
+one communicator run one after the other, so two ends that send at once would wait for each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from kv_transfer.base import Buffer
+
+if TYPE_CHECKING:
+    import torch
+
+Backend = Literal["gloo", "nccl"]
+
+
+def open_store(host: str | None, port: int, timeout_s: float) -> Any:
+    """The store of one link: a client of the one at ``host``, or (None) the store itself on a free port."""
+    dist: Any = importlib.import_module("torch.distributed")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.TCPStore(host or "localhost", port, is_master=host is None, timeout=timeout, wait_for_workers=False)
+
+
+class Groups:
+    """The group (Gloo) or groups (NCCL) of one link, and the staging of payloads for them."""
+
+    def __init__(self, backend: Backend, store: Any, rank: int, local_host: str, timeout_s: float) -> None:
+        import torch
+
+        dist: Any = importlib.import_module("torch.distributed")
+        self._torch, self._rank, self._peer_rank = torch, rank, 1 - rank
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout, options._threads = timeout, 1
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_host)]
+            group = dist.ProcessGroupGloo(dist.PrefixStore("kv", store), rank, 2, options)
+            self._by_sender: list[Any] = [group, group]
+        else:
+            # Its default is to end the whole process when an operation times out.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            self._by_sender = [
+                dist.ProcessGroupNCCL(dist.PrefixStore(f"kv{way}", store), rank, 2, timeout) for way in range(2)
+            ]
+        self._streams = None if backend == "gloo" else [_cuda_stream(), _cuda_stream()]
+
+    def send(self, payload: Sequence[Buffer]) -> None:
+        """Send one joined payload; RuntimeError if the group broke or its timeout passed."""
+        whole = payload[0] if len(payload) == 1 else bytearray().join(payload)
+        if memoryview(whole).readonly:
+            whole = bytearray(whole)
+        tensor = self._torch.frombuffer(whole, dtype=self._torch.uint8)
+        group = self._by_sender[self._rank]
+        if self._streams is None:
+            group.send([tensor], self._peer_rank, self._rank).wait()
+            return
+        stream = self._streams[0]
+        with self._torch.cuda.stream(stream):
+            group.send([tensor.to("cuda", non_blocking=True)], self._peer_rank, self._rank).wait()
+        stream.synchronize()
+
+    def recv(self, size: int) -> Buffer:
+        """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
+        tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
+        group = self._by_sender[self._peer_rank]
+        if self._streams is None:
+            group.recv([tensor], self._peer_rank, self._peer_rank).wait()
+            return _view(tensor)
+        stream = self._streams[1]
+        with self._torch.cuda.stream(stream):
+            staged = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
+            group.recv([staged], self._peer_rank, self._peer_rank).wait()
+            tensor.copy_(staged)
+        stream.synchronize()
+        return _view(tensor)
+
+    def abort(self) -> None:
+        """Break off what is under way, where the backend can (NCCL)."""
+        if self._streams is not None:
+            for group in self._by_sender:
+                group.abort()
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
+def _cuda_stream() -> Any:
+    cuda: Any = importlib.import_module("torch.cuda")
+    return cuda.Stream()
