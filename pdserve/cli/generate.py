@@ -1,0 +1,92 @@
+"""`pdserve generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+
+if TYPE_CHECKING:
+    from pdserve.client.generation import Generation
+    from pdserve.client.request import GenerateOptions, Prompt
+
+
+def generate(
+    text: Annotated[str | None, typer.Argument(help="the prompt (or give --token-ids)")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode apart) or colocated")] = "auto",
+    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most  [default: 128]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy  [default: 0]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="only the k likeliest tokens; 0 is off  [default: 0]")] = None,
+    top_p: Annotated[float | None, typer.Option(help="only the likeliest p of all mass  [default: 1]")] = None,
+    seed: Annotated[int | None, typer.Option(help="makes the draw repeatable  [default: random]")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
+    timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
+    as_json: JsonOption = False,
+    png: Annotated[Path | None, typer.Option(help="save the waterfall as a picture as well")] = None,
+) -> None:
+    """Generate text, streamed as it comes, then show where the time to first token went."""
+    prompt = _prompt(text, token_ids)
+    options: GenerateOptions = {
+        "mode": mode,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop,
+        "ignore_eos": ignore_eos,
+        "timeout_s": timeout,
+    }
+    if as_json:
+        import json
+
+        generation = _stream(target, prompt, options, show=False)
+        typer.echo(json.dumps(generation.to_dict()))
+    else:
+        generation = _stream(target, prompt, options, show=True)
+        from pdserve.cli.console import stdout_console
+        from pdserve.waterfall.terminal import waterfall
+
+        console = stdout_console()
+        console.print()
+        console.print(waterfall(generation))
+    if png is not None:
+        from pdserve.waterfall.picture import save_waterfalls
+
+        save_waterfalls([generation], png)
+        typer.echo(f"saved {png}", err=True)
+
+
+def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
+    import sys
+
+    from pdserve.client.sync_client import Client
+
+    with Client(target) as client, client.generate(prompt, **options) as stream:
+        for token in stream:
+            if show and token.text:
+                typer.echo(token.text, nl=False)
+                sys.stdout.flush()
+        if show:
+            typer.echo()
+        return stream.result()
+
+
+def _prompt(text: str | None, token_ids: str | None) -> Prompt:
+    from core.errors import InvalidRequest
+
+    if (text is None) == (token_ids is None):
+        raise InvalidRequest("prompt: give either a text or --token-ids")
+    if token_ids is None:
+        assert text is not None
+        return text
+    try:
+        return [int(part) for part in token_ids.split(",")] if token_ids.strip() else []
+    except ValueError:
+        raise InvalidRequest(f"token_ids: {token_ids!r} is not a list like 1,2,3") from None

@@ -1,0 +1,38 @@
+"""The command line: one file per command; what is heavy is imported inside the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from core.errors import ConfigError, InvalidRequest, PdserveError
+from pdserve.cli import bench, config, demo, generate, model_info, status, up
+
+app = typer.Typer(
+    name="pdserve",
+    help="Serve an LLM on Ray with prefill and decode apart, and see for every request what the hand-off cost.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+app.command("up")(up.up)
+app.command("down")(up.down)
+app.command("status")(status.status)
+app.command("generate")(generate.generate)
+app.command("bench")(bench.bench)
+app.command("demo")(demo.demo)
+app.command("model-info")(model_info.model_info)
+app.command("config")(config.config)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command (default: the process's own arguments). Ends with SystemExit: 0, 1 (it failed; one line on
+    stderr says why), 2 (it was asked wrongly) or 130 (Ctrl-C)."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except PdserveError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise SystemExit(2 if isinstance(error, ConfigError | InvalidRequest) else 1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

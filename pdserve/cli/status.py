@@ -1,0 +1,62 @@
+"""`pdserve status`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from pdserve.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pdserve.client.status import ServiceStatus
+
+
+def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
+    """Show the service's workers, their load and their KV blocks."""
+    from pdserve.client.sync_client import Client
+
+    with Client(target) as client:
+        answer = client.status()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(answer.to_dict()))
+        return
+    from pdserve.cli.console import stdout_console
+    from pdserve.waterfall.bars import human_bytes
+
+    console = stdout_console()
+    ready = "[green]ready[/]" if answer.ready else "[red]not ready[/]"
+    console.print(
+        f"{ready} at {target} · pdserve {answer.version} · up {answer.uptime_s:.0f} s · "
+        f"{answer.queued} queued, {answer.running} running"
+    )
+    console.print(
+        f"model {answer.model} ({answer.dtype}, context {answer.context_length}) · KV "
+        f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
+    )
+    console.print(_workers(answer))
+
+
+def _workers(answer: ServiceStatus) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("worker", "role", "state", "node", "device"):
+        table.add_column(column, no_wrap=True)
+    for column in ("pids", "free blocks", "run", "wait", "preempted", "restarts", "heard"):
+        table.add_column(column, justify="right", no_wrap=column != "free blocks")
+    table.add_column("kv")
+    for w in answer.workers:
+        slot = w.cuda_visible_devices if w.device.startswith("cuda") else w.cores
+        peers = f"{w.transport} → {', '.join(w.peers)}" if w.peers else w.transport
+        table.add_row(
+            w.worker_id, w.role, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", w.node,
+            f"{w.device} {slot}".strip(), f"{w.pid} {w.engine_pid}", f"{w.free_blocks}/{w.num_blocks}",
+            str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
+            peers,
+        )  # fmt: skip
+    return table

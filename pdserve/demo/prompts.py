@@ -1,0 +1,60 @@
+"""The demo's prompts: text of very different lengths that every Python installation carries."""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import heapq
+import inspect
+import json.decoder
+import statistics
+import string
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MARGIN = 0.85  # of the context: texts differ in how many characters make a token
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPrompt:
+    """A prompt's text and what it is cut from."""
+
+    name: str
+    text: str
+
+
+_SOURCES: Sequence[tuple[str, int, Callable[[], str]]] = (
+    ("a few words", 4, lambda: "def main("),
+    (
+        "a sentence",
+        24,
+        lambda: "The following example shows how to open a file, read its lines and close it again:\n\n",
+    ),
+    ("string", 70, lambda: inspect.getsource(string.capwords)),
+    ("bisect", 160, lambda: inspect.getsource(bisect)),
+    ("statistics", 320, lambda: inspect.getdoc(statistics) or ""),
+    ("heapq", 640, lambda: inspect.getsource(heapq)),
+    ("textwrap", 1000, lambda: inspect.getsource(textwrap)),
+    ("argparse", 1500, lambda: inspect.getsource(argparse)),
+)
+
+CALIBRATION = inspect.getsource(json.decoder)[:600]
+
+
+def demo_prompts(chars_per_token: float, context_length: int, max_tokens: int) -> list[DemoPrompt]:
+    """Eight prompts from a few tokens to about 1500 (less where the context is shorter), cut at a line's end where
+    there is one."""
+    longest = max(8, int((context_length - max_tokens) * MARGIN))
+    return [
+        DemoPrompt(name, _cut(source(), max(4, int(min(tokens, longest) * chars_per_token))))
+        for name, tokens, source in _SOURCES
+    ]
+
+
+def _cut(text: str, chars: int) -> str:
+    if len(text) <= chars:
+        return text
+    head = text[:chars]
+    whole_lines = head.rpartition("\n")[0]
+    return whole_lines + "\n" if len(whole_lines) > 0.8 * chars else head
