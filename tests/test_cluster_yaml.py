@@ -38,9 +38,7 @@ def test_rays_own_preparation_takes_it() -> None:
     config = prepare_config(filled_in())
     validate_config(config)
     assert config["provider"]["worker_ips"] == ["10.0.0.2", "10.0.0.3"]
-    assert (
-        config["max_workers"] == config["min_workers"] == 2 if "min_workers" in config else config["max_workers"] == 2
-    )
+    assert config["max_workers"] == 2
 
 
 def test_every_command_uses_the_projects_own_environment() -> None:
