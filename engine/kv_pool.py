@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,14 @@ class KVPool:
         """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
         for first touches. `ConfigError` if the host has not that much memory."""
         size = layout.block_bytes * num_blocks
+        available = _available_bytes()
+        if size > available:  # filling it would get this process, or another one, killed
+            raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
         try:
             os.posix_fallocate(fd, 0, size)
             mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
-            raise ConfigError(
-                f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit: {error.strerror}"
-            ) from None
+            raise _does_not_fit(size, str(error.strerror)) from None
         flat = torch.frombuffer(mapping, dtype=TORCH_DTYPES[layout.dtype])
         return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size})
 
@@ -61,6 +66,18 @@ class KVPool:
         try:
             flat = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
         except torch.OutOfMemoryError:
-            raise ConfigError(f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit") from None
+            raise _does_not_fit(size, "the GPU has not that much free") from None
         share = list(flat.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
         return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})
+
+
+def _does_not_fit(size: int, why: str) -> ConfigError:
+    return ConfigError(f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit: {why}")
+
+
+def _available_bytes() -> int:
+    """What this process may hope to get: the host's available memory, or its control group's limit if that is less."""
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no control group of its own, or no limit ("max")
+        available = min(available, int(_CGROUP_LIMIT.read_text()))
+    return available

@@ -1,0 +1,84 @@
+"""What the engine's tests share: a runner over a small pool, and a hand-driven generation loop."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from core.kv_layout import KVLayout
+from engine.batch import SamplerParams, ScheduledSeq
+from engine.kv_pool import KVPool
+from engine.loader import load_weights
+from engine.model import LlamaDecoder
+from engine.model_source import resolve_model
+from engine.runner import ModelRunner
+
+GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+BLOCK = 8
+
+
+def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> ModelRunner:
+    """A float32 runner of the model in ``folder``."""
+    source = resolve_model(str(folder))
+    shape = source.shape
+    layout = KVLayout(source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    fd = os.memfd_create("test")
+    pool = KVPool.on_memory_file(layout, num_blocks, fd)
+    os.close(fd)
+    weights = load_weights(source, torch.float32, torch.device("cpu"))
+    return ModelRunner(LlamaDecoder(weights, shape.max_position_embeddings), pool)
+
+
+@dataclass
+class _State:
+    tokens: list[int]
+    prompt: int
+    params: SamplerParams
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+def generate(
+    runner: ModelRunner,
+    prompts: Mapping[str, Sequence[int]],
+    num_tokens: int,
+    chunk: int = 10_000,
+    params: Mapping[str, SamplerParams] | None = None,
+    num_blocks: int = 64,
+    stagger: int = 0,
+) -> dict[str, list[int]]:
+    """``num_tokens`` tokens after each prompt, in common steps: prompts in chunks of ``chunk`` tokens, the i-th of
+    them from step ``i * stagger`` on, each in scattered blocks."""
+    free = list(range(num_blocks))
+    random.Random(7).shuffle(free)
+    states = {rid: _State(list(p), len(p), (params or {}).get(rid, GREEDY)) for rid, p in prompts.items()}
+    step = 0
+    while True:
+        seqs: list[ScheduledSeq] = []
+        for i, (rid, state) in enumerate(states.items()):
+            if step < i * stagger or len(state.tokens) - state.prompt >= num_tokens:
+                continue
+            end = min(len(state.tokens), state.computed + chunk)
+            while len(state.blocks) * BLOCK < end:
+                state.blocks.append(free.pop())
+            seqs.append(
+                ScheduledSeq(
+                    rid,
+                    state.tokens[state.computed : end],
+                    state.computed,
+                    state.blocks,
+                    end == len(state.tokens),
+                    state.params,
+                )
+            )
+            state.computed = end
+        if not seqs and step >= len(states) * stagger:
+            return {rid: state.tokens[state.prompt :] for rid, state in states.items()}
+        for rid, token in (runner.execute(seqs) if seqs else {}).items():
+            states[rid].tokens.append(token)
+        step += 1

@@ -1,0 +1,115 @@
+"""The pool and a worker's mapping of it are the same bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from core.errors import ConfigError
+from core.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from engine.mapped_pool import MappedPool, runs
+
+LAYOUT = KVLayout("m", "float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+BLOCKS = 10
+
+
+@pytest.fixture
+def pools() -> Iterator[tuple[KVPool, MappedPool]]:
+    """The engine's pool and the worker's view of it."""
+    fd = os.memfd_create("test")
+    pool = KVPool.on_memory_file(LAYOUT, BLOCKS, fd)
+    mapped = MappedPool(LAYOUT, BLOCKS, pool.handle, fd)
+    os.close(fd)
+    yield pool, mapped
+    mapped.close()
+
+
+def _bytes(pool: KVPool, block: int) -> bytes:
+    return pool.tensor[block].contiguous().numpy().tobytes()
+
+
+def test_a_block_is_one_run_of_bytes(pools: tuple[KVPool, MappedPool]) -> None:
+    pool, mapped = pools
+    assert pool.tensor.shape == (BLOCKS, 3, 2, 2, 4, 8)
+    assert not pool.tensor.any()
+    pool.tensor.copy_(torch.randn(pool.tensor.shape))
+    for block in range(BLOCKS):
+        (view,) = mapped.read_blocks([block])
+        assert bytes(view) == _bytes(pool, block)
+        assert len(view) == LAYOUT.block_bytes
+
+
+def test_layer_views_are_the_pool(pools: tuple[KVPool, MappedPool]) -> None:
+    pool, mapped = pools
+    pool.layers[2].v[7, 1, 3, 5] = 42.0
+    values = torch.frombuffer(bytearray(mapped.read_blocks([7])[0]), dtype=torch.float32).view(3, 2, 2, 4, 8)
+    assert values[2, 1, 1, 3, 5] == 42.0
+    assert values.count_nonzero() == 1
+
+
+def test_adjacent_blocks_are_one_view(pools: tuple[KVPool, MappedPool]) -> None:
+    pool, mapped = pools
+    pool.tensor.copy_(torch.randn(pool.tensor.shape))
+    views = mapped.read_blocks([4, 5, 6, 2, 1, 9])
+    assert [len(v) // LAYOUT.block_bytes for v in views] == [3, 1, 1, 1]
+    assert b"".join(views) == b"".join(_bytes(pool, b) for b in (4, 5, 6, 2, 1, 9))
+
+
+def test_written_blocks_arrive_in_order(pools: tuple[KVPool, MappedPool]) -> None:
+    pool, mapped = pools
+    data = os.urandom(LAYOUT.block_bytes * 4)
+    mapped.write_blocks([8, 2, 3, 0], data)
+    assert b"".join(_bytes(pool, b) for b in (8, 2, 3, 0)) == data
+    assert not pool.tensor[[1, 4, 5, 6, 7, 9]].any()
+
+
+@pytest.mark.parametrize("ids", [[10], [-1], [0, 1, 99]])
+def test_foreign_blocks_are_refused(pools: tuple[KVPool, MappedPool], ids: list[int]) -> None:
+    pool, mapped = pools
+    with pytest.raises(ValueError, match="outside the pool"):
+        mapped.read_blocks(ids)
+    with pytest.raises(ValueError, match="outside the pool"):
+        mapped.write_blocks(ids, b"\1" * LAYOUT.block_bytes * len(ids))
+    assert not pool.tensor.any()
+
+
+@pytest.mark.parametrize("size", [0, 1, LAYOUT.block_bytes, 3 * LAYOUT.block_bytes])
+def test_data_of_another_size_is_refused(pools: tuple[KVPool, MappedPool], size: int) -> None:
+    pool, mapped = pools
+    with pytest.raises(ValueError, match="do not fill"):
+        mapped.write_blocks([0, 1], b"\1" * size)
+    assert not pool.tensor.any()
+
+
+def test_views_outlive_close(pools: tuple[KVPool, MappedPool]) -> None:
+    pool, mapped = pools
+    pool.tensor.fill_(1.0)
+    (view,) = mapped.read_blocks([3])
+    mapped.close()
+    mapped.close()
+    assert bytes(view) == _bytes(pool, 3)
+    with pytest.raises(ValueError, match="released"):
+        mapped.read_blocks([3])
+
+
+def test_a_pool_of_another_size_is_refused() -> None:
+    fd = os.memfd_create("test")
+    with pytest.raises(ValueError, match="its layout needs"):
+        MappedPool(LAYOUT, BLOCKS, {"kind": "memfd", "bytes": 17}, fd)
+    os.close(fd)
+
+
+def test_a_pool_that_does_not_fit_names_the_key() -> None:
+    fd = os.memfd_create("test")
+    with pytest.raises(ConfigError, match=r"^engine\.kv_memory_mb: .* does not fit: the host has"):
+        KVPool.on_memory_file(LAYOUT, 2**50, fd)
+    os.close(fd)
+
+
+def test_runs_join_adjacent_ids() -> None:
+    assert list(runs([], 4)) == []
+    assert list(runs([0, 1, 3, 2, 3], 4)) == [(0, 2), (3, 1), (2, 2)]

@@ -1,0 +1,185 @@
+"""Loading: sharded folders work, and every fault of a folder is a `ModelError` that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from core.errors import ModelError
+from engine.loader import load_weights
+from engine.model import ModelWeights
+from engine.model_source import ModelSource, resolve_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a tiny model in one file."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _load(folder: Path) -> ModelWeights:
+    return load_weights(resolve_model(str(folder)), torch.float32, CPU)
+
+
+def _edit(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return tensors
+
+
+def _store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_every_tensor_lands_where_it_belongs(folder: Path) -> None:
+    named = _load(folder).tensors()
+    stored = _edit(folder)
+    assert named.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(named[name], tensor), name
+
+
+def test_shards_give_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    whole = _load(folder).tensors()
+    tensors = _edit(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({n: tensors[n] for n in part}, folder / file)
+    weight_map = {n: file for file, part in shards.items() for n in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in _load(folder).tensors().items())
+
+    (folder / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-2-of-2\.safetensors: missing, but .*index\.json names it"):
+        _load(folder)
+    index.write_text('{"weight_map": 3}')
+    with pytest.raises(ModelError, match=r"index\.json: not a safetensors index"):
+        _load(folder)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    tensors = _edit(folder)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    _store(folder, tensors)
+    with pytest.raises(ModelError, match=r"'model\.layers\.1\.self_attn\.k_proj\.weight' is in none"):
+        _load(folder)
+
+
+def test_an_unexpected_tensor_is_named(folder: Path) -> None:
+    tensors = _edit(folder)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+    _store(folder, tensors)
+    with pytest.raises(ModelError, match=r"model\.safetensors: unexpected tensor .*q_proj\.bias"):
+        _load(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    tensors = _edit(folder)
+    tensors["model.norm.weight"] = torch.zeros(17)
+    _store(folder, tensors)
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is \[17\], config\.json makes it \[16\]"):
+        _load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors: corrupt or truncated"):
+        _load(folder)
+
+
+def test_a_corrupt_header_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[8:40] = b"\xff" * 32
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.safetensors: corrupt or truncated"):
+        _load(folder)
+
+
+def test_tied_heads_share_the_embedding(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = _load(folder)  # the checkpoint's own lm_head is of no use then
+    assert weights.head is weights.embedding
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        ("no_folder", "no such folder"),
+        ("no_config", "has no config.json"),
+        ("broken_json", "not valid JSON"),
+        ("json_list", "must hold a JSON object"),
+        ("no_weights", "no \\*.safetensors file"),
+        ("other_architecture", "'GPT2LMHeadModel' is not supported"),
+    ],
+)
+def test_faults_of_a_folder(folder: Path, breakage: str, message: str) -> None:
+    config = folder / "config.json"
+    match breakage:
+        case "no_folder":
+            folder = folder / "nowhere"
+        case "no_config":
+            config.unlink()
+        case "broken_json":
+            config.write_text('{"architectures": [')
+        case "json_list":
+            config.write_text("[]")
+        case "no_weights":
+            (folder / "model.safetensors").unlink()
+        case "other_architecture":
+            config.write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ModelError, match=message):
+        resolve_model(str(folder))
+
+
+def test_the_hash_tells_weights_apart_and_nothing_else(folder: Path) -> None:
+    before = resolve_model(str(folder)).model_hash()
+    moved = folder.parent / "elsewhere"
+    folder.rename(moved)
+    assert resolve_model(str(moved)).model_hash() == before
+    tensors = _edit(moved)
+    tensors["model.norm.weight"][3] += 1.0
+    _store(moved, tensors)
+    assert resolve_model(str(moved)).model_hash() != before
+    moved.rename(folder)
+
+
+def test_end_tokens_of_the_generation_config_count_too(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert set(resolve_model(str(folder)).shape.eos_token_ids) == {2, 7}
+
+
+def test_dummies() -> None:
+    small, large = resolve_model("dummy:135m"), resolve_model("dummy:8b")
+    assert (small.is_dummy, small.folder) == (True, None)
+    assert 130e6 < small.shape.num_parameters < 140e6
+    assert 8.0e9 < large.shape.num_parameters < 8.1e9
+    assert small.model_hash() == resolve_model("dummy:135m").model_hash() != large.model_hash()
+    with pytest.raises(ModelError, match="unknown dummy; known: dummy:135m, dummy:8b"):
+        resolve_model("dummy:9b")
+
+
+def test_dummies_of_a_config_draw_the_same_weights_everywhere(folder: Path) -> None:
+    source: ModelSource = resolve_model(f"dummy:{folder / 'config.json'}")
+    first, second = (load_weights(source, torch.float32, CPU).tensors() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(first["model.norm.weight"], torch.ones(16))
+    assert first["model.embed_tokens.weight"].std().item() == pytest.approx(0.02, rel=0.2)
