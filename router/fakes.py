@@ -191,6 +191,10 @@ class FakeWorker:
         if not self._dead.is_set():
             await self._pass("abort")
 
+    async def wait_closed(self) -> None:
+        """Return once it is dead."""
+        await self._dead.wait()
+
     async def aclose(self) -> None:
         """Die quietly."""
         self.crash()

@@ -53,6 +53,10 @@ class WorkerHandle(Protocol):
         again for a pair that is connected, it does nothing."""
         ...
 
+    async def wait_closed(self) -> None:
+        """Return once the control connection has ended, whoever ended it."""
+        ...
+
     async def aclose(self) -> None:
         """End the control connection; whatever still runs over it raises `WorkerLost`. Never raises."""
         ...

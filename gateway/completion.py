@@ -1,0 +1,65 @@
+"""The last message of a stream: the whole text, and the account of how it came about."""
+
+from __future__ import annotations
+
+from core.request import Mode, Request
+from core.sampling import FinishReason
+from core.timeline import EventKind, Figure, Timeline
+from gateway.output_text import OutputText
+from pb import inference_pb2 as pb
+from router.routed import RoutingResult
+
+_MODES: dict[Mode | None, pb.Mode.ValueType] = {Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
+
+
+def completion_to_proto(
+    request: Request, result: RoutingResult, output: OutputText, finish_reason: FinishReason
+) -> pb.Completion:
+    """Everything the service knows of a finished request."""
+    timeline = request.timeline
+    return pb.Completion(
+        request_id=request.request_id,
+        text=output.text,
+        finish_reason=finish_reason,
+        mode=_MODES.get(result.mode, pb.MODE_UNSPECIFIED),
+        prefill_worker=result.prefill_worker,
+        decode_worker=result.decode_worker,
+        prompt_tokens=len(request.prompt_token_ids),
+        output_tokens=len(request.output_token_ids),
+        transfer=_transfer(timeline, result),
+        events=[
+            pb.Event(kind=event.kind, worker=event.worker, time_s=event.time_s) for event in timeline.events.values()
+        ],
+        clocks=[
+            pb.Clock(worker=worker, offset_s=clock.offset_s, error_s=clock.error_s)
+            for worker, clock in timeline.clocks.items()
+        ],
+        gateway_ttft_ms=_stages_ms(timeline, Figure.TTFT),
+        gateway_ttft_decode_ms=_stages_ms(timeline, Figure.TTFT_DECODE),
+        attempts=result.attempts,
+        token_ids=output.token_ids,
+    )
+
+
+def _transfer(timeline: Timeline, result: RoutingResult) -> pb.Transfer:
+    transfer = pb.Transfer(kv_bytes_expected=result.kv_bytes_expected, block_size=result.block_size)
+    proof = result.proof
+    if proof is not None:
+        transfer.transport = proof.transport
+        transfer.kv_bytes = proof.kv_bytes
+        transfer.kv_bytes_retried = proof.kv_bytes_retried
+        transfer.blocks_sent = proof.blocks_received
+        transfer.blocks_skipped = proof.blocks_skipped
+        transfer.messages = proof.messages
+        transfer.checksum = proof.checksum
+        transfer.wire_ms = proof.wire_ms
+        transfer.request_to_ready_ms = proof.request_to_ready_ms
+    sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
+    if timeline.has(sampled) and timeline.has(verified):
+        transfer.exposed_ms = max(0.0, timeline.gateway_time(verified) - timeline.gateway_time(sampled)) * 1e3
+    return transfer
+
+
+def _stages_ms(timeline: Timeline, figure: Figure) -> dict[str, float]:
+    breakdown = timeline.breakdown(figure)
+    return {} if breakdown is None else dict(breakdown.stages_ms)

@@ -1,0 +1,147 @@
+"""The public service: a message in, tokens out, and one account at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+import grpc
+
+from core.clock import Clock
+from core.errors import NotReady, PdserveError, to_wire
+from core.request import Request
+from core.sampling import FinishReason
+from core.timeline import GATEWAY, EventKind
+from gateway.completion import completion_to_proto
+from gateway.late_writes import late_writes
+from gateway.output_text import OutputText
+from gateway.statuses import ERROR_KIND_KEY, status_of
+from gateway.tokenizer import Tokenizer
+from gateway.validation import (
+    Limits,
+    check_stop_token_ids,
+    fit_max_tokens,
+    read_mode,
+    read_prompt,
+    read_request_id,
+    read_sampling,
+)
+from pb import inference_pb2 as pb
+from pb import inference_pb2_grpc
+from router.router import Router
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+_EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """``limits`` tells what the workers allow (None: none has registered yet), ``status`` makes the status message.
+    ``delay_s`` plants delays for tests: ``gateway`` before the tokens go to the router, ``network`` before tokens 1
+    and 2 reach the wire."""
+
+    def __init__(
+        self,
+        router: Router,
+        tokenizer: Tokenizer | None,
+        limits: Callable[[], Limits | None],
+        status: Callable[[], pb.GetStatusResponse],
+        clock: Clock,
+        default_timeout_s: float,
+        delay_s: Mapping[str, float],
+    ) -> None:
+        self._router = router
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._status = status
+        self._clock = clock
+        self._default_timeout_s = default_timeout_s
+        self._delay_s = delay_s
+        self._in_use: set[str] = set()
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        """The service's workers, their load and their blocks."""
+        return self._status()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """One `Token` per step, then one `Completion`; errors as statuses."""
+        received_s = self._clock.now()
+        try:
+            async with aclosing(self._respond(request, context.time_remaining(), received_s)) as responses:
+                network_s = self._delay_s.get("network", 0.0)
+                if not network_s:
+                    async for response in responses:
+                        yield response
+                    return
+                async with aclosing(late_writes(responses, network_s, first=len(_EMITTED))) as late:
+                    async for response in late:
+                        yield response
+                return
+        except PdserveError as error:
+            failure: Exception = error
+        except Exception as error:
+            log.exception("a request failed in a way nobody foresaw")
+            failure = error
+        kind, message = to_wire(failure)
+        await context.abort(status_of(failure), message, ((ERROR_KIND_KEY, kind),))
+
+    async def _respond(
+        self, message: pb.GenerateRequest, time_left_s: float | None, received_s: float
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        request_id = read_request_id(message, self._in_use)
+        self._in_use.add(request_id)
+        try:
+            timeout_s = self._default_timeout_s if time_left_s is None else time_left_s
+            request = await self._read(message, request_id, received_s + timeout_s)
+            request.timeline.record(EventKind.RECEIVED, GATEWAY, received_s)
+            if (delay_s := self._delay_s.get("gateway", 0.0)) > 0:
+                await asyncio.sleep(delay_s)
+            async with aclosing(self._tokens(request)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self._in_use.discard(request_id)
+
+    async def _read(self, message: pb.GenerateRequest, request_id: str, deadline_s: float) -> Request:
+        mode = read_mode(message)
+        sampling = read_sampling(message, self._tokenizer)
+        limits = self._limits()
+        if limits is None:
+            raise self._router.registry.unavailable(mode) or NotReady("no worker has registered; try again")
+        check_stop_token_ids(sampling, limits.vocab_size)
+        prompt = await read_prompt(message, self._tokenizer, limits.vocab_size)
+        sampling = fit_max_tokens(message, len(prompt), limits, sampling)
+        return Request(request_id, prompt, sampling, mode, deadline_s)
+
+    async def _tokens(self, request: Request) -> AsyncGenerator[pb.GenerateResponse, None]:
+        timeline, now = request.timeline, self._clock.now
+        detokenizer = self._tokenizer.detokenizer(request.prompt_token_ids) if self._tokenizer else None
+        output = OutputText(detokenizer, request.sampling.stop)
+        finish_reason = FinishReason.ERROR
+        timeline.record(EventKind.TOKENIZED, GATEWAY, now())
+        generation = self._router.generate(request)
+        async with aclosing(generation):
+            index = 0
+            async for token in generation:
+                text = output.add(token.token_id)
+                if token.finish_reason is not None:
+                    finish_reason = token.finish_reason
+                    text += output.end()
+                if output.stopped:
+                    finish_reason = FinishReason.STOP
+                response = pb.GenerateResponse(token=pb.Token(token_id=token.token_id, text=text, index=index))
+                if index < len(_EMITTED):
+                    timeline.record(_EMITTED[index], GATEWAY, now())
+                yield response
+                index += 1
+                if output.stopped and token.finish_reason is None:
+                    await generation.stop()
+                    break
+        timeline.record(EventKind.FINISHED, GATEWAY, now())
+        yield pb.GenerateResponse(completion=completion_to_proto(request, generation.result, output, finish_reason))

@@ -1,0 +1,35 @@
+"""The internal service that workers report to."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+
+from gateway.worker_directory import WorkerDirectory
+from pb import worker_pb2 as pb
+from pb import worker_pb2_grpc
+from worker.wire import info_from_proto, load_from_proto
+
+log = logging.getLogger(__name__)
+
+
+class RegistryService(worker_pb2_grpc.RegistryServicer):
+    """Hands heartbeats to the directory."""
+
+    def __init__(self, directory: WorkerDirectory, gateway_epoch: str) -> None:
+        self._directory = directory
+        self._gateway_epoch = gateway_epoch
+
+    async def Heartbeat(
+        self,
+        request: pb.HeartbeatRequest,
+        context: grpc.aio.ServicerContext[pb.HeartbeatRequest, pb.HeartbeatResponse],
+    ) -> pb.HeartbeatResponse:
+        """Register a worker, or note that it lives."""
+        try:
+            info = info_from_proto(request.info)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"info: {error}")
+        self._directory.heard(info, load_from_proto(request.load))
+        return pb.HeartbeatResponse(gateway_epoch=self._gateway_epoch)

@@ -1,0 +1,93 @@
+"""The service's account of itself, read from the registry and the router."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from core.clock import Clock
+from gateway.validation import Limits
+from pb import inference_pb2 as pb
+from router.registered_worker import RegisteredWorker
+from router.registry import WorkerRegistry
+from router.router import Router
+
+
+class StatusReport:
+    """What `GetStatus` answers, and the limits that requests are checked against."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        router: Router,
+        clock: Clock,
+        model: str,
+        version: str,
+        ready: Callable[[], bool],
+    ) -> None:
+        self._registry = registry
+        self._router = router
+        self._clock = clock
+        self._model = model
+        self._version = version
+        self._ready = ready
+        self._started_s = clock.now()
+
+    def limits(self) -> Limits | None:
+        """What all workers that are there allow; None if there is none."""
+        infos = [w.info for w in self._registry.workers if not w.lost] or [w.info for w in self._registry.workers]
+        if not infos:
+            return None
+        return Limits(
+            context_length=min(info.max_model_len for info in infos),
+            pool_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
+            vocab_size=min(info.vocab_size for info in infos),
+        )
+
+    def message(self) -> pb.GetStatusResponse:
+        """The status now."""
+        status = pb.GetStatusResponse(
+            ready=self._ready(),
+            version=self._version,
+            model=self._model,
+            workers=[self._worker(worker) for worker in self._registry.workers],
+            queued=self._router.queued,
+            running=self._router.running,
+            pid=os.getpid(),
+            uptime_s=self._clock.now() - self._started_s,
+        )
+        limits = self.limits()
+        if limits is not None:
+            layout = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info.layout
+            status.context_length = limits.context_length
+            status.vocab_size = limits.vocab_size
+            status.block_size = layout.block_size
+            status.kv_bytes_per_token = layout.token_bytes
+            status.dtype = layout.dtype
+            status.model_hash = layout.model_hash
+        return status
+
+    def _worker(self, worker: RegisteredWorker) -> pb.WorkerStatus:
+        info, load = worker.info, worker.load
+        return pb.WorkerStatus(
+            worker_id=info.worker_id,
+            role=info.role,
+            state=worker.state,
+            node=info.node,
+            device=info.device,
+            address=info.control_address,
+            pid=info.pid,
+            engine_pid=info.engine_pid,
+            num_blocks=info.num_blocks,
+            free_blocks=load.free_blocks,
+            running=load.running,
+            waiting=load.waiting,
+            outstanding_tokens=worker.outstanding_tokens,
+            transport=info.kv_endpoint.transport,
+            heartbeat_age_s=self._registry.age_s(worker),
+            engine_restarts=info.engine_restarts,
+            preemptions=load.preemptions,
+            peers=worker.peers,
+            cuda_visible_devices=info.cuda_visible_devices,
+            cores=info.cores,
+        )

@@ -1,0 +1,48 @@
+"""Errors as gRPC statuses: the one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+
+from core.errors import (
+    CapacityExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    LaunchError,
+    LayoutMismatch,
+    ModelError,
+    NotReady,
+    PdserveError,
+    RequestAborted,
+    TransferError,
+    WorkerLost,
+)
+
+STATUSES: Mapping[type[BaseException], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotReady: grpc.StatusCode.UNAVAILABLE,
+    WorkerLost: grpc.StatusCode.UNAVAILABLE,
+    TransferError: grpc.StatusCode.UNAVAILABLE,
+    LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    ModelError: grpc.StatusCode.FAILED_PRECONDITION,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    LaunchError: grpc.StatusCode.FAILED_PRECONDITION,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestAborted: grpc.StatusCode.CANCELLED,
+    PdserveError: grpc.StatusCode.INTERNAL,
+}
+
+ERROR_KIND_KEY = "pdserve-error"
+"""Trailing metadata of a failed call: the class in `core.errors`, which is finer than the status."""
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The status for an error: its own class's, or the nearest base class's; INTERNAL for what nobody foresaw."""
+    for kind in type(error).__mro__:
+        if kind in STATUSES:
+            return STATUSES[kind]
+    return grpc.StatusCode.INTERNAL

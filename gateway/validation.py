@@ -1,0 +1,136 @@
+"""Checks the parts of a message of the public API. Every refusal names the field, the problem, the remedy."""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Container
+from dataclasses import dataclass, replace
+
+from core.errors import CapacityExceeded, InvalidRequest
+from core.request import Mode
+from core.sampling import SamplingParams
+from gateway.tokenizer import Tokenizer
+from pb import inference_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 128
+MAX_STOP_CHARACTERS = 1024
+
+MODES: dict[int, Mode] = {
+    pb.MODE_UNSPECIFIED: Mode.AUTO,
+    pb.MODE_AUTO: Mode.AUTO,
+    pb.MODE_PD: Mode.PD,
+    pb.MODE_COLOCATED: Mode.COLOCATED,
+}
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers allow: prompt plus output (``context_length``), what the smallest KV pool holds
+    (``pool_tokens``), and token ids below ``vocab_size``."""
+
+    context_length: int
+    pool_tokens: int
+    vocab_size: int
+
+
+def read_request_id(message: pb.GenerateRequest, in_use: Container[str]) -> str:
+    """The client's request id, or a new one."""
+    request_id = message.request_id
+    if not request_id:
+        return f"req-{uuid.uuid4().hex}"
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest(
+            f"request_id: {request_id[:150]!r} is not 1 to 128 letters, digits or any of . _ : -; "
+            "leave it out to get one"
+        )
+    if request_id in in_use:
+        raise InvalidRequest(f"request_id: {request_id!r} is in use by another request; choose another or leave it out")
+    return request_id
+
+
+def read_mode(message: pb.GenerateRequest) -> Mode:
+    """The mode asked for."""
+    if message.mode not in MODES:
+        raise InvalidRequest(f"mode: {message.mode} is unknown; use MODE_AUTO, MODE_PD or MODE_COLOCATED")
+    return MODES[message.mode]
+
+
+def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The sampling asked for, with defaults and a seed; ``max_tokens`` is checked against nothing yet."""
+    asked = message.sampling
+    sampling = SamplingParams(
+        max_tokens=asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
+        seed=asked.seed if asked.HasField("seed") else random.getrandbits(63),
+        stop=tuple(asked.stop),
+        stop_token_ids=tuple(asked.stop_token_ids),
+        ignore_eos=asked.ignore_eos,
+    )
+    sampling.validate()
+    if sampling.stop and tokenizer is None:
+        raise InvalidRequest("stop: this model has no tokenizer, so no text to find strings in; use stop_token_ids")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in sampling.stop):
+        raise InvalidRequest(f"stop: a string is longer than {MAX_STOP_CHARACTERS} characters; shorten it")
+    return sampling
+
+
+async def read_prompt(message: pb.GenerateRequest, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """The prompt's token ids, each of them in the vocabulary."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt: there is none; set text or token_ids")
+    if kind == "text":
+        if tokenizer is None:
+            raise InvalidRequest("prompt: this model has no tokenizer; send token_ids")
+        token_ids = await tokenizer.encode_async(message.text) if message.text else ()
+    else:
+        token_ids = tuple(message.token_ids.ids)
+    if not token_ids:
+        raise InvalidRequest("prompt: it is empty; send at least one token")
+    if max(token_ids) >= vocab_size:
+        position = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        raise InvalidRequest(
+            f"prompt: token id {token_ids[position]} at position {position} is not below the vocabulary's "
+            f"{vocab_size}; use this model's own tokenizer"
+        )
+    return token_ids
+
+
+def fit_max_tokens(
+    message: pb.GenerateRequest, prompt_tokens: int, limits: Limits, sampling: SamplingParams
+) -> SamplingParams:
+    """``sampling`` with the tokens that may be made: as asked, or (when the client did not say) the default as far as
+    there is room."""
+    if prompt_tokens >= limits.context_length:
+        raise InvalidRequest(
+            f"prompt: {prompt_tokens} tokens leave no room in the context of {limits.context_length}; shorten it"
+        )
+    room = min(limits.context_length, limits.pool_tokens) - prompt_tokens
+    if not message.sampling.HasField("max_tokens"):
+        wanted = max(1, min(sampling.max_tokens, room))
+    else:
+        wanted = sampling.max_tokens
+    if prompt_tokens + wanted > limits.context_length:
+        raise InvalidRequest(
+            f"max_tokens: {wanted} after a prompt of {prompt_tokens} tokens exceed the context of "
+            f"{limits.context_length}; ask for at most {limits.context_length - prompt_tokens}"
+        )
+    if wanted > room:
+        raise CapacityExceeded(
+            f"prompt and max_tokens: {prompt_tokens} + {wanted} tokens exceed the {limits.pool_tokens} that a worker's "
+            "KV pool holds; ask for less, or raise engine.kv_memory_mb"
+        )
+    return replace(sampling, max_tokens=wanted)
+
+
+def check_stop_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """Refuse ids that can never come."""
+    for token_id in sampling.stop_token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequest(f"stop_token_ids: {token_id} is not below the vocabulary's {vocab_size}; leave it out")
