@@ -1,4 +1,4 @@
-"""The session-wide local Ray: one service, 2 prefill and 2 decode workers on it, brought up and down by the CLI itself."""
+"""The session-wide local Ray: one service of 2 prefill and 2 decode workers, brought up and down by the CLI itself."""
 
 from __future__ import annotations
 

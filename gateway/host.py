@@ -1,0 +1,61 @@
+"""Runs a `Gateway` over real workers on a thread with an event loop of its own: what a Ray actor (or a process) holds."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from core.config import PdserveConfig
+from core.errors import LaunchError
+from engine.model_source import resolve_model
+from gateway.gateway import Gateway
+from worker.client import WorkerClient
+
+START_TIMEOUT_S = 30.0
+
+
+class GatewayHost:
+    """A gateway in this process. `start` raises LaunchError or ModelError if it cannot be had."""
+
+    def __init__(self, config: PdserveConfig, registry_address: str, version: str) -> None:
+        model = resolve_model(config.model.path)
+        self._gateway = Gateway(
+            config,
+            model_name=model.name,
+            model_folder=model.folder,
+            connect=WorkerClient.connect,
+            registry_address=registry_address,
+            version=version,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
+
+    def start(self) -> None:
+        """Listen; returns when both servers do."""
+        self._thread.start()
+        self._on_loop(self._gateway.start(), START_TIMEOUT_S)
+
+    def wait_serving(self, timeout_s: float) -> None:
+        """Return once requests can be served; after ``timeout_s`` raise what is in the way."""
+        self._on_loop(self._gateway.wait_serving(timeout_s), timeout_s + 5.0)
+
+    def stop(self, grace_s: float = 1.0) -> None:
+        """Let running requests go on for ``grace_s``, then close everything."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(LaunchError):
+            self._on_loop(self._gateway.stop(grace_s), grace_s + 5.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+
+    def _on_loop(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise LaunchError(f"the gateway did not answer within {timeout_s:.0f} s") from None

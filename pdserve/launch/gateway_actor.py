@@ -1,0 +1,44 @@
+"""The Ray actor around the gateway: it holds a `GatewayHost` and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+
+from core.config import PdserveConfig
+from core.errors import PdserveError, to_wire
+from gateway.host import GatewayHost
+from pdserve.version import VERSION
+
+
+@ray.remote
+class GatewayActor:
+    """Ray starts it again when its process dies; workers then find it by their next heartbeat."""
+
+    def __init__(self, config: dict[str, Any], registry_address: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._error: PdserveError | None = None
+        try:
+            self._host = GatewayHost(PdserveConfig.parse(config), registry_address, VERSION)
+            self._host.start()
+        except PdserveError as error:
+            self._error = error
+
+    def wait_started(self) -> dict[str, Any]:
+        """Empty once it listens, or ``{"error": (kind, message)}``."""
+        return {} if self._error is None else {"error": to_wire(self._error)}
+
+    def wait_serving(self, timeout_s: float) -> dict[str, Any]:
+        """Empty once requests can be served, or ``{"error": (kind, message)}`` of what is in the way."""
+        try:
+            self._host.wait_serving(timeout_s)
+        except PdserveError as error:
+            return {"error": to_wire(error)}
+        return {}
+
+    def stop(self) -> None:
+        """Close everything."""
+        if self._error is None:
+            self._host.stop()
