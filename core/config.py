@@ -145,15 +145,16 @@ class PdserveConfig(_Section):
                 raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
             if loaded is not None and not isinstance(loaded, dict):
                 raise ConfigError(f"{path}: the file must be a mapping of sections, not a {type(loaded).__name__}")
-            data = loaded or {}
+            # A section whose keys are all commented out reads as null and means its defaults.
+            data = {key: {} if value is None else value for key, value in (loaded or {}).items()}
         for dotted, value in (overrides or {}).items():
             if value is None:
                 continue
             *sections, key = dotted.split(".")
             place = data
-            for section in sections:
+            for depth, section in enumerate(sections, 1):
                 if not isinstance(place.setdefault(section, {}), dict):
-                    raise ConfigError(f"{section}: must be a mapping, not {place[section]!r}")
+                    raise ConfigError(f"{'.'.join(sections[:depth])}: must be a mapping, not {place[section]!r}")
                 place = place[section]
             place[key] = value
         return cls.parse(data)

@@ -95,7 +95,11 @@ class ModelShape:
             raise ModelError(f"{origin}: 'hidden_act' must be 'silu', got {config['hidden_act']!r}")
         num_heads = need("num_attention_heads")
         hidden_size = need("hidden_size")
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else need("num_key_value_heads")
+        if config.get("head_dim") is None and hidden_size % num_heads:
+            raise ModelError(
+                f"{origin}: 'hidden_size' {hidden_size} is no multiple of {num_heads} heads and there is no 'head_dim'"
+            )
         if num_heads % num_kv_heads:
             raise ModelError(f"{origin}: {num_heads} attention heads do not divide by {num_kv_heads} KV heads")
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -111,7 +115,7 @@ class ModelShape:
             num_layers=need("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            head_dim=hidden_size // num_heads if config.get("head_dim") is None else need("head_dim"),
             max_position_embeddings=need("max_position_embeddings"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
@@ -123,17 +127,23 @@ class ModelShape:
 
 
 def _rope_scaling(rope: Mapping[str, Any], origin: str) -> RopeScaling:
+    def need(key: str) -> float:
+        value = rope.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"{origin}: '{key}' of {kind} rope scaling must be a positive number, got {value!r}")
+        return float(value)
+
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return RopeScaling()
     if kind == "linear":
-        return RopeScaling(kind, float(rope["factor"]))
+        return RopeScaling(kind, need("factor"))
     if kind == "llama3":
         return RopeScaling(
             kind,
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
+            need("factor"),
+            need("low_freq_factor"),
+            need("high_freq_factor"),
+            int(need("original_max_position_embeddings")),
         )
     raise ModelError(f"{origin}: rope scaling {kind!r} is not supported; supported: default, linear, llama3")

@@ -5,8 +5,8 @@ A request collects `Event`s: (kind, worker, that host's monotonic seconds). `bre
 client's own figure minus the sum, and shows whether the events leave a gap.
 
 A span whose two events lie on different hosts is corrected by the measured clock offsets; `Breakdown.clock_error_ms`
-bounds the error. Where two such spans of one stage go to the same worker and back (``dispatch`` of ``ttft``), the
-offset cancels: the stage is then the difference of two durations and exact.
+bounds the error of any one stage. Where two such spans of one stage go to the same worker and back (``dispatch`` of
+``ttft``), the offset cancels: the stage is then the difference of two durations and exact.
 """
 
 from __future__ import annotations
@@ -192,21 +192,27 @@ class Timeline:
         stages_ms: dict[str, float] = {}
         if client_total_ms is not None:
             stages_ms[NETWORK] = client_total_ms - gateway_total_ms
-        involved: set[str] = set()
+        error_s = 0.0
         for stage in STAGES[figure]:
-            lengths = [self._length_ms(span, involved) for span in stage.spans]
-            if any(length is not None for length in lengths):
-                stages_ms[stage.name] = sum(length for length in lengths if length is not None)
+            happened = [ends for span in stage.spans if (ends := self._ends(span)) is not None]
+            if happened:
+                stages_ms[stage.name] = sum(
+                    (self.gateway_time(end) - self.gateway_time(start)) * 1e3 for start, end in happened
+                )
+                error_s = max(error_s, self._error_s(happened))
         total_ms = gateway_total_ms if client_total_ms is None else client_total_ms
         stages_ms[UNATTRIBUTED] = total_ms - sum(stages_ms.values())
-        errors_s = [self.clocks[worker].error_s for worker in involved if worker in self.clocks]
-        return Breakdown(figure, total_ms, stages_ms, max(errors_s, default=0.0) * 1e3)
+        return Breakdown(figure, total_ms, stages_ms, error_s * 1e3)
 
-    def _length_ms(self, span: Span, involved: set[str]) -> float | None:
+    def _ends(self, span: Span) -> tuple[EventKind, EventKind] | None:
         start = next((kind for kind in span.starts if self.has(kind)), None)
-        if start is None or not self.has(span.end):
-            return None
-        workers = {self.events[start].worker, self.events[span.end].worker}
-        if len(workers) > 1:
-            involved |= workers
-        return (self.gateway_time(span.end) - self.gateway_time(start)) * 1e3
+        return None if start is None or not self.has(span.end) else (start, span.end)
+
+    def _error_s(self, spans: Iterable[tuple[EventKind, EventKind]]) -> float:
+        """How far the offsets may put the sum of ``spans`` wrong: what is added and subtracted again cancels."""
+        net: dict[str, int] = {}
+        for start, end in spans:
+            for kind, sign in ((end, 1), (start, -1)):
+                worker = self.events[kind].worker
+                net[worker] = net.get(worker, 0) + sign
+        return sum(abs(count) * self.clocks[worker].error_s for worker, count in net.items() if worker in self.clocks)
