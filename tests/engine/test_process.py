@@ -1,0 +1,294 @@
+"""Real engine processes: tokens, the hand-off between two of them, and every way in which they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from core.errors import ConfigError, LaunchError, ModelError
+from engine.client import EngineClient
+from engine.messages import (
+    Abort,
+    EngineEvent,
+    KVReady,
+    KVRole,
+    Load,
+    Progress,
+    Rejected,
+    Release,
+    Reserved,
+    Step,
+    Submit,
+    TokenOut,
+)
+from engine.spec import EngineSpec
+from tests.random_models import greedy_tokens, save_random_model
+
+START_S = 60.0
+TOKENS = 12
+PROMPT = [(i * 37 + 11) % 300 for i in range(45)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model."""
+    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[int]:
+    """What transformers makes of `PROMPT`."""
+    return greedy_tokens(folder, PROMPT, TOKENS)
+
+
+class Engine:
+    """An engine and what it has said so far."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.seen: list[EngineEvent] = []
+        self._events = client.events()
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Read events until ``done``."""
+        async with asyncio.timeout(20.0):
+            while not done():
+                self.seen.append(await anext(self._events))
+
+    def steps(self) -> list[Step]:
+        """All steps so far."""
+        return [e for e in self.seen if isinstance(e, Step)]
+
+    def tokens(self, request_id: str) -> list[TokenOut]:
+        """All tokens of a request so far."""
+        return [t for step in self.steps() for t in step.tokens if t.request_id == request_id]
+
+    def progress(self, request_id: str) -> list[Progress]:
+        """All progress of a request so far."""
+        return [p for step in self.steps() for p in step.progress if p.request_id == request_id]
+
+    def reserved(self, request_id: str) -> list[Reserved]:
+        """Reservations of a request so far."""
+        return [e for e in self.seen if isinstance(e, Reserved) and e.request_id == request_id]
+
+    def load(self) -> Load:
+        """The last load it told."""
+        return [e for e in self.seen if isinstance(e, Load)][-1]
+
+    async def finished(self, request_id: str) -> list[int]:
+        """The tokens of a request, once it has its last."""
+        await self.until(lambda: any(t.finish_reason for t in self.tokens(request_id)))
+        return [t.token_id for t in self.tokens(request_id)]
+
+
+def _spec(folder: Path, **changes: object) -> EngineSpec:
+    fields: dict[str, object] = {"block_size": 8, "num_blocks": 64, "max_num_batched_tokens": 16} | changes
+    return EngineSpec(model=str(folder), **fields)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def _engine(spec: EngineSpec) -> AsyncIterator[Engine]:
+    client = EngineClient()
+    try:
+        await client.start(spec, START_S)
+        yield Engine(client)
+    finally:
+        await client.stop(5.0)
+    assert not psutil.pid_exists(client.pid)
+
+
+def _submit(request_id: str, role: KVRole, max_tokens: int = TOKENS, **changes: object) -> Submit:
+    fields: dict[str, object] = {
+        "prompt_token_ids": PROMPT, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 5, "stop_token_ids": [],
+        "ignore_eos": True,
+    }  # fmt: skip
+    return Submit(request_id=request_id, kv_role=role, max_tokens=max_tokens, **fields | changes)  # type: ignore[arg-type]
+
+
+async def test_local_generation_equals_transformers(folder: Path, expected: list[int], tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise AssertionError('imported from the current directory')")
+    with contextlib.chdir(tmp_path):
+        async with _engine(_spec(folder)) as engine:
+            for i in range(3):
+                engine.client.send(_submit(f"r{i}", KVRole.LOCAL))
+            for i in range(3):
+                assert await engine.finished(f"r{i}") == expected
+            await engine.until(lambda: engine.load() == Load(64, 0, 0, 0))
+            first = engine.tokens("r0")[0]
+            assert first.first_scheduled_s <= engine.steps()[0].step_started_s < engine.steps()[0].sampled_s
+            assert engine.tokens("r0")[-1].finish_reason == "length"
+    assert engine.client.returncode == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, temperature: float) -> None:
+    async with _engine(_spec(folder)) as here, _engine(_spec(folder)) as there:
+        here.client.send(_submit("local", KVRole.LOCAL, temperature=temperature))
+        wanted = await here.finished("local")
+
+        there.client.send(_submit("r", KVRole.RECEIVE, temperature=temperature))
+        await there.until(lambda: bool(there.reserved("r")))
+        targets = there.reserved("r")[0].block_ids
+        here.client.send(_submit("r", KVRole.PUSH, temperature=temperature))
+        await here.until(lambda: bool(here.tokens("r")))
+        (first,) = here.tokens("r")
+        sources = here.progress("r")[-1]
+        assert sources.num_computed_tokens == len(PROMPT)
+        assert len(sources.block_ids) == len(targets) == 6
+
+        source, target = here.client.open_pool(), there.client.open_pool()
+        target.write_blocks(targets, b"".join(source.read_blocks(sources.block_ids)))
+        source.close()
+        target.close()
+        there.client.send(KVReady("r", first.token_id))
+        assert [first.token_id, *await there.finished("r")] == wanted
+        here.client.send(Release("r"))
+        await here.until(lambda: here.load() == Load(64, 0, 0, 0))
+        await there.until(lambda: there.load() == Load(64, 0, 0, 0))
+
+
+async def test_abort_frees_blocks_in_every_state(folder: Path) -> None:
+    async with _engine(_spec(folder, max_num_seqs=1)) as engine:
+        engine.client.send(_submit("running", KVRole.LOCAL, max_tokens=400))
+        engine.client.send(_submit("waiting", KVRole.LOCAL, max_tokens=400))
+        engine.client.send(_submit("receiving", KVRole.RECEIVE))
+        await engine.until(lambda: len(engine.tokens("running")) > 2)
+        for request_id in ("running", "waiting", "receiving", "unknown"):
+            engine.client.send(Abort(request_id))
+        await engine.until(lambda: engine.load() == Load(64, 0, 0, 0))
+
+
+async def test_what_can_never_fit_is_rejected(folder: Path) -> None:
+    async with _engine(_spec(folder, num_blocks=4)) as engine:
+        engine.client.send(_submit("r", KVRole.LOCAL))
+        await engine.until(lambda: any(isinstance(e, Rejected) for e in engine.seen))
+        (rejected,) = (e for e in engine.seen if isinstance(e, Rejected))
+        assert (rejected.request_id, rejected.kind) == ("r", "CapacityExceeded")
+
+
+async def test_planted_delays_are_seen_in_their_stages(folder: Path) -> None:
+    delays = {"prefill_queue": 0.2, "prefill": 0.3, "decode_queue": 0.25, "first_decode": 0.35, "network": 9.0}
+    async with _engine(_spec(folder, delay_s=delays)) as engine:
+        sent_s = time.monotonic()
+        engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=4))
+        await engine.finished("r")
+        one, two, three, _ = (s for s in engine.steps() if s.tokens)
+        assert 0.2 <= one.tokens[0].first_scheduled_s - sent_s < 0.38
+        assert 0.3 <= one.sampled_s - one.tokens[0].first_scheduled_s < 0.48
+        assert 0.25 <= two.step_started_s - one.sampled_s < 0.43
+        assert 0.35 <= two.sampled_s - two.step_started_s < 0.53
+        assert three.sampled_s - two.sampled_s < 0.18
+
+
+async def test_a_killed_engine_is_seen(folder: Path) -> None:
+    async with _engine(_spec(folder)) as engine:
+        engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=400))
+        await engine.until(lambda: bool(engine.tokens("r")))
+        os.kill(engine.client.pid, signal.SIGKILL)
+        with pytest.raises(StopAsyncIteration):
+            await engine.until(lambda: False)
+        assert engine.client.returncode == -signal.SIGKILL
+        engine.client.send(Abort("r"))  # ignored
+
+
+async def test_an_interrupt_does_not_end_the_engine(folder: Path, expected: list[int]) -> None:
+    async with _engine(_spec(folder)) as engine:
+        os.kill(engine.client.pid, signal.SIGINT)
+        engine.client.send(_submit("r", KVRole.LOCAL))
+        assert await engine.finished("r") == expected
+
+
+async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(folder: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    async with _engine(_spec(folder, cores=(core,))) as engine:
+        engine.client.send(_submit("r", KVRole.LOCAL))
+        await engine.finished("r")
+        process = psutil.Process(engine.client.pid)
+        assert process.cpu_affinity() == [core]
+        libraries = {Path(m.path).name for m in process.memory_maps()}
+        assert any("torch" in name for name in libraries)
+        assert not any("cygrpc" in name or "_raylet" in name for name in libraries)
+
+
+_PARENT = """
+import asyncio, sys
+from engine.client import EngineClient
+from engine.spec import EngineSpec
+
+async def main():
+    client = EngineClient()
+    await client.start(EngineSpec(sys.argv[1], num_blocks=8), 60.0)
+    sys.stdout.write(f"{client.pid}\\n")
+    sys.stdout.flush()
+    await asyncio.sleep(60.0)
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_dies_with_its_parent(folder: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT, str(folder)], stdout=subprocess.PIPE, cwd=root, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        engine = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        _, alive = psutil.wait_procs([engine], timeout=5.0)
+        assert not alive
+
+
+async def test_the_engine_ends_when_the_command_pipe_closes(folder: Path) -> None:
+    async with _engine(_spec(folder)) as engine:
+        engine.client._close_commands()
+        with pytest.raises(StopAsyncIteration):
+            await engine.until(lambda: False)
+        assert engine.client.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "/nowhere"}, ModelError, "/nowhere: no such folder"),
+        ({"max_model_len": 513}, ConfigError, r"^engine\.max_model_len: 513 is more than the model's context of 512"),
+        ({"num_blocks": None, "kv_memory_bytes": 1000}, ConfigError, r"^engine\.kv_memory_mb: .* hold no block"),
+        ({"cores": (4095,)}, LaunchError, r"cannot bind the engine to cores \[4095\]"),
+        pytest.param(
+            {"device": "cuda"},
+            ConfigError,
+            r"^cluster\.device: cuda was asked for",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+async def test_what_keeps_an_engine_from_starting_is_raised(
+    folder: Path, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    client = EngineClient()
+    spec = _spec(folder, **{k: v for k, v in changes.items() if k != "model"})
+    if "model" in changes:
+        spec = EngineSpec(model=str(changes["model"]))
+    with pytest.raises(error, match=message):
+        await client.start(spec, START_S)
+    assert not psutil.pid_exists(client.pid)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+async def test_a_start_that_takes_too_long_is_given_up(folder: Path) -> None:
+    client = EngineClient()
+    with pytest.raises(LaunchError, match=r"not ready within 0\.05 s"):
+        await client.start(_spec(folder), 0.05)
+    assert not psutil.pid_exists(client.pid)
