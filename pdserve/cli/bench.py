@@ -22,7 +22,7 @@ _ROWS = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "t
 
 def bench(
     requests: Annotated[int, typer.Option(help="how many requests")] = 64,
-    concurrency: Annotated[int | None, typer.Option(help="requests under way at a time  [default: 8]")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="requests under way at a time (default: 8)")] = None,
     rate: Annotated[float | None, typer.Option(help="requests per second, Poisson arrivals, instead")] = None,
     input_len: Annotated[int, typer.Option(help="tokens of each prompt (random ids)")] = 256,
     output_len: Annotated[int, typer.Option(help="tokens to generate for each")] = 32,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def demo(
     target: Annotated[
-        str | None, typer.Option(help="host:port of a running service  [default: start one, and end it afterwards]")
+        str | None, typer.Option(help="host:port of a running service (default: start one, and end it afterwards)")
     ] = None,
     model: Annotated[str, typer.Option(help="model of the service that is started")] = "tiny",
     png: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/demo/waterfall.png"),

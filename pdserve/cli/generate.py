@@ -19,11 +19,11 @@ def generate(
     token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
     target: TargetOption = DEFAULT_TARGET,
     mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode apart) or colocated")] = "auto",
-    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most  [default: 128]")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy  [default: 0]")] = None,
-    top_k: Annotated[int | None, typer.Option(help="only the k likeliest tokens; 0 is off  [default: 0]")] = None,
-    top_p: Annotated[float | None, typer.Option(help="only the likeliest p of all mass  [default: 1]")] = None,
-    seed: Annotated[int | None, typer.Option(help="makes the draw repeatable  [default: random]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most (default: 128)")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: 0)")] = None,
+    top_k: Annotated[int | None, typer.Option(help="only the k likeliest tokens; 0 is off (default: 0)")] = None,
+    top_p: Annotated[float | None, typer.Option(help="only the likeliest p of all mass (default: 1)")] = None,
+    seed: Annotated[int | None, typer.Option(help="makes the draw repeatable (default: random)")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
     timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
@@ -69,12 +69,14 @@ def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -
     from pdserve.client.sync_client import Client
 
     with Client(target) as client, client.generate(prompt, **options) as stream:
-        for token in stream:
-            if show and token.text:
-                typer.echo(token.text, nl=False)
-                sys.stdout.flush()
-        if show:
-            typer.echo()
+        try:
+            for token in stream:
+                if show and token.text:
+                    typer.echo(token.text, nl=False)
+                    sys.stdout.flush()
+        finally:
+            if show:
+                typer.echo()  # an error's line must not go on where the text stopped
         return stream.result()
 
 

@@ -20,16 +20,14 @@ def model_info(
         str, typer.Argument(help="a model folder, 'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json'")
     ],
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32 or bfloat16")] = "auto",
-    memory: Annotated[
-        float | None, typer.Option(help="GB (10^9 bytes) of one device  [default: 16, 24 and 80]")
-    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of one device (default: 16, 24 and 80)")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="token budget of one step, for the activations")] = 512,
     context: Annotated[
-        int | None, typer.Option(min=1, help="tokens of one request  [default: the model's context]")
+        int | None, typer.Option(min=1, help="tokens of one request (default: the model's context)")
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=1, help="a sliding window to compare with  [default: 4096, or a quarter of a short context]"),
+        typer.Option(min=1, help="a sliding window to compare with (default: 4096, or a quarter of a short context)"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -46,8 +46,9 @@ def error_from_status(code: grpc.StatusCode, details: str | None, target: str) -
     if code is grpc.StatusCode.UNAVAILABLE:
         return NotReady(f"the service at {target} is not available: {details or 'no reason given'}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        known = details and details.lower() != "deadline exceeded"
-        return DeadlineExceeded(details if known else "the request's deadline passed; raise it or reduce the load")
+        # grpc's own words for it ("Deadline Exceeded", "Stream removed (Deadline Exceeded)") tell a user nothing.
+        own = not details or "deadline exceeded" in details.lower()
+        return DeadlineExceeded("the request's deadline passed; raise it or reduce the load" if own else details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return PdserveError(f"the server at {target} is not pdserve, or of another version: {details}")
     if code in _CLASSES:

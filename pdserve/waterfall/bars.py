@@ -86,7 +86,8 @@ def proof(generation: Generation) -> str:
     else:
         parts[0] += f" ≠ expected {human_bytes(generation.kv_bytes_expected)} ({generation.kv_bytes} ≠ "
         parts[0] += f"{generation.kv_bytes_expected} bytes)"
-    parts.append(f"{generation.kv_blocks_sent} blocks over {generation.transport}")
+    blocks = "block" if generation.kv_blocks_sent == 1 else "blocks"
+    parts.append(f"{generation.kv_blocks_sent} {blocks} over {generation.transport}")
     if generation.kv_blocks_skipped:
         parts.append(f"{generation.kv_blocks_skipped} held already")
     if generation.transfer.kv_bytes_retried:

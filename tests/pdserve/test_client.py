@@ -59,7 +59,7 @@ def check_generation(generation: Generation) -> None:
     assert generation.kv_bytes == generation.kv_bytes_expected == 2 * BLOCK_SIZE * KV_BYTES_PER_TOKEN
     assert generation.kv_blocks_sent == 2
     assert generation.transfer.checksum == "xxh3-64 verified"
-    assert generation.clock_error_ms == pytest.approx(0.1)
+    assert generation.clock_error_ms == max(b.clock_error_ms for b in generation.breakdowns.values()) > 0
     assert generation.ttft_decode_ms is not None
     assert PREFILL_S * 1e3 <= generation.ttft_ms < generation.ttft_decode_ms
     assert len(generation.itl_ms) == 4

@@ -1,0 +1,176 @@
+"""The commands, run in this process against a scripted service; what they print is what a user sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from core.config import PdserveConfig
+from pdserve.cli.config import documented_defaults
+from pdserve.cli.main import main
+from tests.pdserve.scripted_service import ScriptedService
+from tests.pdserve.test_client import ISSUE_KEYS, free_target
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def pdserve(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> Run:
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        code = exit_.value.code
+        captured = capsys.readouterr()
+        return Run(0 if code is None else int(code), captured.out, captured.err)
+
+    return run
+
+
+def test_generate_streams_then_explains(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    png = tmp_path / "w.png"
+    ran = pdserve(
+        *("generate", "hello", "--target", service.target, "--max-tokens", "3", "--stop", "A", "--stop", "B"),
+        *("--mode", "pd", "--top-k", "5", "--top-p", "0.5", "--temperature", "0.5", "--png", str(png)),
+    )
+    assert ran.code == 0, ran.err
+    text, _, rest = ran.out.partition("\n")
+    assert len(text.split()) == 3
+    assert "ttft_decode" in rest
+    assert "= expected" in rest
+    assert png.read_bytes().startswith(b"\x89PNG")
+    sampling = service.servicer.requests[0].sampling
+    assert list(sampling.stop) == ["A", "B"]
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (5, 0.5, 0.5)
+
+
+def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve("generate", "--token-ids", "1, 2,3", "--target", service.target, "--json", "--ignore-eos")
+    assert ran.code == 0, ran.err
+    assert ran.out.count("\n") == 1
+    assert list(ran.json) == ISSUE_KEYS
+    assert list(service.servicer.requests[0].token_ids.ids) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "x", "--temperature", "-1"], 2, "error: temperature: "),
+        (["generate"], 2, "error: prompt: "),
+        (["generate", "x", "--token-ids", "1"], 2, "error: prompt: "),
+        (["generate", "--token-ids", "1,b"], 2, "error: token_ids: "),
+        (["generate", "x", "--mode", "up"], 2, "error: mode: "),
+        (["generate", "fail UNAVAILABLE no decode worker is ready"], 1, "no decode worker is ready"),
+        (["generate", "fail RESOURCE_EXHAUSTED the queue is full", "--json"], 1, "error: the queue is full"),
+        (["generate", "fail INVALID_ARGUMENT prompt: empty"], 2, "error: prompt: empty"),
+        (["generate", "fail FAILED_PRECONDITION one worker"], 1, "error: one worker"),
+        (["generate", "hang", "--timeout", "0.2"], 1, "deadline"),
+        (["bench", "--rate", "1", "--concurrency", "2"], 2, "error: concurrency: "),
+        (["bench", "--slo", "speed=1"], 2, "error: slo: "),
+    ],
+)
+def test_mistakes_are_one_line(
+    service: ScriptedService, pdserve: Any, arguments: list[str], code: int, message: str
+) -> None:
+    ran = pdserve(*arguments, "--target", service.target)
+    assert ran.code == code
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+    assert "Traceback" not in ran.err
+    assert ran.out.strip() in ("", "a")
+
+
+def test_no_service_and_unknown_options(pdserve: Any) -> None:
+    for command in (["generate", "x"], ["status"], ["bench"], ["demo"]):
+        target = free_target()
+        ran = pdserve(*command, "--target", target)
+        assert ran.code == 1
+        assert ran.err.startswith(f"error: nothing answers at {target}: ")
+    assert pdserve("generate", "x", "--nope").code == 2
+    assert pdserve("nonsense").code == 2
+
+
+def test_status(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve("status", "--target", service.target)
+    assert ran.code == 0
+    assert "prefill-0" in ran.out
+    assert "64/64" in ran.out
+    plain = pdserve("status", "--target", service.target, "--json").json
+    assert plain["ready"] is True
+    assert [worker["worker_id"] for worker in plain["workers"]] == ["prefill-0", "decode-0"]
+
+
+def test_bench(service: ScriptedService, pdserve: Any) -> None:
+    options = ("--target", service.target, "--requests", "8", "--input-len", "20", "--output-len", "3")
+    ran = pdserve("bench", *options, "--mode", "both", "--slo", "ttft=2000")
+    assert ran.code == 0, ran.err
+    for word in ("TTFT_DECODE", "TPOT", "goodput", "100.0 %", "added", "leaked      0 blocks"):
+        assert word in ran.out
+    ran = pdserve("bench", *options, "--rate", "200", "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["requests"], ran.json["failed"], ran.json["leaked_blocks"]) == (8, 0, 0)
+    assert ran.json["ttft_ms"]["p50"] > 4
+
+
+def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
+    ran = pdserve("config")
+    assert ran.out == documented_defaults()
+    data = yaml.safe_load(ran.out)
+    assert PdserveConfig.parse(data) == PdserveConfig()
+    assert list(data) == list(PdserveConfig.model_fields)
+    for name, section in PdserveConfig.model_fields.items():
+        fields = section.annotation.model_fields  # type: ignore[union-attr]
+        assert list(data[name]) == list(fields)
+        assert all(f"# {field.description}" in ran.out for field in fields.values())
+
+
+def test_model_info(pdserve: Any) -> None:
+    ran = pdserve("model-info", "dummy:8b", "--memory", "24")
+    assert ran.code == 0, ran.err
+    for word in (
+        "8,030,261,248",
+        "16.1 GB in bfloat16",
+        "MHA",
+        "GQA-4",
+        "MQA",
+        "latent 512 + rope key 64",
+        "window",
+        "Φ",
+    ):
+        assert word in ran.out
+    plain = pdserve("model-info", "dummy:135m", "--json", "--dtype", "float32", "--window", "100").json
+    assert plain["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+    assert plain["kv_bytes_context_windowed"] == 100 * plain["kv_bytes_per_token"]
+    assert [fit["memory_bytes"] for fit in plain["fits"]] == [16e9, 24e9, 80e9]
+    missing = pdserve("model-info", "/no/such/folder")
+    assert missing.code == 1
+    assert missing.err.startswith("error: /no/such/folder: no such folder")
+    assert pdserve("model-info", "dummy:8b", "--dtype", "int3").err.startswith("error: dtype: ")
+
+
+def test_start_up_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom pdserve.cli.main import main\n"
+        "try: main(['config'])\nexcept SystemExit: pass\n"
+        "heavy = ('torch', 'ray', 'grpc', 'matplotlib', 'transformers', 'numpy')\n"
+        "print([m for m in heavy if m in sys.modules], file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr.strip() == "[]"
