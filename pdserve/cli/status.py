@@ -47,9 +47,9 @@ def _workers(answer: ServiceStatus) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("worker", "role", "state", "node", "device"):
         table.add_column(column, no_wrap=True)
-    for column in ("pids", "free blocks", "run", "wait", "preempted", "restarts", "heard"):
-        table.add_column(column, justify="right", no_wrap=column != "free blocks")
-    table.add_column("kv")
+    for column in ("pids", "free", "run", "wait", "preempted", "restarts", "heard"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("kv", overflow="fold")
     for w in answer.workers:
         slot = w.cuda_visible_devices if w.device.startswith("cuda") else w.cores
         peers = f"{w.transport} → {', '.join(w.peers)}" if w.peers else w.transport

@@ -62,7 +62,7 @@ class LiveTexts:
         return Text(f"{self._counts[index]} tokens" if self._counts[index] else "waiting", style="dim")
 
     def _tail(self, index: int) -> Text:
-        width = max(20, self._console.width - 48)
+        width = max(20, self._console.width - 54)
         return Text(" ".join(self._texts[index].split())[-width:])
 
     def __enter__(self) -> Self:
