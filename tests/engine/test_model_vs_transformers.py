@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.batch import SamplerParams
+from engine.linear import linear
 from tests.engine.harness import BLOCK, generate, make_runner
 
 BASE: dict[str, Any] = {
@@ -100,3 +102,12 @@ def test_sampled_tokens_do_not_depend_on_the_batch(case: tuple[Path, dict[str, l
     together = generate(runner, prompts, TOKENS, chunk=7, params=params, stagger=1)
     for name, prompt in prompts.items():
         assert generate(runner, {name: prompt}, TOKENS, params=params)[name] == together[name]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_packed_bfloat16_products_are_the_plain_ones(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(131, 64, generator=generator).to(torch.bfloat16)
+    x = torch.randn(rows, 64, generator=generator).to(torch.bfloat16)
+    exact = functional.linear(x.double(), weight.double())
+    torch.testing.assert_close(linear(weight)(x).double(), exact, rtol=2e-2, atol=2e-2)
