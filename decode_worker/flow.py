@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 
 import msgpack
-from kv_transfer.receiver import ReceivedKV
 
 from core.errors import PdserveError
 from core.handoff import KVDestination
@@ -14,6 +13,7 @@ from core.sampling import FinishReason
 from core.timeline import Event, EventKind
 from core.worker import TokenOutput, Work
 from engine.messages import KVReady, KVRole, Reserved, Step, TokenOut
+from kv_transfer.incoming import ReceivedKV
 from worker.flow import Flow, LocalFlow, finish_reason
 from worker.outbox import Outbox
 from worker.worker import Worker

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -41,14 +41,11 @@ Item = TokenOutput | PdserveError
 class WorkerClient:
     """A connected worker. Made by `connect`; `aclose` (or the worker's death) ends it for good."""
 
-    def __init__(
-        self, info: WorkerInfo, on_lost: Callable[[], None] | None = None, *, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, info: WorkerInfo, *, clock: Clock | None = None) -> None:
         self.info = info
         self.clock = ClockOffset(0.0, 0.0)
         self._time = clock or MonotonicClock()
-        self._on_lost = on_lost
-        self._channel = grpc.aio.insecure_channel(info.control_address, options=CONTROL_OPTIONS)
+        self._channel: grpc.aio.Channel = grpc.aio.insecure_channel(info.control_address, options=CONTROL_OPTIONS)
         self._calls: dict[int, asyncio.Future[pb.Reply]] = {}
         self._call_ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[Item]] = {}
@@ -56,19 +53,19 @@ class WorkerClient:
         self._samples: deque[ClockOffset] = deque(maxlen=PING_WINDOW)
         self._tasks: list[asyncio.Task[None]] = []
         self._lost = False
+        self._closed = asyncio.Event()
 
     @classmethod
     async def connect(
         cls,
         info: WorkerInfo,
-        on_lost: Callable[[], None] | None = None,
         *,
         clock: Clock | None = None,
         timeout_s: float = 5.0,
     ) -> WorkerClient:
         """Open the control stream and measure the clock; WorkerLost or DeadlineExceeded if the worker does not answer
-        within ``timeout_s``. ``on_lost`` is called once if the stream breaks later."""
-        client = cls(info, on_lost, clock=clock)
+        within ``timeout_s``."""
+        client = cls(info, clock=clock)
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
             await client._call(pb.ControlRequest(ping=pb.Ping()), timeout_s)
@@ -80,15 +77,18 @@ class WorkerClient:
             raise
         return client
 
+    async def wait_closed(self) -> None:
+        """Return once the control stream has ended, whoever ended it."""
+        await self._closed.wait()
+
     async def aclose(self) -> None:
         """End the stream; the worker aborts what came over it. Never raises; closing twice is fine."""
-        self._on_lost = None
         self._lose("the gateway closed the connection")
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self._channel.close()
+        await self._channel.close(None)
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,8 @@ class WorkerClient:
     async def _talk(self) -> None:
         reason = "its control stream ended"
         try:
-            stream = worker_pb2_grpc.WorkerControlStub(self._channel).Control(self._requests())
+            stub: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(self._channel)  # type: ignore[assignment]
+            stream = stub.Control(self._requests())
             async for response in stream:
                 if response.WhichOneof("message") == "outputs":
                     for output in response.outputs.outputs:
@@ -247,8 +248,7 @@ class WorkerClient:
         for queue in self._queues.values():
             queue.put_nowait(error)
         log.info("worker %s: %s", self.info.worker_id, reason)
-        if self._on_lost is not None:
-            self._on_lost()
+        self._closed.set()
 
     # --- clock -------------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Heartbeat:
         interval_s = worker.spec.config.router.heartbeat_s
         failing = False
         async with grpc.aio.insecure_channel(worker.spec.registry_address) as channel:
-            registry = worker_pb2_grpc.RegistryStub(channel)
+            registry: worker_pb2_grpc.RegistryAsyncStub = worker_pb2_grpc.RegistryStub(channel)  # type: ignore[assignment]
             while True:
                 info = info_to_proto(worker.info)
                 info.ready = worker.is_ready

@@ -11,13 +11,14 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kv_transfer.receiver import KVReceiver, ReceivedKV
-from kv_transfer.sender import KVSender, SentKV
-
 from core.clock import Clock
 from core.config import TransferConfig
 from core.handoff import KVDestination, KVEndpoint
 from kv_transfer.base import BlockStore, KVTransport
+from kv_transfer.incoming import ReceivedKV
+from kv_transfer.outgoing import SentKV
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class KVEnds:
     @property
     def peers(self) -> tuple[str, ...]:
         """Workers this one has shaken hands with."""
-        return self._sender.peers
+        return self._sender.peers()
 
     async def begin_send(self, request_id: str, destination: KVDestination, deadline_s: float) -> None:
         """Open a hand-off to ``destination``."""
@@ -116,13 +117,7 @@ class KVEnds:
 
     async def abort_send(self, request_id: str) -> None:
         """Give a hand-off up; the receiver is told."""
-
-        async def abort() -> None:
-            result: object = self._sender.abort(request_id)
-            if asyncio.iscoroutine(result):
-                await result
-
-        await self._on_loop(abort())
+        await self._on_loop(self._sender.abort(request_id))
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -142,10 +137,4 @@ class KVEnds:
 
     async def abort_receive(self, request_id: str) -> None:
         """Close a reservation; when this returns nothing writes its blocks any more."""
-
-        async def abort() -> None:
-            result: object = self._receiver.abort(request_id)
-            if asyncio.iscoroutine(result):
-                await result
-
-        await self._on_loop(abort())
+        await self._on_loop(self._receiver.abort(request_id))

@@ -30,14 +30,14 @@ class WorkerSpec:
     config: PdserveConfig = field(default_factory=PdserveConfig)
 
     @property
-    def cores(self) -> list[int]:
+    def cores(self) -> tuple[int, ...]:
         """The CPU cores its engine binds to: the slot's own, counted through what this process may use (slots beyond
         the last core begin again at the first). Empty on a GPU: there the cores are shared."""
         if self.device != "cpu":
-            return []
+            return ()
         allowed = sorted(os.sched_getaffinity(0))
         width = self.config.cluster.cores_per_worker
-        return sorted({allowed[(self.slot * width + i) % len(allowed)] for i in range(width)})
+        return tuple(sorted({allowed[(self.slot * width + i) % len(allowed)] for i in range(width)}))
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values."""

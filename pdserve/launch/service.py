@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from core.config import PdserveConfig
-from core.errors import LaunchError, PdserveError, from_wire
+from core.errors import LaunchError, from_wire
 from core.worker import Role
 from decode_worker.actor import DecodeWorkerActor
 from engine.model_source import resolve_model
@@ -25,7 +25,7 @@ from prefill_worker.actor import PrefillWorkerActor
 from worker.spec import WorkerSpec
 
 STOP_TIMEOUT_S = 10.0
-ACTORS = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}
+ACTORS: dict[Role, Any] = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}
 Report = Callable[[str], None]
 
 
@@ -77,7 +77,8 @@ class Service:
         self._report(f"starting the gateway on port {self.port}")
         config = self.config.model_copy(update={"gateway": self.config.gateway.model_copy(update={"port": self.port})})
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._gateway = GatewayActor.options(
+        gateway: Any = GatewayActor
+        self._gateway = gateway.options(
             num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here
         ).remote(config.model_dump(mode="json"), registry_address)
         self._report(f"placing {cluster.prefill} prefill and {cluster.decode} decode workers")
@@ -132,8 +133,7 @@ class Service:
             self._report(f"{name} is up")
         answer = ray.get(self._gateway.wait_serving.remote(timeout_s))
         if "error" in answer:
-            error: PdserveError = from_wire(*answer["error"])
-            raise error
+            raise from_wire(*answer["error"])
 
 
 def free_port(host: str, port: int) -> int:
