@@ -70,6 +70,7 @@ class Gateway:
             delay_s,
         )
         self._port = 0
+        self._checks: Any = None
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -96,7 +97,8 @@ class Gateway:
         """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
         config = self._config.gateway
         public, internal = grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS)
-        checks: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs know the threaded one only
+        # The stubs know the threaded servicer only.
+        checks = self._checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, public)
@@ -130,6 +132,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._servers:
             public, internal = self._servers
+            await self._checks.enter_graceful_shutdown()
             await public.stop(grace_s)
             await internal.stop(None)
             self._servers = []

@@ -106,6 +106,11 @@ class FakeWorker:
         self._dead.set()
         self.held.clear()
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has crashed or was closed."""
+        return self._dead.is_set()
+
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
     async def connect_peer(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:

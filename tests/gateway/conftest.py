@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HFTokenizer
+
+from core.config import PdserveConfig
+from core.errors import WorkerLost
+from core.worker import Role, WorkerInfo, WorkerLoad
+from gateway.gateway import Gateway
+from gateway.tokenizer import Tokenizer
+from pb import inference_pb2 as pb
+from pb import inference_pb2_grpc, worker_pb2_grpc
+from pb import worker_pb2 as worker_pb
+from router.fakes import FakeWorker, fake_info
+from worker.wire import info_to_proto, load_to_proto
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "a b c d",
+    "größer, schöner — naïve café",
+    "日本語 😀 👩‍👩‍👧",
+] * 5
+
+
+def build_byte_level(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    """A small byte-level BPE folder, with <s> and </s> as special tokens 0 and 1."""
+    tokenizer = HFTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<|a tool|>", special=False)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_byte_level(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer(model_folder)
+
+
+@dataclass
+class Service:
+    """A gateway on loopback, a channel to it, and fake workers that report when told to."""
+
+    gateway: Gateway
+    channel: grpc.aio.Channel
+    registry: Any
+    fleet: dict[str, FakeWorker]
+    infos: dict[str, WorkerInfo] = field(default_factory=dict)
+    connects: list[str] = field(default_factory=list)
+
+    @property
+    def stub(self) -> Any:
+        return inference_pb2_grpc.InferenceStub(self.channel)
+
+    async def connect(self, info: WorkerInfo) -> FakeWorker:
+        self.connects.append(f"{info.worker_id}/{info.epoch}")
+        worker = self.fleet.get(info.worker_id)
+        if worker is None or worker.info.epoch != info.epoch:
+            raise WorkerLost(f"worker {info.worker_id} does not answer")
+        return worker
+
+    def make(self, worker_id: str, **changes: Any) -> FakeWorker:
+        """A fake worker (or a new incarnation of one) that has not reported yet."""
+        role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
+        info = replace(fake_info(worker_id, role), **changes)
+        self.infos[worker_id] = info
+        return FakeWorker(info, self.fleet)
+
+    async def beat(self, worker_id: str, **changes: Any) -> worker_pb.HeartbeatResponse:
+        """One heartbeat."""
+        info = replace(self.infos[worker_id], **changes)
+        peers = tuple(sorted(self.fleet[worker_id].connected)) if worker_id in self.fleet else ()
+        load = load_to_proto(WorkerLoad(free_blocks=info.num_blocks, peers=peers))
+        response: worker_pb.HeartbeatResponse = await self.registry.Heartbeat(
+            worker_pb.HeartbeatRequest(info=info_to_proto(info), load=load)
+        )
+        return response
+
+    async def bring_up(self, *worker_ids: str) -> None:
+        """Make workers, report them, and wait until the service serves."""
+        for worker_id in worker_ids:
+            if worker_id not in self.fleet:
+                self.make(worker_id)
+            await self.beat(worker_id)
+        await self.gateway.wait_serving(5.0)
+
+    async def generate(self, **fields: Any) -> tuple[list[pb.Token], pb.Completion]:
+        """A whole stream, its shape checked: tokens, then one completion."""
+        messages = [m async for m in self.stub.Generate(pb.GenerateRequest(**fields), timeout=10)]
+        assert [m.WhichOneof("message") for m in messages] == ["token"] * (len(messages) - 1) + ["completion"]
+        return [m.token for m in messages[:-1]], messages[-1].completion
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 3.0) -> None:
+        """Return once ``condition()`` holds; a failed assertion after ``timeout_s``."""
+        for _ in range(int(timeout_s / 0.01)):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        assert condition()
+
+    def check_idle(self) -> None:
+        for worker in self.gateway.registry.workers:
+            assert (worker.outstanding_tokens, worker.outstanding_requests, worker.prompt_tokens) == (0, 0, 0)
+        assert all(not worker.held for worker in self.fleet.values())
+
+
+StartService = Callable[..., Awaitable[Service]]
+
+
+@pytest.fixture
+async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
+    started: list[Service] = []
+    registries: list[grpc.aio.Channel] = []
+
+    async def start(*workers: str, folder: Path | None = model_folder, **settings: Any) -> Service:
+        config = PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}, **settings})
+        fleet: dict[str, FakeWorker] = {}
+        service: Service
+
+        async def connect(info: WorkerInfo) -> FakeWorker:
+            return await service.connect(info)
+
+        gateway = Gateway(config, model_name="fake", model_folder=folder, connect=connect, version="1.2.3")
+        await gateway.start()
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}")
+        registries.append(grpc.aio.insecure_channel(gateway.registry_address))
+        service = Service(gateway, channel, worker_pb2_grpc.RegistryStub(registries[-1]), fleet)
+        started.append(service)
+        if workers:
+            await service.bring_up(*workers)
+        return service
+
+    yield start
+    for service in started:
+        await service.channel.close(None)
+        await service.gateway.stop(0.1)
+    for registry in registries:
+        await registry.close(None)

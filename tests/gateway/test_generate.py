@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from core.errors import LayoutMismatch, TransferError, WorkerLost
+from core.timeline import EventKind
+from pb import inference_pb2 as pb
+from pb import inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gateway.tokenizer import Tokenizer
+    from tests.gateway.conftest import Service, StartService
+
+PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])
+
+
+def speaks(service: Service, token_ids: Sequence[int], prompt_tokens: int) -> None:
+    """Let all workers answer with these tokens."""
+    for worker in service.fleet.values():
+        worker._next_token = lambda tokens: token_ids[len(tokens) - prompt_tokens]
+
+
+async def refused(service: Service, code: grpc.StatusCode, **fields: Any) -> tuple[str, str]:
+    """The message and the error's class of a call that fails with ``code``."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.generate(**fields)
+    assert caught.value.code() is code, caught.value.details()
+    metadata: Any = caught.value.trailing_metadata()
+    return caught.value.details() or "", dict(metadata)["pdserve-error"]
+
+
+async def test_tokens_then_one_complete_account(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    tokens, completion = await service.generate(
+        request_id="mine", token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4), mode=pb.MODE_PD
+    )
+    assert [(token.token_id, token.index) for token in tokens] == [(6, 0), (7, 1), (8, 2), (9, 3)]
+    assert completion.text == "".join(token.text for token in tokens)
+    assert list(completion.token_ids) == [6, 7, 8, 9]
+    assert (completion.request_id, completion.finish_reason, completion.mode) == ("mine", "length", pb.MODE_PD)
+    assert (completion.prefill_worker, completion.decode_worker, completion.attempts) == ("p0", "d0", 1)
+    assert (completion.prompt_tokens, completion.output_tokens) == (5, 4)
+    transfer = completion.transfer
+    assert transfer.kv_bytes == transfer.kv_bytes_expected == 1024
+    assert (transfer.transport, transfer.block_size, transfer.blocks_sent, transfer.messages) == ("loopback", 4, 2, 1)
+    assert transfer.request_to_ready_ms > 0
+    assert {event.kind for event in completion.events} == {str(kind) for kind in EventKind}
+    assert {clock.worker for clock in completion.clocks} == {"p0", "d0"}
+    stages = {"gateway", "route", "reserve", "dispatch", "prefill_queue", "prefill", "unattributed"}
+    assert set(completion.gateway_ttft_ms) == stages
+    assert set(completion.gateway_ttft_decode_ms) == stages | {"kv_exposed", "decode_queue", "first_decode"}
+    for figure in (completion.gateway_ttft_ms, completion.gateway_ttft_decode_ms):
+        assert abs(figure["unattributed"]) < 5
+    service.check_idle()
+
+
+async def test_colocated_moves_nothing(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4), mode=pb.MODE_COLOCATED)
+    assert (completion.mode, completion.decode_worker) == (pb.MODE_COLOCATED, "")
+    assert completion.transfer.kv_bytes == completion.transfer.kv_bytes_expected == 0
+    assert completion.request_id.startswith("req-")
+
+
+async def test_text_goes_in_and_comes_out(start_service: StartService, tokenizer: Tokenizer) -> None:
+    service = await start_service("p0", "d0")
+    prompt, answer = tokenizer.encode("the quick"), tokenizer.encode("größer 日本語 😀")
+    speaks(service, answer, len(prompt))
+    tokens, completion = await service.generate(text="the quick", sampling=pb.Sampling(max_tokens=len(answer)))
+    assert completion.text == "größer 日本語 😀" == "".join(token.text for token in tokens)
+    assert not any("�" in token.text for token in tokens)
+    assert completion.prompt_tokens == len(prompt)
+
+
+async def test_an_incomplete_end_is_shown_with_the_last_token(
+    start_service: StartService, tokenizer: Tokenizer
+) -> None:
+    service = await start_service("p0", "d0")
+    answer = next(
+        ids[:cut]
+        for ids in (tokenizer.encode("x 🦊"),)
+        for cut in range(len(ids) - 1, 0, -1)
+        if tokenizer.decode(ids[:cut]).endswith("�")
+    )
+    speaks(service, answer, 5)
+    tokens, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=len(answer)))
+    assert completion.text == tokenizer.decode(answer)
+    assert tokens[-1].text.endswith("�")
+    assert not any("�" in token.text for token in tokens[:-1])
+
+
+@pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])
+async def test_a_stop_string_ends_text_and_work(
+    start_service: StartService, tokenizer: Tokenizer, mode: pb.Mode.ValueType
+) -> None:
+    service = await start_service("p0", "d0")
+    answer = tokenizer.encode("the lazy dog jumps over the brown fox and on and on")
+    speaks(service, answer, 5)
+    sampling = pb.Sampling(max_tokens=len(answer), stop=["nothing", "g jum"])
+    tokens, completion = await service.generate(token_ids=PROMPT, sampling=sampling, mode=mode)
+    assert completion.text == "the lazy do" == "".join(token.text for token in tokens)
+    assert completion.finish_reason == "stop"
+    assert completion.output_tokens == len(tokens) < len(answer)
+    kept = list(completion.token_ids)
+    assert kept == [token.token_id for token in tokens][: len(kept)]
+    assert tokenizer.decode(kept).startswith("the lazy do")
+    assert len(tokenizer.decode(kept[:-1])) < len("the lazy do")
+    service.check_idle()
+    assert service.gateway.router.running == 0
+
+
+async def test_a_stop_string_on_the_last_token(start_service: StartService, tokenizer: Tokenizer) -> None:
+    service = await start_service("p0", "d0")
+    answer = tokenizer.encode("the lazy dog")
+    speaks(service, answer, 5)
+    sampling = pb.Sampling(max_tokens=len(answer), stop=["dog"])
+    _, completion = await service.generate(token_ids=PROMPT, sampling=sampling)
+    assert (completion.text, completion.finish_reason) == ("the lazy ", "stop")
+    assert completion.transfer.kv_bytes == completion.transfer.kv_bytes_expected > 0
+
+
+async def test_token_1_does_not_wait_for_token_2(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["d0"].hangs = {"decode"}
+    call = service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT))
+    message = await asyncio.wait_for(call.read(), 2)
+    assert message.token.token_id == 6
+    call.cancel()
+
+
+async def test_cancelling_aborts_on_the_workers(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["d0"].hangs = {"decode_more"}
+    call = service.stub.Generate(pb.GenerateRequest(request_id="gone", token_ids=PROMPT))
+    await call.read()
+    call.cancel()
+    await service.until(lambda: service.fleet["d0"].aborted)
+    assert service.fleet["d0"].aborted == ["gone"]
+    await asyncio.sleep(0.02)
+    service.check_idle()
+    assert service.gateway.router.running == 0
+    service.fleet["d0"].hangs.clear()
+    tokens, _ = await service.generate(request_id="gone", token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
+    assert len(tokens) == 2, "its name is free again"
+
+
+async def test_a_client_that_goes_away_is_noticed(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["p0"].hangs = {"prefill"}
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{service.gateway.port}")
+    stub: Any = inference_pb2_grpc.InferenceStub(channel)
+    call = stub.Generate(pb.GenerateRequest(request_id="gone", token_ids=PROMPT))
+    await service.until(lambda: service.fleet["p0"].works)
+    await channel.close(None)
+    await service.until(lambda: service.fleet["p0"].aborted)
+    assert service.fleet["p0"].aborted == service.fleet["d0"].aborted == ["gone"]
+    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+        await call.read()
+
+
+async def test_errors_are_statuses(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", router={"max_attempts": 1})
+    code = grpc.StatusCode
+    assert await refused(service, code.INVALID_ARGUMENT) == (
+        "prompt: there is none; set text or token_ids", "InvalidRequest",
+    )  # fmt: skip
+    details, _ = await refused(service, code.INVALID_ARGUMENT, token_ids=pb.TokenIds(ids=[1000]))
+    assert details.startswith("prompt: token id 1000")
+    details, _ = await refused(service, code.INVALID_ARGUMENT, token_ids=pb.TokenIds(ids=[1] * 256))
+    assert "context of 256" in details
+    for error, status in (
+        (WorkerLost("gone"), code.UNAVAILABLE),
+        (TransferError("broken"), code.UNAVAILABLE),
+        (LayoutMismatch("dtype"), code.FAILED_PRECONDITION),
+    ):
+        await service.beat("d0")
+        service.fleet["d0"].fail("decode", error)
+        assert await refused(service, status, token_ids=PROMPT) == (str(error), type(error).__name__)
+    service.check_idle()
+
+
+async def test_a_bug_is_internal_and_the_service_lives_on(
+    start_service: StartService, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["p0"]._next_token = lambda tokens: 1 // 0
+    details, kind = await refused(service, grpc.StatusCode.INTERNAL, token_ids=PROMPT)
+    assert (details, kind) == ("ZeroDivisionError: integer division or modulo by zero", "PdserveError")
+    assert "nobody foresaw" in caplog.text
+    service.fleet["p0"]._next_token = service.fleet["d0"]._next_token
+    await service.generate(token_ids=PROMPT)
+
+
+async def test_the_clients_deadline_ends_the_request(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["p0"].hangs = {"prefill"}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT), timeout=0.2):
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await service.until(lambda: service.fleet["p0"].aborted and service.fleet["d0"].aborted)
+    await asyncio.sleep(0.02)
+    service.check_idle()
+
+
+async def test_the_services_own_deadline(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", gateway={"host": "127.0.0.1", "port": 0, "default_timeout_s": 0.1})
+    service.fleet["p0"].hangs = {"prefill"}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT)):
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "raise the timeout" in (caught.value.details() or "")
+
+
+async def test_a_request_id_in_use_is_refused(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["p0"].hangs = {"prefill"}
+    call = service.stub.Generate(pb.GenerateRequest(request_id="a", token_ids=PROMPT))
+    await service.until(lambda: service.fleet["p0"].works)
+    details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", token_ids=PROMPT)
+    assert "in use" in details
+    call.cancel()
+
+
+async def test_models_without_a_tokenizer_take_token_ids_only(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", folder=None)
+    details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, text="hello")
+    assert details == "prompt: this model has no tokenizer; send token_ids"
+    tokens, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3))
+    assert [token.text for token in tokens] == ["", "", ""]
+    assert (completion.text, list(completion.token_ids)) == ("", [6, 7, 8])
+
+
+@pytest.mark.parametrize("stage", ["gateway", "network", "route", "dispatch"])
+@pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])
+async def test_a_planted_delay_shows_in_its_stage_alone(
+    start_service: StartService, stage: str, mode: pb.Mode.ValueType
+) -> None:
+    service = await start_service("p0", "d0", testing={"delay_ms": {stage: 60.0}})
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    arrivals_ms = []
+    sampling = pb.Sampling(max_tokens=3)
+    async for message in service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT, sampling=sampling, mode=mode)):
+        arrivals_ms.append((loop.time() - started_s) * 1e3)
+        completion = message.completion
+    for figure, client_ms in (
+        (completion.gateway_ttft_ms, arrivals_ms[0]),
+        (completion.gateway_ttft_decode_ms, arrivals_ms[1]),
+    ):
+        stages = {**figure, "network": client_ms - sum(figure.values())}
+        assert 59 <= stages.pop(stage) <= 90
+        assert all(-5 <= length_ms <= 25 for length_ms in stages.values()), stages

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from core.errors import CapacityExceeded, InvalidRequest
+from core.request import Mode
+from gateway.tokenizer import Tokenizer
+from gateway.validation import (
+    Limits,
+    check_stop_token_ids,
+    fit_max_tokens,
+    read_mode,
+    read_prompt,
+    read_request_id,
+    read_sampling,
+)
+from pb import inference_pb2 as pb
+
+LIMITS = Limits(context_length=200, pool_tokens=1000, vocab_size=500)
+
+
+def message(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**fields)
+
+
+def test_request_id_is_taken_or_made() -> None:
+    assert read_request_id(message(request_id="a.b_c:d-9"), ()) == "a.b_c:d-9"
+    made = {read_request_id(message(), ()) for _ in range(10)}
+    assert len(made) == 10
+    for name in made:
+        assert read_request_id(message(request_id=name), ()) == name
+
+
+@pytest.mark.parametrize("name", ["a b", "é", "a#2", "x" * 129, "a\n", "/"])
+def test_bad_request_ids(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^request_id: .*; leave it out"):
+        read_request_id(message(request_id=name), ())
+
+
+def test_request_id_in_use() -> None:
+    with pytest.raises(InvalidRequest, match=r"^request_id: 'a' is in use"):
+        read_request_id(message(request_id="a"), {"a"})
+
+
+def test_modes() -> None:
+    assert [read_mode(message(mode=number)) for number in (0, 1, 2, 3)] == [
+        Mode.AUTO, Mode.AUTO, Mode.PD, Mode.COLOCATED,
+    ]  # fmt: skip
+    with pytest.raises(InvalidRequest, match=r"^mode: 17 is unknown; use MODE_AUTO"):
+        read_mode(message(mode=17))
+
+
+def test_sampling_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
+    first, second = (read_sampling(message(), tokenizer) for _ in range(2))
+    assert (first.max_tokens, first.temperature, first.top_k, first.top_p, first.stop) == (128, 0.0, 0, 1.0, ())
+    assert first.seed is not None
+    assert second.seed is not None
+    assert first.seed != second.seed
+    assert 0 <= first.seed < 2**63
+    given = pb.Sampling(
+        max_tokens=3, temperature=0.5, top_k=4, top_p=0.25, seed=0, stop=["x"], stop_token_ids=[9], ignore_eos=True
+    )
+    sampling = read_sampling(message(sampling=given), tokenizer)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.5, 4, 0.25)
+    assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (0, ("x",), (9,), True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("seed", 2**63),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop", ["x" * 1025]),
+    ],
+)
+def test_bad_sampling_names_its_field(tokenizer: Tokenizer, field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: "):
+        read_sampling(message(sampling=pb.Sampling(**{field: value})), tokenizer)
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(InvalidRequest, match=r"^stop: this model has no tokenizer"):
+        read_sampling(message(sampling=pb.Sampling(stop=["x"])), None)
+
+
+async def test_prompts(tokenizer: Tokenizer) -> None:
+    assert await read_prompt(message(text="the quick"), tokenizer, 500) == tokenizer.encode("the quick")
+    assert await read_prompt(message(token_ids=pb.TokenIds(ids=[3, 499])), None, 500) == (3, 499)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "there is none; set text or token_ids"),
+        ({"text": ""}, "it is empty"),
+        ({"token_ids": pb.TokenIds()}, "it is empty"),
+        ({"token_ids": pb.TokenIds(ids=[1, 500, 2])}, "token id 500 at position 1 is not below"),
+    ],
+)
+async def test_bad_prompts(tokenizer: Tokenizer, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^prompt: {problem}"):
+        await read_prompt(message(**fields), tokenizer, 500)
+
+
+async def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: this model has no tokenizer; send token_ids$"):
+        await read_prompt(message(text="hello"), None, 500)
+
+
+def fit(prompt_tokens: int, max_tokens: int | None, limits: Limits = LIMITS) -> int:
+    sampling = pb.Sampling() if max_tokens is None else pb.Sampling(max_tokens=max_tokens)
+    asked = message(sampling=sampling)
+    return fit_max_tokens(asked, prompt_tokens, limits, read_sampling(asked, None)).max_tokens
+
+
+def test_max_tokens_are_clipped_only_if_the_client_did_not_say() -> None:
+    assert fit(10, None) == 128
+    assert fit(150, None) == 50
+    assert fit(150, 50) == 50
+    with pytest.raises(InvalidRequest, match=r"^max_tokens: 51 after a prompt of 150 .* ask for at most 50"):
+        fit(150, 51)
+    with pytest.raises(InvalidRequest, match=r"^prompt: 200 tokens leave no room in the context of 200"):
+        fit(200, None)
+
+
+def test_what_fits_the_context_but_no_pool_is_a_matter_of_capacity() -> None:
+    small = Limits(context_length=200, pool_tokens=64, vocab_size=500)
+    assert fit(10, None, small) == 54
+    assert fit(10, 54, small) == 54
+    with pytest.raises(CapacityExceeded, match=r"engine\.kv_memory_mb"):
+        fit(10, 55, small)
+    with pytest.raises(CapacityExceeded):
+        fit(100, None, small)
+
+
+def test_stop_token_ids_must_exist() -> None:
+    sampling = read_sampling(message(sampling=pb.Sampling(stop_token_ids=[499, 500])), None)
+    with pytest.raises(InvalidRequest, match=r"^stop_token_ids: 500"):
+        check_stop_token_ids(sampling, 500)
