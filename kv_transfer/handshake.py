@@ -1,0 +1,65 @@
+"""How two workers meet: over each new link, before any request, they compare layouts and incarnations."""
+
+from __future__ import annotations
+
+import contextlib
+
+from core.errors import ConfigError, LayoutMismatch, PeerLost, TransferRefused, to_wire
+from core.kv_layout import KVLayout
+from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, Message
+from kv_transfer.integrity import Header, Hello, HelloOk, Reason, Refusal, Refused, decode, encode, peer_error
+
+
+async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
+    """The sender's part: raises what the receiver refuses it with (LayoutMismatch, TransferRefused), or TransferRefused
+    if another worker than ``worker_id`` answers. Unbounded: put a timeout around it."""
+    await link.send(encode(me))
+    answer = decode((await link.recv()).header)
+    if isinstance(answer, Refused):
+        raise peer_error(answer.kind, f"refused by {worker_id}: {answer.message}")
+    if not isinstance(answer, HelloOk) or (answer.worker_id, answer.epoch) != (worker_id, me.epoch):
+        raise TransferRefused(f"another worker than {worker_id} answers at its KV endpoint")
+
+
+async def greet(link: KVLink, worker_id: str, epoch: str, layout: KVLayout, *, checksums: bool) -> None:
+    """The receiver's part: `Refusal` if the peer does not fit; then `dismiss` it. Unbounded as well."""
+    _check(parse(await link.recv()), worker_id, epoch, layout, checksums)
+    await link.send(encode(HelloOk(worker_id, epoch)))
+
+
+async def dismiss(link: KVLink, refusal: Refusal) -> None:
+    """Tell the peer why, and wait until it has read it and hangs up. Unbounded as well."""
+    await link.send(encode(Refused("", 0, *to_wire(refusal.error))))
+    with contextlib.suppress(PeerLost):
+        await link.recv()
+
+
+def parse(message: Message) -> Header:
+    """The message's header; `Refusal` (malformed) if it has none."""
+    try:
+        return decode(message.header)
+    except TransferRefused as error:
+        raise Refusal(Reason.MALFORMED, str(error)) from None
+
+
+def check_block_size(layout: KVLayout) -> None:
+    """ConfigError if a block is larger than any transport carries in one message."""
+    if layout.block_bytes > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"engine.block_size: {layout.block_size} tokens make blocks of {layout.block_bytes} bytes; "
+            f"at most {MAX_PAYLOAD_BYTES} travel"
+        )
+
+
+def _check(hello: Header, worker_id: str, epoch: str, layout: KVLayout, checksums: bool) -> None:
+    if not isinstance(hello, Hello):
+        raise Refusal(Reason.MALFORMED, "the first message must be a hello")
+    if hello.epoch != epoch:
+        raise Refusal(Reason.STALE_EPOCH, f"{worker_id} has started anew and holds nothing for {hello.worker_id}")
+    try:
+        layout.check_compatible(KVLayout.from_wire(hello.layout))
+    except LayoutMismatch as error:
+        raise Refusal(Reason.LAYOUT, str(error)) from None
+    if hello.checksums != checksums:
+        ours, theirs = ("on" if each else "off" for each in (checksums, hello.checksums))
+        raise Refusal(Reason.LAYOUT, f"transfer.checksum differs: {ours} here, {theirs} at the peer")

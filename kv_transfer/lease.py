@@ -1,0 +1,40 @@
+"""The bound on one hand-off: its deadline, and for how long its peer may be silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from core.clock import Clock
+
+
+class Lease:
+    """Calls ``expire(why)`` once, on the running loop, when ``deadline_s`` (of ``clock``) has passed or `renew` was not
+    called for ``lease_s`` seconds; not after `cancel`."""
+
+    def __init__(self, clock: Clock, deadline_s: float, lease_s: float, expire: Callable[[str], None]) -> None:
+        self._clock, self._deadline_s, self._lease_s, self._expire = clock, deadline_s, lease_s, expire
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = clock.now()
+        self._arm()
+
+    def renew(self) -> None:
+        """The peer has been heard of."""
+        self._heard_s = self._clock.now()
+
+    def cancel(self) -> None:
+        """Never expire."""
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        left_s = min(self._deadline_s, self._heard_s + self._lease_s) - self._clock.now()
+        self._timer = self._loop.call_later(max(0.0, left_s), self._fire)
+
+    def _fire(self) -> None:
+        now_s = self._clock.now()
+        if now_s >= self._deadline_s:
+            self._expire("its deadline passed")
+        elif now_s >= self._heard_s + self._lease_s:
+            self._expire(f"the peer was silent for {self._lease_s:g} s")
+        else:
+            self._arm()

@@ -1,0 +1,168 @@
+"""One receiver as the sender sees it: the link to it, and the hand-offs that share this link."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from core.clock import Clock
+from core.errors import ChecksumMismatch, PdserveError, PeerLost, TransferError, TransferRefused, to_wire
+from core.handoff import KVEndpoint
+from kv_transfer.base import BlockStore, KVLink
+from kv_transfer.integrity import Abort, Ack, Blocks, Header, Open, Refused, checksum, decode, encode, peer_error
+from kv_transfer.outgoing import Outgoing
+from kv_transfer.status import TransferStatus
+
+_log = logging.getLogger(__name__)
+
+Conclude = Callable[[Outgoing, PdserveError | None], None]
+"""Ends a hand-off: None if the receiver has all of it, else the reason why it failed."""
+
+
+class Peer:
+    """Three tasks work on the link: one writes (one message of each hand-off in turn), one reads the answers, one says
+    every ``heartbeat_s`` that the hand-offs still live. When the link ends, its hand-offs fail."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: str,
+        endpoint: KVEndpoint,
+        link: KVLink,
+        *,
+        store: BlockStore,
+        checksums: bool,
+        clock: Clock,
+        heartbeat_s: float,
+        heard: Callable[[Outgoing], None],
+        conclude: Conclude,
+    ) -> None:
+        self.worker_id, self.epoch, self.endpoint = worker_id, epoch, endpoint
+        self.alive = True
+        self._link, self._store, self._checksums, self._clock = link, store, checksums, clock
+        self._heartbeat_s, self._heard, self._conclude = heartbeat_s, heard, conclude
+        self._handoffs: dict[str, Outgoing] = {}
+        self._turns: deque[Outgoing] = deque()
+        self._controls: deque[Header] = deque()
+        self._work = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    def add(self, handoff: Outgoing) -> None:
+        """Take on a hand-off to this receiver."""
+        handoff.status = TransferStatus.WAITING
+        self._handoffs[handoff.destination.nonce] = handoff
+        self._control(_open(handoff))
+        self.advance(handoff)
+
+    def advance(self, handoff: Outgoing) -> None:
+        """It may have something to send now."""
+        if handoff.ready and handoff not in self._turns and handoff.destination.nonce in self._handoffs:
+            self._turns.append(handoff)
+            self._work.set()
+
+    def drop(self, handoff: Outgoing, error: PdserveError | None) -> None:
+        """Forget a hand-off; with an error, the receiver is told to give it up as well."""
+        if self._handoffs.pop(handoff.destination.nonce, None) is not None and error is not None:
+            self._control(Abort(handoff.destination.nonce, *to_wire(error)))
+
+    async def aclose(self) -> None:
+        """Close the link and wait until its tasks have ended; its hand-offs fail."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _control(self, header: Header) -> None:
+        self._controls.append(header)
+        self._work.set()
+
+    async def _run(self) -> None:
+        tasks = [asyncio.create_task(work) for work in (self._write(), self._read(), self._beat())]
+        lost = PeerLost(f"the KV link to {self.worker_id} was closed here")
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            error = done.pop().exception()
+            lost = PeerLost(f"the KV link to {self.worker_id} was lost: {error}")
+            if not isinstance(error, TransferError):
+                _log.error("the KV link to %s failed", self.worker_id, exc_info=error)
+        finally:
+            self.alive = False
+            handoffs = list(self._handoffs.values())
+            self._handoffs.clear()
+            for handoff in handoffs:
+                self._conclude(handoff, lost)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._link.aclose()
+
+    async def _write(self) -> None:
+        while True:
+            while not self._controls and not self._turns:
+                self._work.clear()
+                await self._work.wait()
+            if self._controls:
+                await self._link.send(encode(self._controls.popleft()))
+                continue
+            handoff = self._turns.popleft()
+            if handoff.ready:
+                await self._send_part(handoff)
+                self.advance(handoff)
+
+    async def _send_part(self, handoff: Outgoing) -> None:
+        part = handoff.next_part(self._clock.now())
+        destination, trailer = handoff.destination, handoff.trailer if part.last else b""
+        handoff.idle.clear()
+        try:
+            payload = self._store.read_blocks(part.block_ids) if part.block_ids else []
+            header = Blocks(
+                nonce=destination.nonce,
+                epoch=destination.epoch,
+                request_id=handoff.request_id,
+                seq=part.seq,
+                first_slot=part.first_slot,
+                num_blocks=len(part.block_ids),
+                checksum=checksum(payload, trailer) if self._checksums else 0,
+                last=part.last,
+                trailer=trailer,
+            )
+            await self._link.send(encode(header), payload)
+        except TransferError:
+            raise
+        except PdserveError as error:  # its blocks cannot be read: the others are not concerned
+            self._conclude(handoff, error)
+        finally:
+            handoff.idle.set()
+
+    async def _read(self) -> None:
+        while True:
+            answer = decode((await self._link.recv()).header)
+            if not isinstance(answer, Ack | Refused | Abort):
+                raise TransferRefused(f"a {type(answer).__name__} has no place here")
+            if isinstance(answer, Refused) and not answer.nonce:
+                raise TransferRefused(answer.message)
+            handoff = self._handoffs.get(answer.nonce)
+            if handoff is None:
+                continue  # given up meanwhile
+            self._heard(handoff)
+            if isinstance(answer, Ack):
+                if answer.seq and handoff.acknowledge(answer.seq):
+                    self._conclude(handoff, None)
+            elif (
+                isinstance(answer, Refused) and answer.kind == ChecksumMismatch.__name__ and handoff.resend(answer.seq)
+            ):
+                self.advance(handoff)
+            else:
+                if isinstance(answer, Abort):
+                    self._handoffs.pop(answer.nonce)  # it knows already
+                self._conclude(handoff, peer_error(answer.kind, f"{self.worker_id}: {answer.message}"))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            for handoff in self._handoffs.values():
+                self._control(_open(handoff))
+
+
+def _open(handoff: Outgoing) -> Open:
+    return Open(handoff.destination.nonce, handoff.destination.epoch, handoff.request_id)

@@ -1,0 +1,214 @@
+"""The sending end: it reads blocks out of its pool and pushes them to receivers, several hand-offs at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from core.clock import Clock
+from core.errors import ConfigError, PdserveError, PeerLost, RequestAborted, TransferTimeout
+from core.handoff import KVDestination, KVEndpoint
+from kv_transfer.base import BlockStore, KVTransport
+from kv_transfer.handshake import check_block_size, introduce
+from kv_transfer.integrity import Hello
+from kv_transfer.lease import Lease
+from kv_transfer.outgoing import Outgoing, SentKV
+from kv_transfer.peer import Peer
+from kv_transfer.status import TransferStatus
+
+_HEARTBEATS_PER_LEASE = 3
+
+
+class KVSender:
+    """Sends hand-offs from ``store``. The transport stays its creator's, to be closed after this.
+
+    ``message_bytes``: adjacent blocks are coalesced up to this (a message has one block at least). ``lease_s``: how
+    long a receiver may be silent. One event loop; `start` and `send_blocks` never wait. Every `start` needs its `wait`
+    or `abort`.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        transport: KVTransport,
+        *,
+        worker_id: str,
+        checksum: bool,
+        message_bytes: int,
+        clock: Clock,
+        lease_s: float,
+        connect_timeout_s: float,
+    ) -> None:
+        check_block_size(store.layout)
+        self._store, self._transport, self._clock = store, transport, clock
+        self._worker_id, self._checksums = worker_id, checksum
+        self._blocks_per_message = max(1, message_bytes // store.layout.block_bytes)
+        self._lease_s, self._connect_timeout_s = lease_s, connect_timeout_s
+        self._peers: dict[str, Peer] = {}
+        self._connecting: dict[str, asyncio.Lock] = {}
+        self._handoffs: dict[str, Outgoing] = {}
+        self._leases: dict[str, Lease] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def peers(self) -> tuple[str, ...]:
+        """The workers it has a link to, by id."""
+        return tuple(sorted(peer.worker_id for peer in self._peers.values() if peer.alive))
+
+    async def connect(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+        """Have a link to this incarnation of a worker; nothing to do if there is one. Raises LayoutMismatch,
+        TransferRefused (it is another incarnation by now), TransferTimeout, PeerLost; ConfigError if it listens with
+        another transport."""
+        if endpoint.transport != self._transport.name:
+            raise ConfigError(
+                f"transfer.transport: {worker_id} listens with {endpoint.transport}, "
+                f"{self._worker_id} uses {self._transport.name}"
+            )
+        async with self._connecting.setdefault(worker_id, asyncio.Lock()):
+            known = self._peer(worker_id, epoch)
+            if known is not None and known.endpoint == endpoint:
+                return
+            peer = await self._meet(worker_id, epoch, endpoint)
+            old = self._peers.pop(worker_id, None)
+            self._peers[worker_id] = peer
+            if old is not None:
+                await old.aclose()
+
+    def start(self, request_id: str, destination: KVDestination, deadline_s: float) -> None:
+        """Begin a hand-off; connects on its own where there is no link. ``deadline_s`` is a time of the sender's clock.
+        ValueError if the request has one already."""
+        if request_id in self._handoffs:
+            raise ValueError(f"{request_id} is being sent already")
+        handoff = Outgoing(request_id, destination, self._blocks_per_message)
+        self._handoffs[request_id] = handoff
+
+        def expire(why: str) -> None:
+            self._conclude(handoff, TransferTimeout(f"KV of {request_id} is not handed over and {why}"))
+
+        self._leases[request_id] = Lease(self._clock, deadline_s, self._lease_s, expire)
+        peer = self._peer(destination.worker_id, destination.epoch)
+        if peer is not None:
+            peer.add(handoff)
+        else:
+            self._spawn(self._bootstrap(handoff))
+
+    def send_blocks(
+        self, request_id: str, first_slot: int, block_ids: Sequence[int], last: bool = False, trailer: bytes = b""
+    ) -> None:
+        """Queue blocks for the slots from ``first_slot``; those the receiver holds already are left out. They must keep
+        their content until `wait` or `abort` returns. ``last`` closes the hand-off, with a ``trailer`` of at most 4 KiB
+        for the receiver's owner. One that failed meanwhile ignores this, and `wait` says so. ValueError on bad
+        arguments, and after `wait` or `abort`."""
+        handoff = self._find(request_id)
+        handoff.add(first_slot, block_ids, last=last, trailer=trailer)
+        if (peer := self._peer_of(handoff)) is not None:
+            peer.advance(handoff)
+
+    async def wait(self, request_id: str) -> SentKV:
+        """Return once the receiver has acknowledged everything; then, or after an error, nothing reads its blocks any
+        more. Raises TransferTimeout (deadline, or a silent receiver), PeerLost, TransferRefused, ChecksumMismatch,
+        LayoutMismatch, RequestAborted after `abort`, or what the receiver gave up with."""
+        handoff = self._find(request_id)
+        await handoff.done.wait()
+        await handoff.idle.wait()
+        if self._handoffs.get(request_id) is handoff:
+            del self._handoffs[request_id]
+        if isinstance(handoff.outcome, SentKV):
+            return handoff.outcome
+        assert handoff.outcome is not None
+        raise handoff.outcome
+
+    def status(self, request_id: str) -> TransferStatus:
+        """How far it is; ValueError once `wait` or `abort` has ended it."""
+        return self._find(request_id).status
+
+    async def abort(self, request_id: str) -> None:
+        """Give a hand-off up and tell its receiver. When this returns, nothing reads its blocks any more. Unknown ones
+        are fine."""
+        handoff = self._handoffs.get(request_id)
+        if handoff is None:
+            return
+        self._conclude(handoff, RequestAborted(f"the KV hand-off of {request_id} was aborted by its sender"))
+        self._handoffs.pop(request_id, None)
+        await handoff.idle.wait()
+
+    async def aclose(self) -> None:
+        """Fail what is under way, close the links."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(peer.aclose() for peer in self._peers.values()))
+        self._peers.clear()
+        for handoff in list(self._handoffs.values()):
+            self._conclude(handoff, PeerLost(f"the KV sender of {self._worker_id} was closed"))
+
+    def _find(self, request_id: str) -> Outgoing:
+        if (handoff := self._handoffs.get(request_id)) is None:
+            raise ValueError(f"{request_id} is not being sent")
+        return handoff
+
+    def _peer(self, worker_id: str, epoch: str) -> Peer | None:
+        peer = self._peers.get(worker_id)
+        return peer if peer is not None and peer.alive and peer.epoch == epoch else None
+
+    def _peer_of(self, handoff: Outgoing) -> Peer | None:
+        return self._peer(handoff.destination.worker_id, handoff.destination.epoch)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _bootstrap(self, handoff: Outgoing) -> None:
+        destination = handoff.destination
+        try:
+            await self.connect(destination.worker_id, destination.epoch, destination.endpoint)
+        except PdserveError as error:
+            self._conclude(handoff, error)
+            return
+        peer = self._peer_of(handoff)
+        if peer is None:
+            self._conclude(handoff, PeerLost(f"the KV link to {destination.worker_id} was lost at once"))
+        elif handoff.outcome is None:
+            peer.add(handoff)
+
+    async def _meet(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> Peer:
+        link = await self._transport.connect(endpoint, self._connect_timeout_s)
+        peer: Peer | None = None
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                hello = Hello(self._worker_id, epoch, self._store.layout.to_wire(), self._checksums)
+                await introduce(link, hello, worker_id)
+            peer = Peer(
+                worker_id,
+                epoch,
+                endpoint,
+                link,
+                store=self._store,
+                checksums=self._checksums,
+                clock=self._clock,
+                heartbeat_s=self._lease_s / _HEARTBEATS_PER_LEASE,
+                heard=lambda handoff: self._leases[handoff.request_id].renew(),
+                conclude=self._conclude,
+            )
+        except TimeoutError:
+            raise TransferTimeout(f"{worker_id} did not answer within {self._connect_timeout_s:g} s") from None
+        finally:
+            if peer is None:
+                await link.aclose()
+        return peer
+
+    def _conclude(self, handoff: Outgoing, error: PdserveError | None) -> None:
+        if handoff.outcome is not None:
+            return
+        self._leases.pop(handoff.request_id).cancel()
+        if error is None:
+            block_bytes = self._store.layout.block_bytes
+            handoff.outcome = handoff.sent(self._transport.name, self._clock.now(), block_bytes)
+            handoff.status = TransferStatus.SUCCESS
+        else:
+            handoff.outcome, handoff.status = error, TransferStatus.FAILED
+        if (peer := self._peer_of(handoff)) is not None:
+            peer.drop(handoff, error)
+        handoff.done.set()

@@ -1,0 +1,113 @@
+"""Whole ends for the tests of this folder: a sender and a receiver over small pools, closed afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from core.clock import MonotonicClock
+from core.handoff import KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer.base import KVTransport
+from kv_transfer.factory import create_transport
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+
+LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
+NUM_BLOCKS = 64
+
+
+@dataclass
+class Ends:
+    """Both ends of hand-offs, worker "p" to worker "d", and what they are made of."""
+
+    sender: KVSender
+    receiver: KVReceiver
+    source: MemoryStore
+    target: MemoryStore
+    endpoint: KVEndpoint
+    receiving_transport: KVTransport
+    clock: MonotonicClock
+
+    def in_s(self, seconds: float) -> float:
+        """A deadline so far away."""
+        return self.clock.now() + seconds
+
+    def blocks_of(self, store: MemoryStore, ids: list[int]) -> bytes:
+        """The content of blocks."""
+        return b"".join(store.read_blocks(ids))
+
+
+MakeEnds = Callable[..., Awaitable[Ends]]
+
+
+@pytest.fixture
+async def make_ends() -> AsyncIterator[MakeEnds]:
+    """Creates `Ends`; keywords change what both ends agree on by default."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(
+            transport: str = "loopback",
+            *,
+            layout: KVLayout = LAYOUT,
+            sender_layout: KVLayout | None = None,
+            checksum: bool = True,
+            sender_checksum: bool | None = None,
+            message_bytes: int = 4096,
+            lease_s: float = 5.0,
+            delay_s: float = 0.0,
+            num_blocks: int = NUM_BLOCKS,
+            sending: KVTransport | None = None,
+            receiving: KVTransport | None = None,
+        ) -> Ends:
+            clock = MonotonicClock()
+            sending = sending or create_transport(transport, timeout_s=5.0)
+            receiving = receiving or create_transport(transport, timeout_s=5.0)
+            stack.push_async_callback(sending.aclose)
+            stack.push_async_callback(receiving.aclose)
+            source = MemoryStore(sender_layout or layout, num_blocks)
+            source.data[:] = random.Random(1).randbytes(len(source.data))
+            target = MemoryStore(layout, num_blocks)
+            receiver = KVReceiver(
+                target,
+                receiving,
+                worker_id="d",
+                epoch="e1",
+                checksum=checksum,
+                clock=clock,
+                lease_s=lease_s,
+                delay_s=delay_s,
+            )
+            sender = KVSender(
+                source,
+                sending,
+                worker_id="p",
+                checksum=checksum if sender_checksum is None else sender_checksum,
+                message_bytes=message_bytes,
+                clock=clock,
+                lease_s=lease_s,
+                connect_timeout_s=5.0,
+            )
+            endpoint = await receiver.start("127.0.0.1")
+            stack.push_async_callback(receiver.aclose)
+            stack.push_async_callback(sender.aclose)
+            return Ends(sender, receiver, source, target, endpoint, receiving, clock)
+
+        yield make
+
+
+@pytest.fixture
+def layout() -> KVLayout:
+    """The small pools' layout: blocks of 1 KiB."""
+    return LAYOUT
+
+
+@pytest.fixture
+def other_layout() -> KVLayout:
+    """One that does not fit."""
+    return replace(LAYOUT, block_size=8)
