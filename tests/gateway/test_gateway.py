@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 import grpc
@@ -11,18 +10,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from core.config import PdserveConfig
-from core.errors import LaunchError, LayoutMismatch, NotReady, TransferTimeout
-from core.kv_layout import KVLayout
+from core.errors import LaunchError, NotReady
 from gateway.gateway import SERVICE, Gateway
 from pb import inference_pb2 as pb
-from pb import worker_pb2 as worker_pb
 
 if TYPE_CHECKING:
     from router.fakes import FakeWorker
     from tests.gateway.conftest import Service, StartService
 
 PROMPT = pb.TokenIds(ids=[1, 2, 3])
-OTHER_LAYOUT = KVLayout("fake", "bfloat16", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
 
 
 async def health_of(service: Service, name: str = "") -> str:
@@ -156,107 +152,3 @@ async def test_stopping_aborts_what_does_not_end(start_service: StartService) ->
     with pytest.raises(grpc.aio.AioRpcError):
         await running
     assert service.fleet["d0"].aborted
-
-
-async def test_a_worker_that_cannot_be_reached_is_tried_with_every_heartbeat(
-    start_service: StartService, caplog: pytest.LogCaptureFixture
-) -> None:
-    service = await start_service()
-    fake = service.make("p0")
-    del service.fleet["p0"]
-    for _ in range(3):
-        await service.beat("p0")
-        await settle()
-    assert service.connects == ["p0/1"] * 3
-    assert caplog.text.count("worker p0: cannot connect: worker p0 does not answer") == 1
-    service.fleet["p0"] = fake
-    await service.beat("p0")
-    await settle()
-    assert [worker.worker_id for worker in service.gateway.registry.ready()] == ["p0"]
-
-
-async def test_a_new_incarnation_replaces_the_old_and_is_paired_again(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
-    old = service.fleet["d0"]
-    service.make("d0", epoch="2")
-    await service.beat("d0")
-    await settle()
-    assert service.connects[-1] == "d0/2"
-    assert old.is_dead
-    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
-    assert [point for point, _ in service.fleet["d0"].works] == ["reserve"]
-
-
-async def test_a_broken_connection_is_opened_again(start_service: StartService) -> None:
-    service = await start_service("p0", "d0")
-    service.fleet["p0"].crash()
-    await settle()
-    status = await service.stub.GetStatus(pb.GetStatusRequest())
-    assert [worker.state for worker in status.workers] == ["ready", "lost"]
-    assert not status.ready
-    service.make("p0")
-    await service.bring_up("p0")
-    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
-
-
-async def test_silence_fails_what_runs_on_the_worker(start_service: StartService) -> None:
-    service = await start_service(
-        "p0", "d0", router={"heartbeat_s": 0.05, "heartbeat_timeout_s": 0.3, "max_attempts": 1}
-    )
-    service.fleet["d0"].hangs = {"decode"}
-    running = asyncio.create_task(service.generate(token_ids=PROMPT))
-    for _ in range(10):
-        await asyncio.sleep(0.05)
-        await service.beat("p0")
-    with pytest.raises(grpc.aio.AioRpcError, match="worker d0 is lost"):
-        await asyncio.wait_for(running, 3.0)
-
-
-async def test_layouts_that_differ_are_told_before_any_request(
-    start_service: StartService, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    service = await start_service()
-    service.make("p0")
-    service.make("d0", layout=OTHER_LAYOUT)
-    for _ in range(3):
-        for worker_id in ("p0", "d0"):
-            await service.beat(worker_id)
-            await settle()
-    assert caplog.text.count("workers p0 and d0 cannot be paired: KV layout differs in dtype") == 1
-    error = await call_error(service)
-    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "KV layout differs in dtype: 'float32' here, 'bfloat16' at the peer" in (error.details() or "")
-    with pytest.raises(LayoutMismatch):
-        await service.gateway.wait_serving(0.01)
-    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), mode=pb.MODE_COLOCATED)
-
-
-async def test_a_failed_handshake_is_tried_again(start_service: StartService) -> None:
-    service = await start_service()
-    service.make("p0").fail("connect_peer", TransferTimeout("no answer"))
-    service.make("d0")
-    await service.beat("p0")
-    await service.beat("d0")
-    await settle()
-    assert "no answer" in ((await call_error(service)).details() or "")
-    await service.bring_up("d0")
-    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
-
-
-async def test_all_pairs_are_connected(start_service: StartService) -> None:
-    service = await start_service("p0", "d0", "p1", "d1")
-    await settle()
-    assert service.fleet["p0"].connected == service.fleet["p1"].connected == {"d0", "d1"}
-    first, second = await service.beat("p0"), await service.beat("d0")
-    assert first.gateway_epoch == second.gateway_epoch != ""
-
-
-async def test_nonsense_on_the_registry_is_refused(start_service: StartService) -> None:
-    service = await start_service()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.registry.Heartbeat(
-            worker_pb.HeartbeatRequest(info=worker_pb.WorkerInfo(worker_id="x", role="cook"))
-        )
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "cook" in (caught.value.details() or "")
