@@ -1,4 +1,4 @@
-"""Runs a `Gateway` over real workers on a thread with an event loop of its own: what a Ray actor (or a process) holds."""
+"""Runs a `Gateway` over real workers on a thread and event loop of its own: what a Ray actor (or a process) holds."""
 
 from __future__ import annotations
 
