@@ -58,6 +58,7 @@ class GrpcLink(KVLink):
         self._taken = asyncio.Event()
         self._credit = _Credit()
         self._inbox = Inbox()
+        self._gone: PeerLost | None = None
         self._over = asyncio.Event()
         self.cancel: Callable[[], object] = lambda: None
 
@@ -67,11 +68,11 @@ class GrpcLink(KVLink):
         try:
             async with asyncio.timeout(self._timeout_s):
                 for frame in encode(header, payload):
-                    while not self.ended and self._queued_bytes and self._queued_bytes + len(frame) > WINDOW_BYTES:
+                    while not self._gone and self._queued_bytes and self._queued_bytes + len(frame) > WINDOW_BYTES:
                         self._taken.clear()
                         await self._taken.wait()
-                    if self.ended is not None:
-                        raise self.ended
+                    if self._gone is not None:
+                        raise self._gone
                     begun = True
                     self._queued_bytes += len(frame)
                     self._frames.put(frame)
@@ -99,7 +100,8 @@ class GrpcLink(KVLink):
 
     async def aclose(self) -> None:
         """Half-close after what is queued; cancel the RPC if the peer does not follow within a second."""
-        self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (grpc_stream)"), discard=True)
+        self._gone = self._gone or PeerLost(f"the link to {self._peer} was closed here (grpc_stream)")
+        self._inbox.end(self._gone, discard=True)
         self._credit.lift()
         self._taken.set()
         self._frames.put(None)
@@ -129,12 +131,13 @@ class GrpcLink(KVLink):
             why = f"the peer sent something that is no message: {error}"
             self.cancel()
         finally:
-            self.stop_sending()
-            self.post(self._end, why)
+            self.terminated(why)
+            self.post(self._end)
 
-    def stop_sending(self) -> None:
-        """Let `outgoing` end; callable from any thread."""
+    def terminated(self, why: str = "the peer is gone") -> None:
+        """The RPC is over, though `read` may still have messages to take in: nothing can be sent. From any thread."""
         self._frames.put(None)
+        self.post(self._lose, why)
 
     def post(self, function: Callable[..., None], *args: object) -> None:
         """Run ``function`` on the link's loop, from any thread."""
@@ -145,8 +148,12 @@ class GrpcLink(KVLink):
         self._queued_bytes -= size
         self._taken.set()
 
-    def _end(self, why: str) -> None:
-        self._inbox.end(PeerLost(f"{self._peer}: {why} (grpc_stream)"))
+    def _lose(self, why: str) -> None:
+        self._gone = self._gone or PeerLost(f"{self._peer}: {why} (grpc_stream)")
         self._taken.set()
+
+    def _end(self) -> None:
+        if self._gone is not None:
+            self._inbox.end(self._gone)
         self._over.set()
         self._on_end(self)

@@ -57,7 +57,7 @@ class GrpcStreamTransport(KVTransport):
         def exchange(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             link = GrpcLink(loop, context.peer(), self._timeout_s, self._forget)
             link.cancel = context.cancel
-            if not context.add_callback(link.stop_sending):
+            if not context.add_callback(link.terminated):
                 return
             context.send_initial_metadata((_HELLO,))
             link.post(self._arrived, link)
@@ -92,6 +92,7 @@ class GrpcStreamTransport(KVTransport):
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)(link.outgoing())
         cancel: Callable[[], object] = call.cancel
         link.cancel = cancel
+        call.add_callback(lambda: link.terminated(call.details() or "the peer closed the link"))
         self._links.add(link)
         self._channels[link] = channel
 

@@ -1,0 +1,48 @@
+"""The other process of `test_transport_processes`: echoes what it is sent, or receives a hand-off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from core.clock import MonotonicClock
+from core.kv_layout import KVLayout
+from kv_transfer.factory import create_transport
+from kv_transfer.integrity import checksum
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receiver import KVReceiver
+
+
+def say(**values: object) -> None:
+    """Tell the test something."""
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+async def echo(transport_name: str) -> None:
+    """Answer every message with itself, until killed or left."""
+    transport = create_transport(transport_name)
+    say(address=(await transport.listen("127.0.0.1")).address)
+    link = await transport.accept()
+    while True:
+        message = await link.recv()
+        await link.send(message.header, [message.payload])
+
+
+async def receive(transport_name: str, blocks: int) -> None:
+    """Receive one hand-off and say what came."""
+    layout = KVLayout("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
+    store, clock = MemoryStore(layout, blocks), MonotonicClock()
+    receiver = KVReceiver(
+        store, create_transport(transport_name), worker_id="d", epoch="e", checksum=True, clock=clock, lease_s=5.0
+    )
+    await receiver.start("127.0.0.1")
+    say(**receiver.expect("r", range(blocks), 0, clock.now() + 20).to_wire())
+    received = await receiver.wait("r")
+    say(kv_bytes=received.proof.kv_bytes, content=checksum([store.data], b""), trailer=received.trailer.decode())
+    await asyncio.sleep(60)  # until killed: the last answer must be on its way
+
+
+if __name__ == "__main__":
+    asyncio.run(echo(sys.argv[2]) if sys.argv[1] == "echo" else receive(sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,346 @@
+"""What a receiver refuses, and that it then touches no block of anybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
+from core.handoff import KVDestination, KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer import integrity
+from kv_transfer.base import Buffer, KVLink, Message
+from kv_transfer.integrity import Abort, Ack, Blocks, Header, Hello, HelloOk, Open, Refused, checksum, decode, encode
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.status import TransferStatus
+from kv_transfer.transports.loopback import LoopbackTransport
+
+MakeEnds = Callable[..., Awaitable[Any]]
+
+
+class RawPeer:
+    """Speaks the protocol by hand, rightly or wrongly."""
+
+    def __init__(self, link: KVLink, layout: KVLayout) -> None:
+        self.link, self.layout = link, layout
+
+    @classmethod
+    async def meet(cls, ends: Any) -> RawPeer:
+        """One the receiver has welcomed."""
+        transport = LoopbackTransport()
+        peer = cls(await transport.connect(ends.endpoint, 1.0), ends.target.layout)
+        assert await peer.say(Hello("raw", "e1", peer.layout.to_wire(), True)) == HelloOk("d", "e1")
+        return peer
+
+    async def say(self, header: Header | bytes, payload: bytes = b"") -> Header:
+        """The receiver's answer to a message."""
+        await self.link.send(header if isinstance(header, bytes) else encode(header), [payload])
+        async with asyncio.timeout(2):
+            return decode((await self.link.recv()).header)
+
+
+def blocks(destination: KVDestination, seq: int, first_slot: int, payload: bytes, **changes: Any) -> Blocks:
+    """A right header for this payload of 1 KiB blocks, with ``changes``."""
+    header = Blocks(
+        nonce=destination.nonce,
+        epoch=destination.epoch,
+        request_id="r",
+        seq=seq,
+        first_slot=first_slot,
+        num_blocks=len(payload) // 1024,
+        checksum=checksum([payload], changes.get("trailer", b"")),
+        last=False,
+        trailer=b"",
+    )
+    return replace(header, **changes)
+
+
+ONE, TWO = b"\1" * 1024, b"\2" * 2048
+ATTACKS: dict[str, tuple[str, Callable[[KVDestination], tuple[Blocks, bytes]]]] = {
+    "a stale epoch": ("stale_epoch", lambda d: (blocks(d, 2, 2, ONE, epoch="e0"), ONE)),
+    "an unknown nonce": ("unknown_nonce", lambda d: (blocks(d, 2, 2, ONE, nonce="0" * 32), ONE)),
+    "another request's id": ("wrong_request", lambda d: (blocks(d, 2, 2, ONE, request_id="other"), ONE)),
+    "a message twice": ("duplicate", lambda d: (blocks(d, 1, 1, ONE), ONE)),
+    "a filled slot": ("duplicate", lambda d: (blocks(d, 2, 1, ONE), ONE)),
+    "slots half filled": ("duplicate", lambda d: (blocks(d, 2, 1, TWO), TWO)),
+    "a skipped slot": ("out_of_bounds", lambda d: (blocks(d, 2, 0, ONE), ONE)),
+    "a slot past the end": ("out_of_bounds", lambda d: (blocks(d, 2, 4, ONE), ONE)),
+    "slots across the end": ("out_of_bounds", lambda d: (blocks(d, 2, 3, TWO), TWO)),
+    "far away": ("out_of_bounds", lambda d: (blocks(d, 2, 2**32 - 1, ONE), ONE)),
+    "too many bytes": ("wrong_size", lambda d: (blocks(d, 2, 2, TWO, num_blocks=1), TWO)),
+    "too few bytes": ("wrong_size", lambda d: (blocks(d, 2, 2, ONE[1:], num_blocks=1), ONE[1:])),
+    "no blocks at all": ("wrong_size", lambda d: (blocks(d, 2, 2, b""), b"")),
+    "another content": ("checksum", lambda d: (blocks(d, 2, 2, ONE), b"\0" + ONE[1:])),
+    "another trailer": ("checksum", lambda d: (replace(blocks(d, 2, 2, TWO, last=True), trailer=b"x"), TWO)),
+    "a message too early": ("reordered", lambda d: (blocks(d, 3, 2, ONE), ONE)),
+    "a message before the first": ("reordered", lambda d: (blocks(d, 0, 2, ONE), ONE)),
+    "an early last": ("incomplete", lambda d: (blocks(d, 2, 2, ONE, last=True), ONE)),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_a_wrong_message_is_refused_and_touches_nothing(make_ends: MakeEnds, attack: str) -> None:
+    reason, make = ATTACKS[attack]
+    ends = await make_ends()
+    ends.receiver.expect("other", [20, 21], 0, ends.in_s(5))
+    destination = ends.receiver.expect("r", [10, 11, 12, 13], 1, ends.in_s(5))
+    peer = await RawPeer.meet(ends)
+    assert await peer.say(blocks(destination, 1, 1, b"\7" * 1024), b"\7" * 1024) == Ack(destination.nonce, 1)
+    before = bytes(ends.target.data)
+
+    header, payload = make(destination)
+    answer = await peer.say(header, payload)
+    assert isinstance(answer, Refused)
+    assert answer.kind == ("ChecksumMismatch" if reason == "checksum" else "TransferRefused")
+    assert (answer.nonce, answer.seq) == (header.nonce, header.seq)
+    assert ends.receiver.refused == {reason: 1}
+    assert ends.target.data == before
+    assert ends.receiver.status("r") is TransferStatus.TRANSFERRING
+    assert ends.receiver.status("other") is TransferStatus.BOOTSTRAPPING
+
+    final = blocks(destination, 2, 2, TWO, last=True, trailer=b"t")
+    assert await peer.say(final, TWO) == Ack(destination.nonce, 2)
+    received = await ends.receiver.wait("r")
+    assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (3072, 2, b"t")
+    assert received.proof.kv_bytes_retried == (len(payload) if reason in ("checksum", "duplicate") else 0)
+    expected = bytearray(before)
+    expected[12 * 1024 : 14 * 1024] = TWO
+    assert ends.target.data == expected
+    late = await peer.say(final, TWO)
+    assert isinstance(late, Refused)
+    assert ends.receiver.refused["unknown_nonce"] == 1 + (reason == "unknown_nonce")
+
+
+async def test_a_hand_off_belongs_to_the_link_it_began_on(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    destination = ends.receiver.expect("r", [1, 2], 0, ends.in_s(5))
+    first, second = await RawPeer.meet(ends), await RawPeer.meet(ends)
+    assert await first.say(Open(destination.nonce, "e1", "r")) == Ack(destination.nonce, 0)
+    assert isinstance(await second.say(blocks(destination, 1, 0, ONE), ONE), Refused)
+    await second.link.send(encode(Abort(destination.nonce, "TransferError", "not yours")))
+    assert isinstance(await second.say(Open(destination.nonce, "e1", "r")), Refused)
+    assert ends.receiver.refused == {"wrong_link": 2}
+    assert ends.receiver.status("r") is TransferStatus.WAITING
+
+
+async def test_a_message_after_the_last_is_refused(make_ends: MakeEnds) -> None:
+    ends = await make_ends(delay_s=0.2)
+    destination = ends.receiver.expect("r", [1], 0, ends.in_s(5))
+    peer = await RawPeer.meet(ends)
+    await peer.link.send(encode(blocks(destination, 1, 0, ONE, last=True)), [ONE])
+    answer = await peer.say(blocks(destination, 2, 1, b"", last=True))
+    assert isinstance(answer, Refused)
+    assert ends.receiver.refused == {"reordered": 1}
+    await ends.receiver.wait("r")
+
+
+async def test_aborting_between_copy_and_verdict_leaves_nothing_behind(make_ends: MakeEnds) -> None:
+    ends = await make_ends(delay_s=0.1)
+    ends.sender.start("r", ends.receiver.expect("r", [1], 0, ends.in_s(5)), ends.in_s(5))
+    ends.sender.send_blocks("r", 0, [1], last=True)
+    while ends.receiver.status("r") is not TransferStatus.TRANSFERRING:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await ends.receiver.abort("r")
+    with pytest.raises(TransferError, match="aborted by its receiver"):
+        await ends.sender.wait("r")
+    await asyncio.sleep(0.15)
+
+
+RIGHT = Blocks("n", "e", "r", 1, 0, 1, 0, False, b"")
+
+
+def packed(**changes: object) -> bytes:
+    """The header `RIGHT` with ``changes`` (... removes a field)."""
+    values = msgpack.unpackb(encode(RIGHT)) | changes
+    data: bytes = msgpack.packb({name: value for name, value in values.items() if value is not ...})
+    return data
+
+
+MALFORMED = [
+    b"",
+    b"\xc1",
+    b"\x80\x04N.",
+    b"\x81",
+    b"\x91" * 5000,
+    msgpack.packb([1]),
+    msgpack.packb({}),
+    msgpack.packb({"type": 1}),
+    msgpack.packb({"type": "exec"}),
+    msgpack.packb({1: 2}),
+    encode(RIGHT) + b"\0",
+    encode(RIGHT)[:-1],
+    packed(seq=...),
+    packed(more=1),
+    packed(seq="1"),
+    packed(seq=-1),
+    packed(seq=2**40),
+    packed(seq=True),
+    packed(seq=1.0),
+    packed(last=1),
+    packed(nonce=b"n"),
+    packed(nonce="n" * 65),
+    packed(request_id=None),
+    packed(trailer="t"),
+    packed(trailer=bytes(4097)),
+    packed(checksum=msgpack.ExtType(4, b"x")),
+    packed(num_blocks=[]),
+]
+
+
+@pytest.mark.parametrize("header", MALFORMED, ids=range(len(MALFORMED)))
+def test_malformed_headers_are_refused(header: bytes) -> None:
+    with pytest.raises(TransferRefused, match="malformed header"):
+        decode(header)
+
+
+LAYOUT = KVLayout("m", "bfloat16", 4, 2, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [Hello("p", "e", LAYOUT.to_wire(), True), HelloOk("d", "e"), Open("n", "e", "r"), RIGHT, Ack("n", 0),
+     Refused("", 0, "K", "m"), Abort("n", "K", "m")],
+)  # fmt: skip
+def test_every_header_survives_the_wire(header: Header) -> None:
+    assert decode(encode(header)) == header
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int3"}, {"head_dim": "8"}, {"more": 1}, {"block_size": -1}])
+def test_a_malformed_layout_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(TransferRefused, match=r"hello\.layout"):
+        decode(encode(Hello("p", "e", LAYOUT.to_wire() | change, True)))
+
+
+async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    peer = await RawPeer.meet(ends)
+    for header in (b"junk", encode(HelloOk("d", "e1")), encode(Ack("n", 1)), encode(Hello("p", "e1", {}, True))):
+        assert isinstance(await peer.say(header, ONE), Refused)
+    assert ends.receiver.refused == {"malformed": 4}
+    destination = ends.receiver.expect("r", [1], 0, ends.in_s(5))
+    assert await peer.say(blocks(destination, 1, 0, ONE, last=True), ONE) == Ack(destination.nonce, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [(b"junk", "malformed"), (encode(Open("n", "e1", "r")), "malformed"),
+     (encode(Hello("p", "e0", LAYOUT.to_wire(), True)), "stale_epoch"),
+     (encode(Hello("p", "e1", LAYOUT.to_wire(), True)), "layout")],
+)  # fmt: skip
+async def test_nothing_but_a_right_hello_opens_a_link(make_ends: MakeEnds, first: bytes, reason: str) -> None:
+    ends = await make_ends()
+    link = await LoopbackTransport().connect(ends.endpoint, 1.0)
+    await link.send(first)
+    assert isinstance(decode((await link.recv()).header), Refused)
+    assert ends.receiver.refused == {reason: 1}
+    await link.aclose()
+
+
+async def test_a_peer_that_says_nothing_is_hung_up_on(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=0.1)
+    link = await LoopbackTransport().connect(ends.endpoint, 1.0)
+    async with asyncio.timeout(2):
+        with pytest.raises(TransferError):
+            await link.recv()
+
+
+class CorruptingTransport(LoopbackTransport):
+    """Flips a bit in the payloads of these messages, counted from 0 over all that have one."""
+
+    def __init__(self, *corrupt: int) -> None:
+        super().__init__()
+        self.corrupt, self.count = set(corrupt), -1
+
+    async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
+        """A link that does it."""
+        return CorruptingLink(await super().connect(endpoint, timeout_s), self)
+
+
+class CorruptingLink(KVLink):
+    """See `CorruptingTransport`."""
+
+    def __init__(self, link: KVLink, transport: CorruptingTransport) -> None:
+        self.link, self.transport = link, transport
+
+    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Send it, perhaps changed."""
+        whole = bytearray().join(payload)
+        if whole:
+            self.transport.count += 1
+            whole[len(whole) // 2] ^= self.transport.count in self.transport.corrupt
+        await self.link.send(header, [whole])
+
+    async def recv(self) -> Message:
+        """As it came."""
+        return await self.link.recv()
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await self.link.aclose()
+
+
+@pytest.mark.parametrize("corrupt", [(0,), (1,), (3,), (0, 1, 2, 3), (1, 4)])
+async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tuple[int, ...]) -> None:
+    ends = await make_ends(sending=CorruptingTransport(*corrupt), message_bytes=2048)
+    ids = [9, 8, 7, 6, 5, 4, 3, 2]
+    ends.sender.start("r", ends.receiver.expect("r", ids, 0, ends.in_s(5)), ends.in_s(5))
+    ends.sender.send_blocks("r", 0, range(8), last=True, trailer=b"t")
+    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert ends.blocks_of(ends.target, ids) == ends.blocks_of(ends.source, list(range(8)))
+    assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (8192, 4, b"t")
+    assert received.proof.kv_bytes_retried == 2048 * len(corrupt)
+    assert (sent.bytes, sent.messages, sent.retries) == (8192, 4, len(corrupt))
+    assert ends.receiver.refused == {"checksum": len(corrupt)}
+
+
+async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnds) -> None:
+    ends = await make_ends(sending=CorruptingTransport(*range(100)))
+    ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
+    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    with pytest.raises(ChecksumMismatch):
+        await ends.sender.wait("r")
+    with pytest.raises(ChecksumMismatch):
+        await ends.receiver.wait("r")
+    assert ends.receiver.refused == {"checksum": 1 + integrity.MAX_RESENDS}
+    assert ends.target.data == bytes(len(ends.target.data))
+
+
+@pytest.mark.parametrize("failing", ["read_blocks", "write_blocks"])
+async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
+    make_ends: MakeEnds, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = await make_ends()
+    await ends.sender.connect("d", "e1", ends.endpoint)
+
+    def fail(*_: object) -> None:
+        raise WorkerLost("the engine is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, failing, fail)
+        ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
+        ends.sender.send_blocks("r", 0, [1, 2], last=True)
+        own, other = (ends.sender, ends.receiver) if failing == "read_blocks" else (ends.receiver, ends.sender)
+        with pytest.raises(WorkerLost):
+            await own.wait("r")
+        with pytest.raises(TransferError, match="the engine is gone"):
+            await other.wait("r")
+    assert ends.sender.peers() == ("d",)
+
+
+async def test_a_sender_paused_past_its_lease_cannot_write(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=0.1)
+    destination = ends.receiver.expect("r", [1, 2], 0, ends.in_s(5))
+    peer = await RawPeer.meet(ends)
+    assert isinstance(await peer.say(Open(destination.nonce, "e1", "r")), Ack)
+    with pytest.raises(TransferError, match="silent"):
+        await ends.receiver.wait("r")
+    assert isinstance(decode((await peer.link.recv()).header), Abort)
+    ends.receiver.expect("next", [1, 2], 0, ends.in_s(5))  # the same blocks, somebody else's now
+    assert isinstance(await peer.say(blocks(destination, 1, 0, TWO, last=True), TWO), Refused)
+    assert ends.receiver.refused == {"unknown_nonce": 1}
+    assert ends.target.data == bytes(len(ends.target.data))

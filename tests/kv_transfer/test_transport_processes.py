@@ -1,0 +1,144 @@
+"""The network transports between two processes, and what is left when one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.clock import MonotonicClock
+from core.errors import PeerLost
+from core.handoff import KVDestination, KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer.base import KVLink
+from kv_transfer.factory import create_transport
+from kv_transfer.integrity import checksum
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.sender import KVSender
+
+ROOT = Path(__file__).parents[2]
+NETWORK = pytest.mark.parametrize("transport_name", ["grpc_stream", "torch_dist"])
+
+
+@contextlib.asynccontextmanager
+async def peer(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`peer_process` with these arguments, killed in the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("peer_process.py")),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def line_of(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    """The next thing it says."""
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        values: dict[str, Any] = json.loads(await process.stdout.readline())
+    return values
+
+
+@contextlib.asynccontextmanager
+async def echoing(transport_name: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, KVLink]]:
+    """A process that echoes, and a link to it."""
+    transport = create_transport(transport_name, timeout_s=20.0)
+    async with peer("echo", transport_name) as process:
+        link = await transport.connect(KVEndpoint(transport_name, (await line_of(process))["address"]), 10.0)
+        try:
+            yield process, link
+        finally:
+            await transport.aclose()
+
+
+async def drain(link: KVLink) -> None:
+    """Take everything that comes."""
+    while True:
+        await link.recv()
+
+
+@NETWORK
+async def test_messages_come_back_from_another_process(transport_name: str) -> None:
+    async with echoing(transport_name) as (_, link):
+        payload = random.Random(2).randbytes(3 * 2**20)
+        for i in range(5):
+            await link.send(b"%d" % i, [payload[: 2**20], payload[2**20 :]])
+            message = await link.recv()
+            assert message.header == b"%d" % i
+            assert bytes(message.payload) == payload
+
+
+@NETWORK
+@pytest.mark.parametrize("doing", ["receiving", "sending"])
+async def test_a_killed_peer_is_noticed_promptly(transport_name: str, doing: str) -> None:
+    async with echoing(transport_name) as (process, link):
+
+        async def flood() -> None:
+            while True:
+                await link.send(b"h", [bytes(2**20)])
+
+        work = asyncio.create_task(flood() if doing == "sending" else link.recv())
+        await asyncio.sleep(0.2)
+        assert not work.done()
+        start = time.monotonic()
+        process.kill()
+        with pytest.raises(PeerLost):
+            await work
+        with pytest.raises(PeerLost):
+            await drain(link)
+        assert time.monotonic() - start < 2
+
+
+@NETWORK
+async def test_a_hand_off_to_another_process(transport_name: str) -> None:
+    layout = KVLayout("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
+    store, clock = MemoryStore(layout, 32), MonotonicClock()
+    store.data[:] = random.Random(3).randbytes(len(store.data))
+    transport = create_transport(transport_name)
+    sender = KVSender(
+        store,
+        transport,
+        worker_id="p",
+        checksum=True,
+        message_bytes=2**20,
+        clock=clock,
+        lease_s=5.0,
+        connect_timeout_s=10.0,
+    )
+    async with peer("receive", transport_name, "32") as process:
+        destination = KVDestination.from_wire(await line_of(process))
+        sender.start("r", destination, clock.now() + 20)
+        sender.send_blocks("r", 0, range(32), last=True, trailer=b"token 1")
+        sent = await sender.wait("r")
+        said = await line_of(process)
+        assert said == {
+            "kv_bytes": layout.expected_bytes(32 * 64),
+            "content": checksum([store.data], b""),
+            "trailer": "token 1",
+        }
+        assert sent.bytes == said["kv_bytes"]
+        sender.start("late", destination, clock.now() + 20)
+        process.kill()
+        start = time.monotonic()
+        with pytest.raises(PeerLost):
+            await sender.wait("late")
+        assert time.monotonic() - start < 2
+        assert sender.peers() == ()
+    await sender.aclose()
+    await transport.aclose()
