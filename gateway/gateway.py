@@ -98,7 +98,7 @@ class Gateway:
         config = self._config.gateway
         public, internal = grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS)
         # The stubs know the threaded servicer only.
-        checks = self._checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, public)

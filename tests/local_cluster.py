@@ -84,9 +84,14 @@ class LocalCluster:
         )
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Return once the service says it serves."""
+        """Return once the service says it serves; AssertionError at once if a process ended instead."""
+        deadline_s = time.monotonic() + timeout_s
         with Client(self.target) as client:
-            client.wait_ready(timeout_s)
+            while not client.ready(1.0):
+                ended = [name for name, process in self.processes.items() if process.poll() is not None]
+                assert not ended, f"{ended} ended while starting"
+                assert time.monotonic() < deadline_s, f"not ready within {timeout_s} s"
+                time.sleep(0.1)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
         """Send a signal to a process; after SIGKILL it is reaped."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-import grpc
 import grpc.aio
 
 from core.errors import PdserveError, RequestAborted
@@ -20,17 +19,36 @@ from pdserve.client.generation import Generation, Token
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
+Arrival = tuple[pb.GenerateResponse, float] | grpc.aio.AioRpcError | asyncio.CancelledError | None
+"""A message and when it came (monotonic seconds), what ended the call, or None: it is complete."""
+
+
+async def _read(call: Call, arrivals: asyncio.Queue[Arrival]) -> None:
+    try:
+        async for message in call:
+            arrivals.put_nowait((message, time.monotonic()))
+    except grpc.aio.AioRpcError as error:
+        arrivals.put_nowait(error)
+    except asyncio.CancelledError as error:  # grpc.aio says this of our own cancel() too
+        arrivals.put_nowait(error)
+        raise
+    else:
+        arrivals.put_nowait(None)
+
+
 class AsyncStream:
     """Tokens as they come (``async for``), then `result`. The call leaves on first use, after the channel is
-    connected; read promptly, for a token's time is that of its reading. Leaving ``async with`` cancels what is not
-    finished. Errors are those of `core.errors`; each later use raises the same one again."""
+    connected. A task reads ahead, so that a token's time is that of its arrival whatever else awaits in between (but
+    nothing can be read while the event loop is kept busy). Leaving ``async with`` cancels what is not finished. Errors
+    are those of `core.errors`; each later use raises the same one again."""
 
     def __init__(self, connect: Callable[[], Awaitable[None]], start: Callable[[], Call], target: str) -> None:
         self._connect = connect
         self._start = start
         self._target = target
         self._call: Call | None = None
-        self._messages: AsyncIterator[pb.GenerateResponse] | None = None
+        self._arrivals: asyncio.Queue[Arrival] | None = None
+        self._reader: asyncio.Task[None] | None = None
         self._assembler: Assembler | None = None
         self._error: PdserveError | None = None
         self._result: Generation | None = None
@@ -53,27 +71,26 @@ class AsyncStream:
         return token
 
     async def _next(self) -> Token | None:
-        if self._messages is None or self._assembler is None:
+        if self._arrivals is None or self._assembler is None:
             await self._connect()
+            self._arrivals = asyncio.Queue()
             self._assembler = Assembler(time.monotonic())
             self._call = self._start()
-            self._messages = self._call.__aiter__()
-        while True:
-            try:
-                message = await anext(self._messages)
-            except StopAsyncIteration:
-                self._result = self._assembler.result()
-                return None
-            except grpc.RpcError as error:
-                raise error_from_status(error.code(), error.details(), self._target) from None
-            except asyncio.CancelledError:
-                # grpc.aio says the same for our own cancel() and for a cancelled task.
-                if isinstance(self._error, RequestAborted):
-                    raise self._error from None
-                raise
-            token = self._assembler.add(message, time.monotonic())
+            self._reader = asyncio.create_task(_read(self._call, self._arrivals))
+        arrival = await self._arrivals.get()
+        while isinstance(arrival, tuple):
+            token = self._assembler.add(*arrival)
             if token is not None:
                 return token
+            arrival = await self._arrivals.get()
+        if arrival is None:
+            self._result = self._assembler.result()
+            return None
+        if isinstance(self._error, RequestAborted):
+            raise self._error
+        if isinstance(arrival, asyncio.CancelledError):
+            raise RequestAborted("cancelled by the client")
+        raise error_from_status(arrival.code(), arrival.details(), self._target)
 
     async def result(self) -> Generation:
         """Read what is left and return the whole generation."""

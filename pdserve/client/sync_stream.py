@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -28,17 +30,32 @@ class Call(Protocol):
         ...
 
 
+Arrival = tuple[pb.GenerateResponse, float] | grpc.RpcError | None
+"""A message and when it came (monotonic seconds), the error that ended the call, or None: it is complete."""
+
+
+def _read(call: Call, arrivals: queue.SimpleQueue[Arrival]) -> None:
+    try:
+        for message in call:
+            arrivals.put((message, time.monotonic()))
+    except grpc.RpcError as error:
+        arrivals.put(error)
+    else:
+        arrivals.put(None)
+
+
 class Stream:
-    """Tokens as they come (``for``), then `result`. The call leaves on first use, after the channel is connected; read
-    promptly, for a token's time is that of its reading. Leaving ``with`` cancels what is not finished. `cancel` may be
-    called from another thread. Errors are those of `core.errors`; each later use raises the same one again."""
+    """Tokens as they come (``for``), then `result`. The call leaves on first use, after the channel is connected. A
+    thread reads ahead, so that a token's time is that of its arrival, whatever the caller does in between. Leaving
+    ``with`` cancels what is not finished. `cancel` may be called from another thread. Errors are those of
+    `core.errors`; each later use raises the same one again."""
 
     def __init__(self, connect: Callable[[], None], start: Callable[[], Call], target: str) -> None:
         self._connect = connect
         self._start = start
         self._target = target
         self._call: Call | None = None
-        self._messages: Iterator[pb.GenerateResponse] | None = None
+        self._arrivals: queue.SimpleQueue[Arrival] | None = None
         self._assembler: Assembler | None = None
         self._error: PdserveError | None = None
         self._result: Generation | None = None
@@ -61,22 +78,24 @@ class Stream:
         return token
 
     def _next(self) -> Token | None:
-        if self._messages is None or self._assembler is None:
+        if self._arrivals is None or self._assembler is None:
             self._connect()
+            self._arrivals = queue.SimpleQueue()
             self._assembler = Assembler(time.monotonic())
             self._call = self._start()
-            self._messages = iter(self._call)
+            threading.Thread(
+                target=_read, args=(self._call, self._arrivals), name="pdserve-stream", daemon=True
+            ).start()
         while True:
-            try:
-                message = next(self._messages)
-            except StopIteration:
+            arrival = self._arrivals.get()
+            if arrival is None:
                 self._result = self._assembler.result()
                 return None
-            except grpc.RpcError as error:
+            if isinstance(arrival, grpc.RpcError):
                 if isinstance(self._error, RequestAborted):
-                    raise self._error from None
-                raise error_from_status(error.code(), error.details(), self._target) from None
-            token = self._assembler.add(message, time.monotonic())
+                    raise self._error
+                raise error_from_status(arrival.code(), arrival.details(), self._target) from None
+            token = self._assembler.add(*arrival)
             if token is not None:
                 return token
 
