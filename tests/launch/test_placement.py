@@ -27,7 +27,6 @@ def session() -> Iterator[RaySession]:
     end_children()
 
 
-@ray.remote
 def visible_devices() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
@@ -39,11 +38,13 @@ def test_two_bundles_two_devices(session: RaySession) -> None:
         assert [(p.worker_id, p.slot) for p in placement.places] == [("prefill-0", 0), ("decode-0", 1)]
         seen = ray.get(
             [
-                visible_devices.options(
+                ray.remote(visible_devices)
+                .options(
                     num_cpus=0,
                     num_gpus=1,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, place.bundle_index),
-                ).remote()
+                )
+                .remote()
                 for place in placement.places
             ]
         )
