@@ -1,0 +1,212 @@
+"""Processes that die, peers that do not fit, deadlines that pass: requests go on or end with the right error, and every
+block comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from core.errors import DeadlineExceeded, InvalidRequest, LaunchError, NotReady
+from core.worker import Role
+from pdserve import AsyncClient, Client
+from pdserve.client.status import ServiceWorker
+from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
+from tests.random_models import greedy_tokens, save_random_model
+
+PROMPT = [11, 7, 200, 41, 5, 99, 3] * 12
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
+
+
+def settings(model: Path, **sections: Any) -> dict[str, Any]:
+    """``decode_queue`` plants nothing; it is here to be replaced."""
+    engine = {"block_size": 16, "num_blocks": 128, "max_num_batched_tokens": 64}
+    return {"model": {"path": str(model), "dtype": "float32"}, "engine": engine, **sections}
+
+
+def worker_named(client: Client, worker_id: str) -> ServiceWorker:
+    return next(w for w in client.status().workers if w.worker_id == worker_id)
+
+
+def wait_for(cluster: LocalCluster, worker_id: str, state: str, timeout_s: float = 30.0) -> ServiceWorker:
+    deadline_s = time.monotonic() + timeout_s
+    with Client(cluster.target) as client:
+        while (worker := worker_named(client, worker_id)).state != state:
+            assert time.monotonic() < deadline_s, worker
+            time.sleep(0.1)
+    return worker
+
+
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+def test_decode_dies_in_mid_stream(model: Path, victim: str) -> None:
+    """The client's stream goes on, token for token, on the other decode worker."""
+    expected = greedy_tokens(model, PROMPT, TOKENS)
+    with local_cluster(settings(model), decode=2) as cluster, Client(cluster.target) as client:
+        stream = client.generate(PROMPT, max_tokens=TOKENS, mode="pd")
+        for _ in range(5):
+            next(stream)
+        busy = next(w for w in client.status().workers if w.role == "decode" and w.outstanding_tokens)
+        psutil.Process(busy.engine_pid if victim == "engine" else busy.pid).kill()
+        result = stream.result()
+        assert list(result.token_ids) == expected
+        assert result.attempts >= 2
+        assert result.decode_worker != busy.worker_id
+        if victim == "engine":
+            again = wait_for(cluster, busy.worker_id, "ready")
+            assert (again.pid, again.engine_restarts) == (busy.pid, 1)
+            assert leaked_blocks(cluster.wait_idle()) == 0
+        else:
+            cluster.kill(busy.worker_id)
+            alive = [w for w in cluster.wait_idle(3.0).workers if w.worker_id != busy.worker_id]
+            assert all(w.free_blocks == w.num_blocks for w in alive)
+
+
+def test_prefill_dies_under_a_long_prompt(model: Path) -> None:
+    """The prompt is run again by the other prefill worker; the blocks reserved for the first attempt come back."""
+    slow = settings(model, testing={"delay_ms": {"prefill": 1500.0}})
+    expected = greedy_tokens(model, PROMPT, 4)
+    with local_cluster(slow, prefill=2) as cluster:
+
+        async def run() -> None:
+            async with AsyncClient(cluster.target) as client:
+                request = asyncio.create_task(client.generate(PROMPT, max_tokens=4, mode="pd").result())
+                while True:
+                    status = await client.status()
+                    busy = [w for w in status.workers if w.role == "prefill" and w.running]
+                    if busy:
+                        break
+                    await asyncio.sleep(0.05)
+                psutil.Process(busy[0].engine_pid).kill()
+                result = await request
+                assert list(result.token_ids) == expected
+                assert result.prefill_worker != busy[0].worker_id
+                assert result.kv_bytes == result.kv_bytes_expected > 0
+
+        asyncio.run(run())
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+def test_gateway_starts_again(model: Path) -> None:
+    """Its workers abort what it had asked for, and find the new one by their next heartbeat."""
+    with local_cluster(settings(model)) as cluster:
+        with Client(cluster.target) as client:
+            stream = client.generate(PROMPT, max_tokens=400, ignore_eos=True)
+            next(stream)
+            cluster.kill("gateway")
+            with pytest.raises(NotReady):
+                stream.result()
+        cluster.start_gateway()
+        cluster.wait_ready()
+        with Client(cluster.target) as client:
+            assert list(client.generate(PROMPT, max_tokens=5).result().token_ids) == greedy_tokens(model, PROMPT, 5)
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+def test_a_stopped_worker_is_taken_for_dead_and_comes_back(model: Path) -> None:
+    """SIGSTOP for longer than heartbeats may be missing: requests go to the other; afterwards it serves again."""
+    quick = settings(model, router={"heartbeat_s": 0.2, "heartbeat_timeout_s": 1.0})
+    with local_cluster(quick, decode=2) as cluster, Client(cluster.target) as client:
+        cluster.kill("decode-0", signal.SIGSTOP)
+        wait_for(cluster, "decode-0", "lost")
+        result = client.generate(PROMPT, max_tokens=5, mode="pd", timeout_s=20).result()
+        assert result.decode_worker == "decode-1"
+        cluster.kill("decode-0", signal.SIGCONT)
+        wait_for(cluster, "decode-0", "ready")
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+def test_deadlines_reach_the_workers(model: Path) -> None:
+    slow = settings(model, testing={"delay_ms": {"prefill": 1000.0}})
+    with local_cluster(slow) as cluster, Client(cluster.target) as client:
+        for mode in ("pd", "colocated"):
+            begin_s = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                client.generate(PROMPT, max_tokens=5, mode=mode, timeout_s=0.5).result()
+            assert time.monotonic() - begin_s < 1.5
+        assert leaked_blocks(cluster.wait_idle()) == 0
+        assert client.generate(PROMPT, max_tokens=2, timeout_s=30).result().token_ids
+
+
+def test_a_peer_of_another_layout_is_told_so(model: Path) -> None:
+    """The pair never meets: a clear error before any request is tried, and colocated requests are served."""
+    with local_cluster(settings(model)) as cluster:
+        cluster.kill("decode-0")
+        cluster.start_worker(Role.DECODE, 0, engine={"block_size": 32, "num_blocks": 64})
+        with Client(cluster.target) as client:
+            deadline_s = time.monotonic() + 30
+            while time.monotonic() < deadline_s:
+                with pytest.raises((NotReady, LaunchError)) as caught:
+                    client.generate(PROMPT, max_tokens=3, mode="pd").result()
+                if "block_size" in str(caught.value):
+                    break
+                time.sleep(0.2)
+            assert isinstance(caught.value, LaunchError)  # FAILED_PRECONDITION: trying again will not help
+            assert "block_size" in str(caught.value)
+            together = client.generate(PROMPT, max_tokens=3, mode="colocated").result()
+        assert list(together.token_ids) == greedy_tokens(model, PROMPT, 3)
+
+
+def test_nothing_is_ready(model: Path) -> None:
+    cluster = LocalCluster(settings(model), prefill=0, decode=0)
+    try:
+        with Client(cluster.target) as client:
+            deadline_s = time.monotonic() + 20
+            while True:
+                try:
+                    client.status()
+                    break
+                except NotReady:
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.1)
+            assert not client.ready()
+            with pytest.raises(NotReady, match="worker"):
+                client.generate(PROMPT, max_tokens=3).result()
+    finally:
+        cluster.close()
+
+
+def test_preemption_under_pressure_changes_no_token(model: Path) -> None:
+    """Decode has room for two of the six requests at their full length: some are preempted and computed again."""
+    tight = settings(model)
+    tight["engine"] = {"block_size": 16, "num_blocks": 20, "max_num_batched_tokens": 64}
+    draw = random.Random(5)
+    prompts = [[draw.randrange(307) for _ in range(40)] for _ in range(6)]
+    with local_cluster(tight) as cluster:
+
+        async def run() -> None:
+            async with AsyncClient(cluster.target) as client:
+                results = await asyncio.gather(
+                    *(client.generate(prompt, max_tokens=100, mode="pd").result() for prompt in prompts)
+                )
+            for prompt, result in zip(prompts, results, strict=True):
+                assert list(result.token_ids) == greedy_tokens(model, prompt, 100)
+
+        asyncio.run(run())
+        status = cluster.wait_idle()
+        assert sum(w.preemptions for w in status.workers) > 0
+        assert leaked_blocks(status) == 0
+        with Client(cluster.target) as client, pytest.raises(InvalidRequest, match="context"):
+            client.generate([1] * 300, max_tokens=100).result()
+
+
+@pytest.mark.parametrize("overlap", ["chunk", "none"])
+def test_torch_dist_carries_the_blocks_too(model: Path, overlap: str) -> None:
+    transfer = {"transport": "torch_dist", "overlap": overlap}
+    with local_cluster(settings(model, transfer=transfer)) as cluster, Client(cluster.target) as client:
+        for length in (5, 64, 200):
+            result = client.generate(PROMPT * 3 if length > len(PROMPT) * 2 else PROMPT[:length], max_tokens=6).result()
+            assert result.transport == "torch_dist"
+            assert result.kv_bytes == result.kv_bytes_expected > 0
+        assert list(result.token_ids) == greedy_tokens(model, PROMPT * 3, 6)
+        assert leaked_blocks(cluster.wait_idle()) == 0
