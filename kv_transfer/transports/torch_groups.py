@@ -17,20 +17,18 @@ from kv_transfer.base import Buffer
 if TYPE_CHECKING:
     import torch
 
+    from kv_transfer.transports.torch_store import ExchangeStore
+
 Backend = Literal["gloo", "nccl"]
-
-
-def open_store(host: str | None, port: int, timeout_s: float) -> Any:
-    """The store of one link: a client of the one at ``host``, or (None) the store itself on a free port."""
-    dist: Any = importlib.import_module("torch.distributed")
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(host or "localhost", port, is_master=host is None, timeout=timeout, wait_for_workers=False)
 
 
 class Groups:
     """The group (Gloo) or groups (NCCL) of one link, and the staging of payloads for them."""
 
-    def __init__(self, backend: Backend, store: Any, rank: int, local_host: str, timeout_s: float) -> None:
+    def __init__(
+        self, backend: Backend, store: ExchangeStore, rank: int, hosts: tuple[str, str], timeout_s: float
+    ) -> None:
+        """Join the peer; ``hosts`` are this end's address and the peer's. RuntimeError if it does not join in time."""
         import torch
 
         dist: Any = importlib.import_module("torch.distributed")
@@ -39,16 +37,22 @@ class Groups:
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
             options._timeout, options._threads = timeout, 1
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_host)]
-            group = dist.ProcessGroupGloo(dist.PrefixStore("kv", store), rank, 2, options)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=hosts[0])]
+            group = dist.ProcessGroupGloo(store, rank, 2, options)
             self._by_sender: list[Any] = [group, group]
+            self._streams = None
+            return
+        # Its default is to end the whole process when an operation times out.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if rank == 0:
+            tcp = dist.TCPStore(hosts[0], 0, is_master=True, timeout=timeout, wait_for_workers=False)
+            store.set("port", b"%d" % tcp.port)
         else:
-            # Its default is to end the whole process when an operation times out.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            self._by_sender = [
-                dist.ProcessGroupNCCL(dist.PrefixStore(f"kv{way}", store), rank, 2, timeout) for way in range(2)
-            ]
-        self._streams = None if backend == "gloo" else [_cuda_stream(), _cuda_stream()]
+            tcp = dist.TCPStore(hosts[1], int(store.get("port")), is_master=False, timeout=timeout)
+        self._by_sender = [
+            dist.ProcessGroupNCCL(dist.PrefixStore(f"kv{way}", tcp), rank, 2, timeout) for way in range(2)
+        ]
+        self._streams = [_cuda_stream(), _cuda_stream()]
 
     def send(self, payload: Sequence[Buffer]) -> None:
         """Send one joined payload; RuntimeError if the group broke or its timeout passed."""

@@ -1,0 +1,129 @@
+"""One link of the torch_dist transport: a TCP connection for headers, process groups for payloads."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from core.errors import PeerLost, TransferError, TransferTimeout
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
+from kv_transfer.transports.inbox import Inbox, check_sizes
+from kv_transfer.transports.torch_groups import Groups
+
+FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
+_QUEUED_FRAMES = 256
+
+
+class TorchDistLink(KVLink):
+    """Sends payloads in one thread and receives them in another."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, groups: Groups, timeout_s: float):
+        self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
+        self._groups: Groups | None = groups
+        self._peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
+        self._inbox = Inbox()
+        self._announced: asyncio.Queue[tuple[bytes, int] | None] = asyncio.Queue(_QUEUED_FRAMES)
+        self._receiving = False
+        self._closed = False
+        self._why = ""
+        self._senders = ThreadPoolExecutor(1, "kv-torch-send")
+        self._receivers = ThreadPoolExecutor(1, "kv-torch-recv")
+        self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._fetch())]
+
+    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Announce the payload, then send it in the sending thread."""
+        size = check_sizes(header, payload)
+        if self._inbox.ended is not None or self._groups is None:
+            raise self._inbox.ended or PeerLost(f"{self._peer}: the link is down (torch_dist)")
+        groups = self._groups
+        try:
+            self._writer.write(FRAME.pack(len(header), size) + header)
+            async with asyncio.timeout(self._timeout_s):
+                await self._writer.drain()
+        except TimeoutError:
+            raise TransferTimeout(f"{self._peer} took nothing for {self._timeout_s} s (torch_dist)") from None
+        except OSError as error:
+            raise self._fail(error) from None
+        if not size:
+            return
+        loop = asyncio.get_running_loop()
+        sent = loop.run_in_executor(self._senders, groups.send, payload)
+        try:
+            await asyncio.shield(sent)
+        except asyncio.CancelledError:
+            # The thread still reads the parts; closing makes the peer drop its group, which ends the thread's wait.
+            self._fail("a send was cancelled")
+            await asyncio.wait({sent})
+            sent.exception()
+            raise
+        except RuntimeError as error:
+            raise self._fail(error) from None
+
+    async def recv(self) -> Message:
+        """The next message."""
+        return await self._inbox.get()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `aclose` has been called here."""
+        return self._closed
+
+    async def aclose(self) -> None:
+        """Close the connection, drop the groups and let the threads end."""
+        self._closed = True
+        self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
+        self._writer.close()
+        if self._groups is not None:
+            self._groups.abort()
+        self._groups = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._senders.shutdown(wait=False)
+        self._receivers.shutdown(wait=False)
+
+    async def _read_frames(self) -> None:
+        try:
+            while True:
+                header_size, size = FRAME.unpack(await self._reader.readexactly(FRAME.size))
+                if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
+                    self._why = f"the peer announced a message of {header_size} + {size} bytes"
+                    break
+                await self._announced.put((await self._reader.readexactly(header_size), size))
+        except (OSError, asyncio.IncompleteReadError):
+            self._why = "the peer closed the link"
+        if not self._receiving:  # a receive under way is the peer's last message, or fails by itself
+            self._groups = None
+        await self._announced.put(None)
+
+    async def _fetch(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while (frame := await self._announced.get()) is not None:
+                header, size = frame
+                payload: Buffer = b""
+                if size:
+                    if self._groups is None:  # the peer is gone: this payload never left it
+                        break
+                    self._receiving = True
+                    payload = await loop.run_in_executor(self._receivers, self._groups.recv, size)
+                    self._receiving = False
+                await self._inbox.put(Message(header, payload))
+        except RuntimeError as error:
+            self._fail(error)
+        except TransferError:
+            return  # closed here
+        self._fail(self._why)
+
+    def _fail(self, why: BaseException | str) -> TransferError:
+        """End the link and drop its groups, both ends' (the peer sees the connection end)."""
+        timed_out = "timed out" in str(why).lower()
+        error = (TransferTimeout if timed_out else PeerLost)(f"{self._peer}: {why} (torch_dist)")
+        self._inbox.end(error)
+        if self._groups is not None:
+            self._groups.abort()
+        self._groups = None
+        self._writer.close()
+        return error
