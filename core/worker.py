@@ -43,6 +43,7 @@ class WorkerInfo:
     engine_restarts: int
     ready: bool
     clock_id: str = ""  # equal non-empty ids: the very same monotonic clock (`core.clock.clock_id`)
+    transport_reason: str = ""  # why its KV travels the way `kv_endpoint` says
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,4 +90,5 @@ class StatusReport:
             peers=worker.peers,
             cuda_visible_devices=info.cuda_visible_devices,
             cores=info.cores,
+            transport_reason=info.transport_reason,
         )

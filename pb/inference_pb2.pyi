@@ -426,6 +426,7 @@ class WorkerStatus(google.protobuf.message.Message):
     PEERS_FIELD_NUMBER: builtins.int
     CUDA_VISIBLE_DEVICES_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
+    TRANSPORT_REASON_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
@@ -447,6 +448,8 @@ class WorkerStatus(google.protobuf.message.Message):
     preemptions: builtins.int
     cuda_visible_devices: builtins.str
     cores: builtins.str
+    transport_reason: builtins.str
+    """why this transport"""
     @property
     def peers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """decode workers this prefill worker is connected to"""
@@ -474,8 +477,9 @@ class WorkerStatus(google.protobuf.message.Message):
         peers: collections.abc.Iterable[builtins.str] | None = ...,
         cuda_visible_devices: builtins.str = ...,
         cores: builtins.str = ...,
+        transport_reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "peers", b"peers", "pid", b"pid", "preemptions", b"preemptions", "role", b"role", "running", b"running", "state", b"state", "transport", b"transport", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "peers", b"peers", "pid", b"pid", "preemptions", b"preemptions", "role", b"role", "running", b"running", "state", b"state", "transport", b"transport", "transport_reason", b"transport_reason", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

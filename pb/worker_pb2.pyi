@@ -493,6 +493,7 @@ class WorkerInfo(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     CLOCK_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_REASON_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     epoch: builtins.str
@@ -514,6 +515,7 @@ class WorkerInfo(google.protobuf.message.Message):
     vocab_size: builtins.int
     clock_id: builtins.str
     """equal ids: the very same monotonic clock"""
+    transport_reason: builtins.str
     @property
     def kv_endpoint(self) -> global___Endpoint: ...
     @property
@@ -541,9 +543,10 @@ class WorkerInfo(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         vocab_size: builtins.int = ...,
         clock_id: builtins.str = ...,
+        transport_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_endpoint", b"kv_endpoint", "layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_id", b"clock_id", "control_address", b"control_address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "epoch", b"epoch", "kv_endpoint", b"kv_endpoint", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "node", b"node", "num_blocks", b"num_blocks", "pid", b"pid", "ready", b"ready", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_id", b"clock_id", "control_address", b"control_address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "epoch", b"epoch", "kv_endpoint", b"kv_endpoint", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "node", b"node", "num_blocks", b"num_blocks", "pid", b"pid", "ready", b"ready", "role", b"role", "transport_reason", b"transport_reason", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerInfo = WorkerInfo
 

@@ -54,11 +54,10 @@ class Heartbeat:
         async with grpc.aio.insecure_channel(worker.spec.registry_address) as channel:
             registry: worker_pb2_grpc.RegistryAsyncStub = worker_pb2_grpc.RegistryStub(channel)  # type: ignore[assignment]
             while True:
-                info = info_to_proto(worker.info)
-                info.ready = worker.is_ready
+                beat = pb.HeartbeatRequest(info=info_to_proto(worker.info), load=load_to_proto(worker.load))
                 try:
                     await registry.Heartbeat(
-                        pb.HeartbeatRequest(info=info, load=load_to_proto(worker.load)),
+                        beat,
                         timeout=max(interval_s, 2.0),
                         wait_for_ready=True,
                     )

@@ -55,10 +55,15 @@ class WorkerHost:
         worker.started.add_done_callback(self._pass_on)
         try:
             await worker.run()
-        except PdserveError as error:
-            log.error("%s ends: %s", self._spec.worker_id, error)
-            if self._on_end is not None and self._ready.done() and self._ready.exception() is None:
+        except Exception as error:
+            was_ready = worker.started.done() and worker.started.exception() is None
+            log.log(
+                logging.ERROR, "%s ends: %s", self._spec.worker_id, error, exc_info=not isinstance(error, PdserveError)
+            )
+            if was_ready and self._on_end is not None:
                 self._on_end()
+        finally:
+            worker.started.cancel()  # without effect unless it was stopped while starting
 
     def _pass_on(self, started: asyncio.Future[WorkerInfo]) -> None:
         if started.cancelled():

@@ -167,6 +167,7 @@ def info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
         engine_restarts=info.engine_restarts,
         ready=info.ready,
         clock_id=info.clock_id,
+        transport_reason=info.transport_reason,
     )
 
 
@@ -201,6 +202,7 @@ def info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
         engine_restarts=message.engine_restarts,
         ready=message.ready,
         clock_id=message.clock_id,
+        transport_reason=message.transport_reason,
     )
 
 

@@ -38,6 +38,8 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
         f"model {answer.model} ({answer.dtype}, context {answer.context_length}) · KV "
         f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
     )
+    for transport, reason in sorted({(w.transport, w.transport_reason) for w in answer.workers}):
+        console.print(f"KV travels by {transport} ({reason})")
     console.print(_workers(answer))
 
 
@@ -49,14 +51,13 @@ def _workers(answer: ServiceStatus) -> Table:
         table.add_column(column, no_wrap=True)
     for column in ("pids", "free", "run", "wait", "preempted", "restarts", "heard"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("kv", overflow="fold")
+    table.add_column("sends KV to", overflow="fold")
     for w in answer.workers:
         slot = w.cuda_visible_devices if w.device.startswith("cuda") else w.cores
-        peers = f"{w.transport} → {', '.join(w.peers)}" if w.peers else w.transport
         table.add_row(
             w.worker_id, w.role, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", w.node,
             f"{w.device} {slot}".strip(), f"{w.pid} {w.engine_pid}", f"{w.free_blocks}/{w.num_blocks}",
             str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
-            peers,
+            ", ".join(w.peers),
         )  # fmt: skip
     return table

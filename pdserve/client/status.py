@@ -32,6 +32,7 @@ class ServiceWorker:
     peers: tuple[str, ...]
     cuda_visible_devices: str
     cores: str
+    transport_reason: str
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:
@@ -57,6 +58,7 @@ class ServiceWorker:
             peers=tuple(worker.peers),
             cuda_visible_devices=worker.cuda_visible_devices,
             cores=worker.cores,
+            transport_reason=worker.transport_reason,
         )
 
 

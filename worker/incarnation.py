@@ -1,0 +1,89 @@
+"""One engine's life on a worker: the process, its pool, the KV ends over that pool, and the epoch that names them all.
+
+When the engine dies all of it is gone at once, and the worker begins another incarnation.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Self
+
+from core.clock import Clock
+from core.handoff import KVEndpoint
+from core.kv_layout import KVLayout
+from core.worker import WorkerLoad
+from engine.client import EngineClient
+from engine.messages import Ready
+from engine.spec import EngineSpec
+from kv_transfer.factory import choose_transport, create_transport
+from worker.kv import KVEnds
+from worker.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+
+
+class Incarnation:
+    """Made by `start`, over by `stop`. ``load`` is what the engine last said of itself."""
+
+    def __init__(
+        self, engine: EngineClient, kv: KVEnds, ready: Ready, epoch: str, kv_endpoint: KVEndpoint, transport_reason: str
+    ) -> None:
+        self.engine = engine
+        self.kv = kv
+        self.ready = ready
+        self.epoch = epoch
+        self.kv_endpoint = kv_endpoint
+        self.transport_reason = transport_reason
+        self.layout = KVLayout.from_wire(ready.layout)
+        self.load = WorkerLoad(free_blocks=ready.num_blocks)
+
+    @classmethod
+    async def start(cls, spec: WorkerSpec, clock: Clock) -> Self:
+        """Start an engine and its KV ends. Raises what kept them from starting; nothing is left running then."""
+        transfer, delays_ms = spec.config.transfer, spec.config.testing.delay_ms
+        # An explicit transport that cannot work is told before a model is loaded for it.
+        name, reason = choose_transport(transfer.transport, device=spec.device, peer_device=spec.device)
+        engine = EngineClient()
+        ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
+        epoch = uuid.uuid4().hex
+        try:
+            kv = KVEnds(
+                engine.open_pool(),
+                create_transport(name, device=spec.device),
+                transfer,
+                worker_id=spec.worker_id,
+                epoch=epoch,
+                clock=clock,
+                delay_s=delays_ms.get("kv_exposed", 0.0) / 1e3,
+            )
+            endpoint = await kv.start(transfer.interface or spec.host)
+        except BaseException:
+            await engine.stop(STOP_TIMEOUT_S)
+            raise
+        log.info("%s: engine ready on %s; KV over %s (%s)", spec.worker_id, ready.device, endpoint, reason)
+        return cls(engine, kv, ready, epoch, endpoint, reason)
+
+    async def stop(self) -> None:
+        """End the KV ends, then the engine."""
+        await self.kv.aclose()
+        await self.engine.stop(STOP_TIMEOUT_S)
+
+
+def _engine_spec(spec: WorkerSpec) -> EngineSpec:
+    config = spec.config.engine
+    return EngineSpec(
+        model=spec.config.model.path,
+        dtype=spec.config.model.dtype,
+        device=spec.device,
+        cores=spec.cores,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        kv_memory_bytes=None if config.kv_memory_mb is None else config.kv_memory_mb * 2**20,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        delay_s={stage: ms / 1e3 for stage, ms in spec.config.testing.delay_ms.items()},
+    )
