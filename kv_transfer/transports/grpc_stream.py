@@ -66,7 +66,7 @@ class GrpcStreamTransport(KVTransport):
 
         self._handlers = ThreadPoolExecutor(_MAX_LINKS, "kv-grpc-serve")
         self._server = grpc.server(self._handlers, options=_OPTIONS, maximum_concurrent_rpcs=_MAX_LINKS)
-        handler = grpc.stream_stream_rpc_method_handler(exchange)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(exchange)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         bracketed = f"[{host}]" if ":" in host else host
         try:
@@ -89,7 +89,8 @@ class GrpcStreamTransport(KVTransport):
         loop, opened = asyncio.get_running_loop(), asyncio.Event()
         link = GrpcLink(loop, endpoint.address, self._timeout_s, self._forget)
         channel = grpc.insecure_channel(endpoint.address, options=_OPTIONS)
-        call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)(link.outgoing())
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
+        call = stub(link.outgoing())
         cancel: Callable[[], object] = call.cancel
         link.cancel = cancel
         call.add_callback(lambda: link.terminated(call.details() or "the peer closed the link"))
