@@ -53,7 +53,7 @@ class KVSender:
 
     def peers(self) -> tuple[str, ...]:
         """The workers it has a link to, by id."""
-        return tuple(sorted(peer.worker_id for peer in self._peers.values() if peer.alive))
+        return tuple(sorted(peer.worker_id for peer in list(self._peers.values()) if peer.alive))
 
     async def connect(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
         """Have a link to this incarnation of a worker; nothing to do if there is one. Raises LayoutMismatch,

@@ -7,6 +7,7 @@ gone, and so are these ends: the worker builds new ones, with a new epoch, over 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -107,9 +108,12 @@ class KVEnds:
     ) -> None:
         """Queue whole blocks, in order; returns at once. Failures surface in `sent`."""
         blocks = list(block_ids)
-        self._loop.call_soon_threadsafe(
-            lambda: self._sender.send_blocks(request_id, first_slot, blocks, last=last, trailer=trailer)
-        )
+
+        def queue() -> None:
+            with contextlib.suppress(ValueError):  # the hand-off has failed meanwhile: `sent` tells
+                self._sender.send_blocks(request_id, first_slot, blocks, last=last, trailer=trailer)
+
+        self._loop.call_soon_threadsafe(queue)
 
     async def sent(self, request_id: str) -> SentKV:
         """Wait until the receiver has confirmed everything; raises the TransferError otherwise."""
