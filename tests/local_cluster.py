@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,17 @@ def free_port() -> int:
 
 
 class LocalCluster:
-    """Gateway and workers, ended by id in `close`. ``settings`` are sections of the configuration file."""
+    """Gateway and workers, ended by id in `close`. ``settings`` are sections of the configuration file; ``in_worker``
+    runs in the named process before it becomes a worker."""
 
-    def __init__(self, settings: Mapping[str, Any], *, prefill: int = 1, decode: int = 1) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        in_worker: Mapping[str, Callable[[], None]] | None = None,
+    ) -> None:
         gateway = {"host": "127.0.0.1", "port": free_port()}
         cluster = {"prefill": prefill, "decode": decode, "device": "cpu", "oversubscribe": True}
         self.config = PdserveConfig.parse(
@@ -48,6 +56,7 @@ class LocalCluster:
         self.registry = f"127.0.0.1:{free_port()}"
         self.target = f"127.0.0.1:{self.config.gateway.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._in_worker = dict(in_worker or {})
         self._slots: dict[str, int] = {}
         self.start_gateway()
         names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
@@ -81,6 +90,7 @@ class LocalCluster:
             [sys.executable, "-P", "-m", module, *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
+            preexec_fn=self._in_worker.get(name),
         )
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
@@ -136,9 +146,15 @@ def leaked_blocks(status: ServiceStatus) -> int:
 
 
 @contextlib.contextmanager
-def local_cluster(settings: Mapping[str, Any], *, prefill: int = 1, decode: int = 1) -> Iterator[LocalCluster]:
+def local_cluster(
+    settings: Mapping[str, Any],
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    in_worker: Mapping[str, Callable[[], None]] | None = None,
+) -> Iterator[LocalCluster]:
     """A `LocalCluster` that is ready, and gone afterwards."""
-    cluster = LocalCluster(settings, prefill=prefill, decode=decode)
+    cluster = LocalCluster(settings, prefill=prefill, decode=decode, in_worker=in_worker)
     try:
         cluster.wait_ready()
         yield cluster

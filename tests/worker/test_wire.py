@@ -1,0 +1,66 @@
+"""Nothing is lost between `core`'s values and the control protocol's messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import LayoutMismatch, WorkerLost
+from core.handoff import KVDestination, KVEndpoint, TransferProof
+from core.kv_layout import KVLayout
+from core.sampling import FinishReason, SamplingParams
+from core.timeline import Event, EventKind
+from core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
+from pb import worker_pb2 as pb
+from worker import wire
+
+LAYOUT = KVLayout("abc", "bfloat16", 64, 30, 3, 64)
+DESTINATION = KVDestination("decode-0", KVEndpoint("grpc_stream", "10.0.0.1:5"), "e1", "n1", 7, 2)
+PROOF = TransferProof("torch_dist", 10, 3, 5, 2, 4, "xxh3-64 verified", 1.5, 2.5)
+INFO = WorkerInfo(
+    "prefill-0", Role.PREFILL, "e1", "10.0.0.1:4", KVEndpoint("grpc_stream", "10.0.0.1:5"), "10.0.0.1", "cpu", 1, 2,
+    LAYOUT, 100, 2048, 512, 4096, "0", "0,1", "0.1.0", 3, True, "clock", "because",
+)  # fmt: skip
+
+
+def test_destination() -> None:
+    assert wire.destination_from_proto(wire.destination_to_proto(DESTINATION)) == DESTINATION
+    assert KVDestination.from_wire(DESTINATION.to_wire()) == DESTINATION
+
+
+def test_work_leaves_only_the_stop_strings_behind() -> None:
+    sampling = SamplingParams(9, 0.5, 40, 0.9, 2**62, ("stop",), (1, 2), True)
+    back = wire.work_from_proto(wire.work_to_proto(Work("r", [1, 2, 3], sampling, 12.5)))
+    assert back == Work("r", [1, 2, 3], SamplingParams(9, 0.5, 40, 0.9, 2**62, (), (1, 2), True), 12.5)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        TokenOutput(0),
+        TokenOutput(5, FinishReason.LENGTH),
+        TokenOutput(None, FinishReason.STOP, (Event(EventKind.KV_VERIFIED, "w", 1.25),), PROOF),
+    ],
+)
+def test_output(output: TokenOutput) -> None:
+    message = pb.Output.FromString(wire.output_to_proto("r", output).SerializeToString())
+    assert message.request_id == "r"
+    assert wire.output_from_proto("w", message) == output
+
+
+def test_errors_keep_their_class() -> None:
+    for error in (LayoutMismatch("dtype differs"), WorkerLost("gone")):
+        back = wire.error_from_proto(wire.error_to_proto(error))
+        assert (type(back), str(back)) == (type(error), str(error))
+
+
+def test_info_and_load() -> None:
+    assert wire.info_from_proto(wire.info_to_proto(INFO)) == INFO
+    load = WorkerLoad(1, 2, 3, 4, ("decode-0",))
+    assert wire.load_from_proto(wire.load_to_proto(load)) == load
+
+
+def test_unknown_role_is_a_value_error() -> None:
+    message = wire.info_to_proto(INFO)
+    message.role = "cook"
+    with pytest.raises(ValueError, match="cook"):
+        wire.info_from_proto(message)
