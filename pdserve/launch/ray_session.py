@@ -19,7 +19,8 @@ OBJECT_STORE_BYTES = 100 * 2**20
 
 
 class RaySession:
-    """Connects on `start`, undoes on `stop` exactly what `start` did."""
+    """Connects on `start`, undoes on `stop` exactly what `start` did. See `ray_environment` for what must come before
+    this module is imported."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -33,13 +34,14 @@ class RaySession:
     def start(self, *, num_cpus: int | None = None, num_gpus: int | None = None) -> None:
         """Start or join Ray; LaunchError if it cannot be reached. ``num_cpus`` and ``num_gpus`` are for a Ray of our
         own (default: what the host has)."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if not self.owned:
             try:
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, RaySystemError, RuntimeError, ValueError) as error:
-                raise LaunchError(f"cluster.address: no Ray at {self._address!r}: {error}") from None
+                raise LaunchError(
+                    f"cluster.address: cannot join Ray at {self._address!r}: {error}; check `ray status`, and that "
+                    "both sides have the same ~/.ray/auth_token (or RAY_AUTH_MODE=disabled)"
+                ) from None
             return
         # Unix sockets live below it, and their paths must stay short.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="pdserve-ray-", dir="/tmp"))

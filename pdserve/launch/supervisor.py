@@ -20,7 +20,7 @@ import psutil
 
 from core.config import PdserveConfig
 from core.errors import PdserveError, to_wire
-from pdserve.launch.service import Service
+from pdserve.launch.ray_environment import prepare_environment
 from pdserve.launch.state import ServiceState
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ def supervise(
 
     Must be called on the main thread. A signal during start-up ends that too.
     """
+    prepare_environment(config.cluster.address)
+    from pdserve.launch.service import Service  # brings in Ray
+
     stop = threading.Event()
     started = False
 
