@@ -45,4 +45,4 @@ def test_every_command_uses_the_projects_own_environment() -> None:
     config = filled_in()
     for command in (*config["head_start_ray_commands"], *config["worker_start_ray_commands"]):
         assert "~/pdserve/.venv/bin/ray" in command
-    assert set(config["file_mounts"]) == {"~/pdserve"}
+    assert set(config["file_mounts"]) == {"~/pdserve", "~/.ray/auth_token"}
