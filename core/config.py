@@ -57,6 +57,9 @@ class EngineConfig(_Section):
     )
     max_num_batched_tokens: Positive = Field(512, description="token budget of one step; longer prompts are chunked")
     max_num_seqs: Positive = Field(64, description="requests that may run in one step")
+    hang_timeout_s: Seconds = Field(
+        15.0, description="an engine that neither answers nor computes for this long is killed and started again"
+    )
     max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
 
 

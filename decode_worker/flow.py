@@ -40,7 +40,7 @@ class DecodeFlow(Flow):
         delay_ms = self.worker.spec.config.testing.delay_ms.get("reserve", 0.0)
         if delay_ms:
             await asyncio.sleep(delay_ms / 1e3)
-        destination = await self.worker.kv.expect(
+        destination = await self.incarnation.kv.expect(
             self.request_id, reserved.block_ids, reserved.num_cached_blocks, self.deadline_s
         )
         self._admission = asyncio.get_running_loop().create_task(self._admit())
@@ -60,13 +60,13 @@ class DecodeFlow(Flow):
     async def _admit(self) -> None:
         """Once every block is verified: into the running batch, with prefill's token."""
         try:
-            self._kv = await self.worker.kv.received(self.request_id)
+            self._kv = await self.incarnation.kv.received(self.request_id)
             token_id, ends_here = msgpack.unpackb(self._kv.trailer)
             if not ends_here:
-                self.worker.engine.send(KVReady(self.request_id, token_id))
+                self.incarnation.engine.send(KVReady(self.request_id, token_id))
                 return
         except PdserveError as error:
-            self.worker.fail(self, error)
+            self.worker.fail(self, error)  # without effect if the flow is over already
             return
         verified = (self.event(EventKind.KV_VERIFIED, self._kv.verified_s),)
         self.outbox.output(self.request_id, TokenOutput(None, FinishReason.STOP, verified, self._kv.proof))
@@ -88,7 +88,7 @@ class DecodeFlow(Flow):
 
     async def close(self) -> None:
         """Close the reservation first: only then can nothing write the blocks any more."""
-        await self.worker.kv.abort_receive(self.request_id)
+        await self.incarnation.kv.abort_receive(self.request_id)
         await super().close()
 
 

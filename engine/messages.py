@@ -70,6 +70,11 @@ class Abort:
 
 
 @dataclass(slots=True)
+class Ping:
+    """Answered by `Pong` between steps."""
+
+
+@dataclass(slots=True)
 class Shutdown:
     """End the engine process."""
 
@@ -150,6 +155,11 @@ class Step:
 
 
 @dataclass(slots=True)
+class Pong:
+    """The answer to `Ping`."""
+
+
+@dataclass(slots=True)
 class Load:
     """How full the engine is; sent whenever it has changed, after each step and each batch of commands."""
 
@@ -159,11 +169,12 @@ class Load:
     preemptions: int
 
 
-Command = Submit | KVReady | Release | Abort | Shutdown
-EngineEvent = Ready | Failed | Reserved | Rejected | Step | Load
+Command = Submit | KVReady | Release | Abort | Ping | Shutdown
+EngineEvent = Ready | Failed | Reserved | Rejected | Step | Pong | Load
 
 _TYPES: dict[str, type[Any]] = {
-    t.__name__: t for t in (Submit, KVReady, Release, Abort, Shutdown, Ready, Failed, Reserved, Rejected, Step, Load)
+    t.__name__: t
+    for t in (Submit, KVReady, Release, Abort, Ping, Shutdown, Ready, Failed, Reserved, Rejected, Step, Pong, Load)
 }
 
 

@@ -27,6 +27,8 @@ from engine.messages import (
     FrameReader,
     KVReady,
     Load,
+    Ping,
+    Pong,
     Release,
     Shutdown,
     Submit,
@@ -66,7 +68,7 @@ class WorkerPipe:
             if not data:
                 raise ParentGone
             for message in self._frames.feed(data):
-                if not isinstance(message, Submit | KVReady | Release | Abort | Shutdown):
+                if not isinstance(message, Submit | KVReady | Release | Abort | Ping | Shutdown):
                     raise AssertionError(f"{type(message).__name__} is no command")
                 commands.append(message)
 
@@ -106,6 +108,9 @@ class EngineLoop:
             for command in self._pipe.receive(wait=starved or not self._scheduler.has_work):
                 if isinstance(command, Shutdown):
                     return
+                if isinstance(command, Ping):
+                    self._pipe.send(Pong())
+                    continue
                 self._take(command)
             self._report()
             starved = not self._step()

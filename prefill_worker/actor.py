@@ -22,7 +22,8 @@ class PrefillWorkerActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         parsed = WorkerSpec.from_wire(spec)
         self._start_timeout_s = parsed.config.cluster.start_timeout_s
-        self._host = WorkerHost(parsed, FLOWS, on_end=lambda: os._exit(1))
+        restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._host = WorkerHost(parsed, FLOWS, on_end=lambda: os._exit(1), restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
         """``{"pid": …, "engine_pid": …}`` once the engine is ready, or ``{"error": (kind, message)}``."""

@@ -41,7 +41,7 @@ class PrefillFlow(Flow):
     async def start(self) -> None:
         """Open the hand-off, then submit; raises if the destination's worker is not connected."""
         assert self.destination is not None
-        await self.worker.kv.begin_send(self.request_id, self.destination, self.deadline_s)
+        await self.incarnation.kv.begin_send(self.request_id, self.destination, self.deadline_s)
         self._confirmation = asyncio.get_running_loop().create_task(self._await_confirmation())
         self.submit(max_tokens=1)
 
@@ -50,10 +50,10 @@ class PrefillFlow(Flow):
         self._progress = progress
         if self.worker.spec.config.transfer.overlap == "none":
             return
-        full = progress.num_computed_tokens // self.worker.layout.block_size
+        full = progress.num_computed_tokens // self.incarnation.layout.block_size
         if progress.num_computed_tokens < len(self.work.token_ids) and full > self._num_queued:
             blocks = progress.block_ids[self._num_queued : full]
-            self.worker.kv.send_blocks(self.request_id, self._num_queued, blocks)
+            self.incarnation.kv.send_blocks(self.request_id, self._num_queued, blocks)
             self._num_queued = full
 
     def on_token(self, token: TokenOut, step: Step) -> TokenOutput:
@@ -62,20 +62,22 @@ class PrefillFlow(Flow):
         last = self._progress.block_ids[self._num_queued : self._num_slots]
         ends_here = token.finish_reason == FinishReason.STOP
         trailer = msgpack.packb([token.token_id, ends_here])
-        self.worker.kv.send_blocks(self.request_id, self._num_queued, last, last=True, trailer=trailer)
+        self.incarnation.kv.send_blocks(self.request_id, self._num_queued, last, last=True, trailer=trailer)
         self._token_given = True
         return TokenOutput(token.token_id, FinishReason.STOP if ends_here else None, self.prefill_events(token, step))
 
     async def _await_confirmation(self) -> None:
         try:
-            await self.worker.kv.sent(self.request_id)
+            await self.incarnation.kv.sent(self.request_id)
         except PdserveError as error:
+            if not self.worker.has(self):
+                return
             if not self._token_given:
                 self.worker.fail(self, error)
                 return
             # Decode sees the same failure and tells the gateway; here the blocks are of no use any more.
             log.warning("%s: hand-off of request %s failed: %s", self.worker.spec.worker_id, self.request_id, error)
-        self.worker.engine.send(Release(self.request_id))
+        self.incarnation.engine.send(Release(self.request_id))
         self.worker.forget(self)
 
     @property
@@ -85,7 +87,7 @@ class PrefillFlow(Flow):
 
     async def close(self) -> None:
         """Stop sending before the blocks can belong to somebody else."""
-        await self.worker.kv.abort_send(self.request_id)
+        await self.incarnation.kv.abort_send(self.request_id)
         await super().close()
 
 

@@ -18,7 +18,7 @@ from core.timeline import ClockOffset
 from core.worker import TokenOutput, Work, WorkerInfo
 from pb import worker_pb2 as pb
 from pb import worker_pb2_grpc
-from worker.server import CONTROL_OPTIONS
+from worker.options import CONTROL_OPTIONS
 from worker.wire import (
     destination_from_proto,
     destination_to_proto,
@@ -86,8 +86,7 @@ class WorkerClient:
         self._lose("the gateway closed the connection")
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close(None)
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
@@ -210,7 +209,11 @@ class WorkerClient:
                     self._on_reply(response.reply)
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
-        self._lose(reason)
+        except Exception as error:
+            log.exception("worker %s says what this gateway does not understand", self.info.worker_id)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._lose(reason)
 
     async def _requests(self) -> AsyncIterator[pb.ControlRequest]:
         while (request := await self._outgoing.get()) is not None:

@@ -36,6 +36,8 @@ class Flow(ABC):
         self.received_s = received_s
         self.destination = destination
         self.deadline_s = received_s + work.timeout_s
+        # Whatever comes later, the request's blocks are this engine's and no other's.
+        self.incarnation = worker.incarnation
 
     @property
     def request_id(self) -> str:
@@ -73,12 +75,12 @@ class Flow(ABC):
 
     async def close(self) -> None:
         """Give back everything the request holds, in whatever state it is. Called once, after the flow has failed."""
-        self.worker.engine.send(Abort(self.request_id))
+        self.incarnation.engine.send(Abort(self.request_id))
 
     def submit(self, max_tokens: int | None = None) -> None:
         """Hand the request to the engine."""
         sampling = self.work.sampling
-        self.worker.engine.send(
+        self.incarnation.engine.send(
             Submit(
                 request_id=self.request_id,
                 kv_role=self.kv_role,

@@ -14,6 +14,7 @@ import grpc
 
 from pb import worker_pb2 as pb
 from pb import worker_pb2_grpc
+from worker.options import CONTROL_OPTIONS
 from worker.wire import info_to_proto, load_to_proto
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Heartbeat:
         worker = self._worker
         interval_s = worker.spec.config.router.heartbeat_s
         failing = False
-        async with grpc.aio.insecure_channel(worker.spec.registry_address) as channel:
+        async with grpc.aio.insecure_channel(worker.spec.registry_address, options=CONTROL_OPTIONS) as channel:
             registry: worker_pb2_grpc.RegistryAsyncStub = worker_pb2_grpc.RegistryStub(channel)  # type: ignore[assignment]
             while True:
                 beat = pb.HeartbeatRequest(info=info_to_proto(worker.info), load=load_to_proto(worker.load))

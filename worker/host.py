@@ -19,22 +19,27 @@ from worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
+END_PAUSE_S = 1.0
 SWITCH_INTERVAL_S = 0.0005
 """Python's thread switch interval here: control must not wait 5 ms for a thread that copies KV."""
 
 
 class WorkerHost:
-    """A worker in this process. The thread starts at once; `wait_ready` tells how that went."""
+    """A worker in this process. The thread starts at once; `wait_ready` tells how that went. ``on_end`` is called when
+    the worker fails later, or (``restarted``: nobody asks `wait_ready` any more) at its first start, a pause later."""
 
     def __init__(
         self,
         spec: WorkerSpec,
         flows: Mapping[KVRole, type[Flow]],
         on_end: Callable[[], None] | None = None,
+        *,
+        restarted: bool = False,
     ) -> None:
         self._spec = spec
         self._flows = flows
         self._on_end = on_end
+        self._restarted = restarted
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
         self._ready: concurrent.futures.Future[WorkerInfo] = concurrent.futures.Future()
@@ -56,11 +61,12 @@ class WorkerHost:
         try:
             await worker.run()
         except Exception as error:
-            was_ready = worker.started.done() and worker.started.exception() is None
+            nobody_asks = self._restarted or (worker.started.done() and worker.started.exception() is None)
             log.log(
                 logging.ERROR, "%s ends: %s", self._spec.worker_id, error, exc_info=not isinstance(error, PdserveError)
             )
-            if was_ready and self._on_end is not None:
+            if nobody_asks and self._on_end is not None:
+                await asyncio.sleep(END_PAUSE_S)
                 self._on_end()
         finally:
             worker.started.cancel()  # without effect unless it was stopped while starting

@@ -19,6 +19,7 @@ from engine.spec import EngineSpec
 from kv_transfer.factory import choose_transport, create_transport
 from worker.kv import KVEnds
 from worker.spec import WorkerSpec
+from worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,14 @@ class Incarnation:
     """Made by `start`, over by `stop`. ``load`` is what the engine last said of itself."""
 
     def __init__(
-        self, engine: EngineClient, kv: KVEnds, ready: Ready, epoch: str, kv_endpoint: KVEndpoint, transport_reason: str
+        self,
+        engine: EngineClient,
+        kv: KVEnds,
+        ready: Ready,
+        epoch: str,
+        kv_endpoint: KVEndpoint,
+        transport_reason: str,
+        watchdog: Watchdog,
     ) -> None:
         self.engine = engine
         self.kv = kv
@@ -37,6 +45,7 @@ class Incarnation:
         self.epoch = epoch
         self.kv_endpoint = kv_endpoint
         self.transport_reason = transport_reason
+        self.watchdog = watchdog
         self.layout = KVLayout.from_wire(ready.layout)
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
 
@@ -49,6 +58,7 @@ class Incarnation:
         engine = EngineClient()
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
+        kv: KVEnds | None = None
         try:
             kv = KVEnds(
                 engine.open_pool(),
@@ -60,16 +70,21 @@ class Incarnation:
                 delay_s=delays_ms.get("kv_exposed", 0.0) / 1e3,
             )
             endpoint = await kv.start(transfer.interface or spec.host)
+            watchdog = Watchdog(engine, spec.worker_id, clock, spec.config.engine.hang_timeout_s)
         except BaseException:
+            if kv is not None:
+                await kv.aclose()
             await engine.stop(STOP_TIMEOUT_S)
             raise
         log.info("%s: engine ready on %s; KV over %s (%s)", spec.worker_id, ready.device, endpoint, reason)
-        return cls(engine, kv, ready, epoch, endpoint, reason)
+        return cls(engine, kv, ready, epoch, endpoint, reason, watchdog)
 
     async def stop(self) -> None:
         """End the KV ends, then the engine."""
-        await self.kv.aclose()
-        await self.engine.stop(STOP_TIMEOUT_S)
+        try:
+            await self.kv.aclose()
+        finally:
+            await self.engine.stop(STOP_TIMEOUT_S)
 
 
 def _engine_spec(spec: WorkerSpec) -> EngineSpec:

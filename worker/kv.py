@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from core.clock import Clock
 from core.config import TransferConfig
+from core.errors import RequestAborted, WorkerLost
 from core.handoff import KVDestination, KVEndpoint
-from kv_transfer.base import BlockStore, KVTransport
+from engine.mapped_pool import MappedPool
+from kv_transfer.base import KVTransport
 from kv_transfer.incoming import ReceivedKV
 from kv_transfer.outgoing import SentKV
 from kv_transfer.receiver import KVReceiver
@@ -23,13 +25,15 @@ from kv_transfer.sender import KVSender
 
 T = TypeVar("T")
 
+JOIN_TIMEOUT_S = 5.0
+
 
 class KVEnds:
     """A `KVSender` and a `KVReceiver` over one pool and one transport."""
 
     def __init__(
         self,
-        store: BlockStore,
+        pool: MappedPool,
         transport: KVTransport,
         config: TransferConfig,
         *,
@@ -38,9 +42,11 @@ class KVEnds:
         clock: Clock,
         delay_s: float = 0.0,
     ) -> None:
+        self._pool = pool
         self._transport = transport
+        self._closed = False
         self._receiver = KVReceiver(
-            store,
+            pool,
             transport,
             worker_id=worker_id,
             epoch=epoch,
@@ -50,7 +56,7 @@ class KVEnds:
             delay_s=delay_s,
         )
         self._sender = KVSender(
-            store,
+            pool,
             transport,
             worker_id=worker_id,
             checksum=config.checksum,
@@ -63,7 +69,17 @@ class KVEnds:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"kv-{worker_id}", daemon=True)
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        if self._closed:
+            work.close()
+            raise WorkerLost("the engine is gone, and its KV ends with it")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():  # not we were cancelled, but the work on the closing loop
+                raise WorkerLost("the engine is gone, and its KV ends with it") from None
+            raise
 
     async def start(self, host: str) -> KVEndpoint:
         """Listen for peers on ``host``; returns where."""
@@ -71,18 +87,27 @@ class KVEnds:
         return await self._on_loop(self._receiver.start(host))
 
     async def aclose(self) -> None:
-        """End every hand-off and the thread."""
-        if not self._thread.is_alive():
+        """End every hand-off, the thread, and the mapping of the pool. Closing twice is fine."""
+        if self._closed:
             return
-        await self._on_loop(self._close_ends())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join, 5.0)
+        self._closed = True
+        if self._thread.is_alive():
+            try:
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop))
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
         self._loop.close()
+        self._pool.close()
 
     async def _close_ends(self) -> None:
         await self._sender.aclose()
         await self._receiver.aclose()
         await self._transport.aclose()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
@@ -113,11 +138,13 @@ class KVEnds:
             with contextlib.suppress(ValueError):  # the hand-off has failed meanwhile: `sent` tells
                 self._sender.send_blocks(request_id, first_slot, blocks, last=last, trailer=trailer)
 
-        self._loop.call_soon_threadsafe(queue)
+        if not self._closed:
+            self._loop.call_soon_threadsafe(queue)
 
     async def sent(self, request_id: str) -> SentKV:
         """Wait until the receiver has confirmed everything; raises the TransferError otherwise."""
-        return await self._on_loop(self._sender.wait(request_id))
+        with _gone_is_aborted(request_id):
+            return await self._on_loop(self._sender.wait(request_id))
 
     async def abort_send(self, request_id: str) -> None:
         """Give a hand-off up; the receiver is told."""
@@ -137,8 +164,18 @@ class KVEnds:
 
     async def received(self, request_id: str) -> ReceivedKV:
         """Wait until every block is verified and in the pool; raises the TransferError otherwise."""
-        return await self._on_loop(self._receiver.wait(request_id))
+        with _gone_is_aborted(request_id):
+            return await self._on_loop(self._receiver.wait(request_id))
 
     async def abort_receive(self, request_id: str) -> None:
         """Close a reservation; when this returns nothing writes its blocks any more."""
         await self._on_loop(self._receiver.abort(request_id))
+
+
+@contextlib.contextmanager
+def _gone_is_aborted(request_id: str) -> Iterator[None]:
+    """The ends say ValueError of a hand-off they do not know (any more)."""
+    try:
+        yield
+    except ValueError:
+        raise RequestAborted(f"the hand-off of {request_id} was given up before anybody waited for it") from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ def serve(flows: Mapping[KVRole, type[Flow]]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
     spec = WorkerSpec.from_wire(json.loads(sys.argv[1]))
-    host = WorkerHost(spec, flows)
+    host = WorkerHost(spec, flows, on_end=lambda: os._exit(1))
     try:
         host.wait_ready(spec.config.cluster.start_timeout_s)
     except PdserveError as error:

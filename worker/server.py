@@ -7,6 +7,7 @@ a task of its own. When the stream ends, everything asked for over it is aborted
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from core.handoff import KVDestination
 from engine.messages import KVRole
 from pb import worker_pb2 as pb
 from pb import worker_pb2_grpc
+from worker.options import CONTROL_OPTIONS
 from worker.outbox import Outbox
 from worker.wire import (
     destination_from_proto,
@@ -29,17 +31,7 @@ from worker.wire import (
 if TYPE_CHECKING:
     from worker.worker import Worker
 
-CONTROL_OPTIONS = (
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.max_send_message_length", 64 * 2**20),
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
-)
+log = logging.getLogger(__name__)
 
 
 class ControlServer(worker_pb2_grpc.WorkerControlServicer):
@@ -106,7 +98,9 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
             destination = await self._perform(request, outbox, received_s)
             if destination is not None:
                 reply.destination.CopyFrom(destination_to_proto(destination))
-        except PdserveError as error:
+        except Exception as error:
+            if not isinstance(error, PdserveError):
+                log.exception("a control call failed in a way nobody foresaw")
             reply.error.CopyFrom(error_to_proto(error))
         reply.replied_s = self._worker.clock.now()
         outbox.reply(reply)
@@ -116,7 +110,7 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
         match request.WhichOneof("call"):
             case "connect_peer":
                 peer = request.connect_peer
-                await worker.kv.connect(peer.worker_id, peer.epoch, endpoint_from_proto(peer.endpoint))
+                await worker.incarnation.kv.connect(peer.worker_id, peer.epoch, endpoint_from_proto(peer.endpoint))
                 return None
             case "reserve":
                 return await worker.begin(KVRole.RECEIVE, work_from_proto(request.reserve), outbox, received_s)

@@ -23,16 +23,14 @@ from core.errors import (
     RequestAborted,
     WorkerLost,
     from_wire,
+    to_wire,
 )
 from core.handoff import KVDestination
-from core.kv_layout import KVLayout
 from core.worker import Work, WorkerInfo, WorkerLoad
-from engine.client import EngineClient
-from engine.messages import EngineEvent, Failed, KVRole, Load, Ready, Rejected, Reserved, Step
+from engine.messages import EngineEvent, Failed, KVRole, Load, Pong, Ready, Rejected, Reserved, Step
 from worker.flow import Flow
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
-from worker.kv import KVEnds
 from worker.outbox import Outbox
 from worker.server import ControlServer
 from worker.spec import WorkerSpec
@@ -126,8 +124,12 @@ class Worker:
             self.started.set_result(self._info)
 
     async def _serve(self, incarnation: Incarnation) -> None:
-        async for event in incarnation.engine.events():
-            self._on_event(event, incarnation)
+        watching = asyncio.create_task(incarnation.watchdog.run())
+        try:
+            async for event in incarnation.engine.events():
+                self._on_event(event, incarnation)
+        finally:
+            watching.cancel()
 
     async def _end_incarnation(self) -> None:
         """The engine is gone or has to go: everything on it is lost, its pool and epoch too."""
@@ -155,45 +157,35 @@ class Worker:
             return WorkerLoad()
         return replace(self._incarnation.load, peers=self._incarnation.kv.peers)
 
-    # --- what flows use ----------------------------------------------------------------------------------------------
+    # --- flows ----------------------------------------------------------------------------------------------
 
     @property
-    def _current(self) -> Incarnation:
+    def incarnation(self) -> Incarnation:
+        """The engine and KV ends there are now; NotReady while there are none."""
         if self._incarnation is None:
             raise NotReady(f"worker {self.spec.worker_id} is starting its engine")
         return self._incarnation
 
-    @property
-    def engine(self) -> EngineClient:
-        """The engine; NotReady while there is none."""
-        return self._current.engine
-
-    @property
-    def kv(self) -> KVEnds:
-        """The KV ends; NotReady while there are none."""
-        return self._current.kv
-
-    @property
-    def layout(self) -> KVLayout:
-        """The pool's layout; NotReady while there is none."""
-        return self._current.layout
+    def has(self, flow: Flow) -> bool:
+        """Whether the flow is not over yet."""
+        return self._flows.get(flow.request_id) is flow
 
     def forget(self, flow: Flow) -> None:
         """The flow is over and holds nothing any more."""
-        if self._flows.get(flow.request_id) is flow:
+        if self.has(flow):
             del self._flows[flow.request_id]
             self._deadlines.pop(flow.request_id).cancel()
 
     def fail(self, flow: Flow, error: PdserveError) -> None:
         """The flow is over because of ``error``: tell the gateway, wake who waits in it, give everything back."""
-        if self._flows.get(flow.request_id) is not flow:
+        if not self.has(flow):
             return
         if not isinstance(error, RequestAborted):
             log.warning("%s: request %s failed: %s", self.spec.worker_id, flow.request_id, error)
             flow.outbox.error(flow.request_id, error)
         flow.on_failed(error)
         self.forget(flow)
-        if self._incarnation is not None:  # else everything it held is gone already
+        if self._incarnation is flow.incarnation:  # else everything it held is gone already
             task = asyncio.get_running_loop().create_task(flow.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -209,8 +201,6 @@ class Worker:
             raise InvalidRequest(f"worker {self.spec.worker_id} is a {self.spec.role} worker and cannot do {kv_role}")
         if work.request_id in self._flows:
             raise InvalidRequest(f"request_id: {work.request_id!r} is running on worker {self.spec.worker_id} already")
-        if self._incarnation is None:
-            raise NotReady(f"worker {self.spec.worker_id} is starting its engine")
         flow = kind(self, work, outbox, received_s, destination)
         self._flows[work.request_id] = flow
         self._deadlines[work.request_id] = asyncio.get_running_loop().call_later(
@@ -221,8 +211,8 @@ class Worker:
         )
         try:
             return await flow.start()
-        except PdserveError as error:
-            self.fail(flow, error)
+        except Exception as error:
+            self.fail(flow, error if isinstance(error, PdserveError) else from_wire(*to_wire(error)))
             raise
 
     async def abort(self, request_id: str) -> None:
@@ -254,6 +244,8 @@ class Worker:
                     self.fail(flow, from_wire(event.kind, event.message))
             case Failed():
                 log.error("%s: the engine gave up: %s: %s", self.spec.worker_id, event.kind, event.message)
+            case Pong():
+                incarnation.watchdog.pong()
             case Ready():
                 raise AssertionError("an engine is ready once")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from typing import Any
 
 import ray
@@ -11,6 +13,9 @@ from core.config import PdserveConfig
 from core.errors import PdserveError, to_wire
 from gateway.host import GatewayHost
 from pdserve.version import VERSION
+
+
+RESTART_PAUSE_S = 1.0
 
 
 @ray.remote
@@ -25,6 +30,11 @@ class GatewayActor:
             self._host.start()
         except PdserveError as error:
             self._error = error
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                # Nobody asks `wait_started` any more: let Ray try once more.
+                logging.getLogger(__name__).error("the gateway did not start again: %s", error)
+                time.sleep(RESTART_PAUSE_S)
+                os._exit(1)
 
     def wait_started(self) -> dict[str, Any]:
         """Empty once it listens, or ``{"error": (kind, message)}``."""

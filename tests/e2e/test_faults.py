@@ -126,6 +126,22 @@ def test_a_stopped_worker_is_taken_for_dead_and_comes_back(model: Path) -> None:
         assert leaked_blocks(cluster.wait_idle()) == 0
 
 
+def test_a_hung_engine_is_noticed(model: Path) -> None:
+    """Alive but stopped: it is killed and started again, and the request on it ends as if it had died."""
+    watchful = settings(model)
+    watchful["engine"] = {**watchful["engine"], "hang_timeout_s": 2.0}
+    with local_cluster(watchful) as cluster, Client(cluster.target) as client:
+        stream = client.generate(PROMPT, max_tokens=TOKENS, mode="pd", timeout_s=60)
+        next(stream)
+        hung = worker_named(client, "decode-0")
+        psutil.Process(hung.engine_pid).send_signal(signal.SIGSTOP)
+        assert list(stream.result().token_ids) == greedy_tokens(model, PROMPT, TOKENS)
+        now = wait_for(cluster, "decode-0", "ready")
+        assert (now.pid, now.engine_restarts) == (hung.pid, 1)
+        assert now.engine_pid != hung.engine_pid
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
 def test_deadlines_reach_the_workers(model: Path) -> None:
     slow = settings(model, testing={"delay_ms": {"prefill": 1000.0}})
     with local_cluster(slow) as cluster, Client(cluster.target) as client:
