@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 60.0
 
 def start_detached(config: PdserveConfig, report: Callable[[str], None] = lambda stage: None) -> int:
     """Start a service that outlives the caller and holds none of its pipes; returns its port once it is ready.
-    Raises what kept it from starting."""
+    Raises what kept it from starting; interrupted before that, it ends what it started."""
     state_folder().mkdir(parents=True, exist_ok=True)
     log_path = state_folder() / f"up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     read_fd, write_fd = os.pipe()
@@ -38,17 +38,23 @@ def start_detached(config: PdserveConfig, report: Callable[[str], None] = lambda
             )
         finally:
             os.close(write_fd)
-        for line in reports:
-            message = json.loads(line)
-            if "stage" in message:
-                report(message["stage"])
-            elif "error" in message:
-                process.wait(STOP_TIMEOUT_S)
-                raise from_wire(*message["error"])
-            else:
-                process.returncode = 0  # it is nobody's child to wait for any more
-                port: int = message["ready"]
-                return port
+        try:
+            for line in reports:
+                message = json.loads(line)
+                if "stage" in message:
+                    report(message["stage"])
+                elif "error" in message:
+                    process.wait(STOP_TIMEOUT_S)
+                    raise from_wire(*message["error"])
+                else:
+                    process.returncode = 0  # it is nobody's child to wait for any more
+                    port: int = message["ready"]
+                    return port
+        except BaseException:  # Ctrl-C above all: it does not reach a session of its own
+            if process.poll() is None:
+                _end_family(psutil.Process(process.pid), STOP_TIMEOUT_S)
+                process.poll()
+            raise
     raise LaunchError(f"the service ended while starting (exit code {process.wait(STOP_TIMEOUT_S)}); see {log_path}")
 
 
@@ -60,12 +66,25 @@ def stop_detached(port: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
     if supervisor is None:
         state.remove()
         raise LaunchError(f"the service on port {port} (process {state.pid}) is gone already")
-    family = [supervisor, *supervisor.children(recursive=True)]
-    supervisor.terminate()
-    psutil.wait_procs([supervisor], timeout=timeout_s)
-    _, alive = psutil.wait_procs(family, timeout=5.0)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
+    _end_family(supervisor, timeout_s)
     state.remove()
+
+
+def _end_family(process: psutil.Process, timeout_s: float) -> None:
+    """Ask ``process`` to end, give it ``timeout_s``, then kill by id what is left of it and its descendants. An
+    interruption only shortens the wait."""
+    family = {process}
+    try:
+        family.update(process.children(recursive=True))
+        process.terminate()
+        psutil.wait_procs([process], timeout=timeout_s)
+    except psutil.NoSuchProcess:
+        pass
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.update(process.children(recursive=True))
+        _, alive = psutil.wait_procs(family, timeout=5.0)
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(alive, timeout=5.0)
