@@ -26,7 +26,7 @@ def completion_to_proto(
         decode_worker=result.decode_worker,
         prompt_tokens=len(request.prompt_token_ids),
         output_tokens=len(request.output_token_ids),
-        transfer=_transfer(timeline, result, len(request.output_token_ids)),
+        transfer=_transfer(timeline, result),
         events=[
             pb.Event(kind=event.kind, worker=event.worker, time_s=event.time_s) for event in timeline.events.values()
         ],
@@ -41,12 +41,9 @@ def completion_to_proto(
     )
 
 
-def _transfer(timeline: Timeline, result: RoutingResult, num_output_tokens: int) -> pb.Transfer:
+def _transfer(timeline: Timeline, result: RoutingResult) -> pb.Transfer:
     proof = result.proof
-    # A stop string within token 1: the hand-off was called off, since only that one token was wanted after all.
-    called_off = proof is None and num_output_tokens <= 1
-    expected = 0 if called_off else result.kv_bytes_expected
-    transfer = pb.Transfer(kv_bytes_expected=expected, block_size=result.block_size)
+    transfer = pb.Transfer(kv_bytes_expected=result.kv_bytes_expected, block_size=result.block_size)
     if proof is not None:
         transfer.transport = proof.transport
         transfer.kv_bytes = proof.kv_bytes

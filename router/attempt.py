@@ -62,6 +62,7 @@ class Attempt:
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
         self._complete = False
+        self._decoded = False
 
     async def __aenter__(self) -> Attempt:
         prefill = self._placement.prefill.worker
@@ -81,14 +82,21 @@ class Attempt:
         aborts: set[asyncio.Task[None]] = set()
         if not self._complete:
             aborts = {asyncio.create_task(_abort(worker.handle, self._work_id)) for worker in self._contacted}
-            _BACKGROUND.update(aborts)
             for task in aborts:
-                task.add_done_callback(_BACKGROUND.discard)
+                _keep(task)
         self._placement.end()
         for stream in self._streams:
-            await stream.close()
-        if aborts:
-            await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
+            stream.cancel()
+        # A second cancellation (a deadline and the client's own often come together) must not leave streams open.
+        closing = asyncio.create_task(self._close(aborts))
+        _keep(closing)
+        await asyncio.shield(closing)
+
+    def call_off(self) -> None:
+        """No more tokens are wanted. While decode has given nothing, its hand-off is called off with them: then no KV
+        was to be moved after all."""
+        if not self._decoded:
+            self._result.kv_bytes_expected = 0
 
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens this attempt adds; raises what went wrong (`failed` then names the workers to avoid)."""
@@ -173,6 +181,13 @@ class Attempt:
         self._complete = True
         self._deliver(arrival, decoding.worker)
 
+    async def _close(self, aborts: set[asyncio.Task[None]]) -> None:
+        for outcome in await asyncio.gather(*(stream.close() for stream in self._streams), return_exceptions=True):
+            if outcome is not None:
+                log.warning("request %s: closing a worker's stream: %r", self._request.request_id, outcome)
+        if aborts:
+            await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
+
     # --- small parts -------------------------------------------------------------------------------------------------
 
     def _work(self) -> Work:
@@ -213,6 +228,8 @@ class Attempt:
         output, request = arrival.output, self._request
         if output.proof is not None:
             self._result.proof = output.proof
+        if worker.worker_id == self._result.decode_worker:
+            self._decoded = True
         index = len(request.output_token_ids)
         if self._delivered_before == 0 and index <= 1:
             self._merge(output.events, worker)
@@ -234,6 +251,11 @@ class Attempt:
 
 
 _BACKGROUND: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
+
+
+def _keep(task: asyncio.Task[None]) -> None:
+    _BACKGROUND.add(task)
+    task.add_done_callback(_BACKGROUND.discard)
 
 
 async def _abort(handle: WorkerHandle, work_id: str) -> None:

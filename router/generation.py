@@ -54,6 +54,7 @@ class Generation:
         self._delay_s = delay_s
         self._on_active = on_active
         self._stopped = False
+        self._attempt: Attempt | None = None
         self._tokens = self._generate()
 
     def __aiter__(self) -> AsyncGenerator[RoutedToken, None]:
@@ -66,6 +67,8 @@ class Generation:
     async def stop(self) -> None:
         """The client needs no more tokens: end the request here and on its workers as finished."""
         self._stopped = True
+        if self._attempt is not None:
+            self._attempt.call_off()
         await self.aclose()
 
     async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
@@ -80,6 +83,7 @@ class Generation:
                 request.transition(RequestStatus.RUNNING)
                 request.attempts += 1
                 attempt = Attempt(request, placement, self.result, self._registry, self._clock, deadline, self._delay_s)
+                self._attempt = attempt
                 try:
                     async with attempt, aclosing(attempt.tokens()) as tokens:
                         async for token in tokens:

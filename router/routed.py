@@ -20,7 +20,8 @@ class RoutedToken:
 @dataclass(slots=True)
 class RoutingResult:
     """What became of a request, complete once its tokens are. ``decode_worker`` is empty if nothing was decoded
-    elsewhere; ``kv_bytes_expected`` is 0 then, else what the last attempt's hand-off must weigh."""
+    elsewhere; ``kv_bytes_expected`` is 0 then, and when the client had enough before decode gave anything; else it is
+    what the last attempt's hand-off must weigh."""
 
     mode: Mode | None = None
     prefill_worker: str = ""

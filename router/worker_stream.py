@@ -48,10 +48,15 @@ class WorkerStream:
             return await self._deadline.bound(task, doing)
         return await self._deadline.bound(self._read(), doing)
 
+    def cancel(self) -> None:
+        """Stop what reads ahead; `close` then waits for it."""
+        if self._ahead is not None and not self._ahead.cancelling():  # twice would break off its own clean-up
+            self._ahead.cancel()
+
     async def close(self) -> None:
         """Stop reading (the worker goes on until it is told to abort)."""
+        self.cancel()
         if self._ahead is not None:
-            self._ahead.cancel()
             await asyncio.wait({self._ahead})
             if not self._ahead.cancelled():
                 self._ahead.exception()  # it lost a race that is decided already

@@ -126,6 +126,28 @@ async def test_a_stop_string_on_the_last_token(start_service: StartService, toke
     assert completion.transfer.kv_bytes == completion.transfer.kv_bytes_expected > 0
 
 
+async def test_a_stop_string_within_token_1_calls_the_hand_off_off(
+    start_service: StartService, tokenizer: Tokenizer
+) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["d0"].hangs = {"decode"}
+    answer = tokenizer.encode("the lazy dog")
+    speaks(service, answer, 5)
+    sampling = pb.Sampling(max_tokens=len(answer), stop=[tokenizer.decode(answer[:1])])
+    _, completion = await service.generate(token_ids=PROMPT, sampling=sampling)
+    assert (completion.finish_reason, completion.output_tokens) == ("stop", 1)
+    assert completion.transfer.kv_bytes == completion.transfer.kv_bytes_expected == 0
+
+
+async def test_a_hand_off_that_fails_behind_the_last_token_shows(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["p0"]._eos_token_id = 6
+    service.fleet["d0"].fail("decode", TransferError("broken"))
+    _, completion = await service.generate(token_ids=PROMPT)
+    assert (completion.finish_reason, completion.output_tokens) == ("stop", 1)
+    assert (completion.transfer.kv_bytes, completion.transfer.kv_bytes_expected) == (0, 1024)
+
+
 async def test_token_1_does_not_wait_for_token_2(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     service.fleet["d0"].hangs = {"decode"}

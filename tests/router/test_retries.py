@@ -84,6 +84,19 @@ async def test_a_continuation_of_one_token_needs_no_hand_off(make_cluster: MakeC
     cluster.check_idle()
 
 
+async def test_a_continuation_stopped_at_its_first_token_expects_no_hand_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=1, decode=2)
+    cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
+    generation = cluster.router.generate(cluster.request())
+    async for _ in generation:
+        if generation.request.attempts == 2:
+            break
+    await generation.stop()
+    assert generation.request.output_token_ids == [6, 7]
+    assert (generation.result.proof, generation.result.kv_bytes_expected) == (None, 0)
+    cluster.check_idle()
+
+
 @pytest.mark.parametrize("error", [LayoutMismatch("dtype"), InvalidRequest("prompt: bad"), CapacityExceeded("full")])
 @pytest.mark.parametrize(("role", "point"), PD_POINTS)
 async def test_final_errors_are_final(make_cluster: MakeCluster, role: str, point: Point, error: PdserveError) -> None:

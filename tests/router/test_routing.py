@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotR
 from core.request import Mode, RequestStatus
 from core.sampling import FinishReason
 from core.timeline import EventKind, Figure
+from core.worker import TokenOutput
 
 if TYPE_CHECKING:
     from tests.router.conftest import MakeCluster
@@ -80,6 +82,7 @@ async def test_token_1_ends_the_request_and_a_failing_proof_costs_nothing(make_c
     generation = cluster.router.generate(request)
     assert [t.token_id async for t in generation] == [6]
     assert generation.result.proof is None
+    assert generation.result.kv_bytes_expected > 0, "a hand-off that failed is not hidden"
     assert (request.status, request.attempts) == (RequestStatus.FINISHED, 1)
     cluster.check_idle()
 
@@ -213,6 +216,47 @@ async def test_cancelling_aborts_on_both_workers(make_cluster: MakeCluster, work
     assert cluster.fleet["d0"].aborted == ["r"]
     assert cluster.fleet["p0"].aborted == ([] if point == "reserve" else ["r"])
     cluster.check_idle()
+
+
+async def test_a_second_cancellation_leaves_no_stream_open(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    closed: list[str] = []
+
+    async def slow_to_close(name: str) -> AsyncGenerator[TokenOutput, None]:
+        try:
+            await asyncio.Event().wait()
+            yield TokenOutput(1, None)
+        finally:
+            await asyncio.sleep(0.03)
+            closed.append(name)
+
+    cluster.fleet["p0"].prefill = lambda work, destination: slow_to_close("p0")  # type: ignore[method-assign]
+    cluster.fleet["d0"].decode = lambda request_id: slow_to_close("d0")  # type: ignore[method-assign]
+    task = asyncio.create_task(cluster.tokens(cluster.request()))
+    await asyncio.sleep(0.02)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.06)
+    assert sorted(closed) == ["d0", "p0"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    cluster.check_idle()
+
+
+async def test_stopping_calls_off_a_hand_off_that_gave_nothing(make_cluster: MakeCluster) -> None:
+    for tokens in (1, 2):
+        cluster = make_cluster()
+        generation = cluster.router.generate(cluster.request(max_tokens=50))
+        async for _ in generation:
+            if len(generation.request.output_token_ids) == tokens:
+                break
+        await generation.stop()
+        proof = generation.result.proof
+        moved = proof.kv_bytes if proof is not None else 0
+        assert moved == generation.result.kv_bytes_expected
+        assert (moved > 0) == (tokens == 2)
 
 
 async def test_closing_between_tokens_aborts_and_stopping_finishes(make_cluster: MakeCluster) -> None:
