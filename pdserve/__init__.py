@@ -22,10 +22,13 @@ if TYPE_CHECKING:
         DeadlineExceeded,
         InvalidRequest,
         LaunchError,
+        LayoutMismatch,
         ModelError,
         NotReady,
         PdserveError,
         RequestAborted,
+        TransferError,
+        WorkerLost,
     )
     from core.request import Mode
     from core.timeline import Breakdown, Figure
@@ -48,6 +51,7 @@ _HOME = {
     "Generation": "pdserve.client.generation",
     "InvalidRequest": "core.errors",
     "LaunchError": "core.errors",
+    "LayoutMismatch": "core.errors",
     "Mode": "core.request",
     "ModelError": "core.errors",
     "NotReady": "core.errors",
@@ -58,6 +62,8 @@ _HOME = {
     "Stream": "pdserve.client.sync_stream",
     "Token": "pdserve.client.generation",
     "TransferDetails": "pdserve.client.generation",
+    "TransferError": "core.errors",
+    "WorkerLost": "core.errors",
 }
 
 __all__ = [
@@ -72,6 +78,7 @@ __all__ = [
     "Generation",
     "InvalidRequest",
     "LaunchError",
+    "LayoutMismatch",
     "Mode",
     "ModelError",
     "NotReady",
@@ -82,6 +89,8 @@ __all__ = [
     "Stream",
     "Token",
     "TransferDetails",
+    "TransferError",
+    "WorkerLost",
 ]
 
 

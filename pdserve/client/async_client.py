@@ -62,7 +62,7 @@ class AsyncClient:
         try:
             return ServiceStatus.from_proto(await self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
         except grpc.aio.AioRpcError as error:
-            raise error_from_status(error.code(), error.details(), self.target) from None
+            raise error_from_status(error.code(), error.details(), self.target, error.trailing_metadata()) from None
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
         """Whether the service takes requests (grpc.health.v1); False as well if nothing answers."""

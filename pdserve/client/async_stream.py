@@ -90,7 +90,7 @@ class AsyncStream:
             raise self._error
         if isinstance(arrival, asyncio.CancelledError):
             raise RequestAborted("cancelled by the client")
-        raise error_from_status(arrival.code(), arrival.details(), self._target)
+        raise error_from_status(arrival.code(), arrival.details(), self._target, arrival.trailing_metadata())
 
     async def result(self) -> Generation:
         """Read what is left and return the whole generation."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import grpc
 
 from core.errors import (
@@ -12,7 +15,9 @@ from core.errors import (
     NotReady,
     PdserveError,
     RequestAborted,
+    from_wire,
 )
+from gateway.statuses import ERROR_KIND_KEY
 
 DEFAULT_TARGET = "localhost:50051"
 CONNECT_TIMEOUT_S = 10.0
@@ -40,9 +45,21 @@ _CLASSES: dict[grpc.StatusCode, type[PdserveError]] = {
 }
 
 
-def error_from_status(code: grpc.StatusCode, details: str | None, target: str) -> PdserveError:
-    """The error class for a gRPC status, with a message that can stand alone."""
+Trailing = Iterable[Any]
+"""Pairs of key and value; the type stubs know two kinds of them."""
+
+
+def error_from_status(
+    code: grpc.StatusCode, details: str | None, target: str, trailing: Trailing | None = None
+) -> PdserveError:
+    """The error that the service names in its trailing metadata; where it names none (or one of a later version), the
+    class for the gRPC status. Its message can stand alone."""
     details = " ".join((details or "").split())
+    kind = next((value for key, value in trailing or () if key == ERROR_KIND_KEY), "")
+    if isinstance(kind, str) and details:
+        error = from_wire(kind, details)
+        if type(error) is not PdserveError:
+            return error
     if code is grpc.StatusCode.UNAVAILABLE:
         return NotReady(f"the service at {target} is not available: {details or 'no reason given'}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

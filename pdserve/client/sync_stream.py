@@ -94,7 +94,9 @@ class Stream:
             if isinstance(arrival, grpc.RpcError):
                 if isinstance(self._error, RequestAborted):
                     raise self._error
-                raise error_from_status(arrival.code(), arrival.details(), self._target) from None
+                raise error_from_status(
+                    arrival.code(), arrival.details(), self._target, arrival.trailing_metadata()
+                ) from None
             token = self._assembler.add(*arrival)
             if token is not None:
                 return token

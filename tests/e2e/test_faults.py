@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from core.errors import DeadlineExceeded, InvalidRequest, LaunchError, NotReady
+from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, NotReady
 from core.worker import Role
 from pdserve import AsyncClient, Client
 from pdserve.client.status import ServiceWorker
@@ -162,12 +162,12 @@ def test_a_peer_of_another_layout_is_told_so(model: Path) -> None:
         with Client(cluster.target) as client:
             deadline_s = time.monotonic() + 30
             while time.monotonic() < deadline_s:
-                with pytest.raises((NotReady, LaunchError)) as caught:
+                with pytest.raises((NotReady, LayoutMismatch)) as caught:
                     client.generate(PROMPT, max_tokens=3, mode="pd").result()
                 if "block_size" in str(caught.value):
                     break
                 time.sleep(0.2)
-            assert isinstance(caught.value, LaunchError)  # FAILED_PRECONDITION: trying again will not help
+            assert isinstance(caught.value, LayoutMismatch)  # trying again will not help
             assert "block_size" in str(caught.value)
             together = client.generate(PROMPT, max_tokens=3, mode="colocated").result()
         assert list(together.token_ids) == greedy_tokens(model, PROMPT, 3)

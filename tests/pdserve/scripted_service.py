@@ -1,6 +1,7 @@
 """A small pdserve service for the client's and the CLI's tests: real gRPC over a real socket, scripted answers.
 
-The prompt's text says what happens: ``fail CODE details`` ends with that status, ``hang`` sends one token and then
+The prompt's text says what happens: ``fail CODE details`` ends with that status (``raise CODE CLASS
+details`` names the error's class as well), ``hang`` sends one token and then
 waits until it is cancelled, ``broken`` ends without a completion; anything else is answered.
 """
 
@@ -17,6 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from core.timeline import GATEWAY, EventKind
+from gateway.statuses import ERROR_KIND_KEY
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc as pb_grpc
 
@@ -43,6 +45,9 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         words = request.text.split()
         if words[:1] == ["fail"]:
             context.abort(grpc.StatusCode[words[1]], " ".join(words[2:]))
+        if words[:1] == ["raise"]:
+            context.set_trailing_metadata(((ERROR_KIND_KEY, words[2]),))
+            context.abort(grpc.StatusCode[words[1]], " ".join(words[3:]))
         if words[:1] in (["hang"], ["broken"]):
             yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
             if words == ["broken"]:

@@ -15,12 +15,16 @@ import pytest
 
 from core.errors import (
     CapacityExceeded,
+    ChecksumMismatch,
     DeadlineExceeded,
     InvalidRequest,
     LaunchError,
+    LayoutMismatch,
+    ModelError,
     NotReady,
     PdserveError,
     RequestAborted,
+    WorkerLost,
 )
 from core.timeline import Figure
 from pb import inference_pb2 as pb
@@ -126,6 +130,31 @@ async def test_each_status_becomes_its_error(service: ScriptedService, code: str
             await stream.result()
         with pytest.raises(kind):
             await anext(stream)
+    assert type(sync_error.value) is type(async_error.value) is kind
+    assert str(sync_error.value) == str(async_error.value)
+    assert "the pool is on fire" in str(sync_error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "named", "kind"),
+    [
+        ("FAILED_PRECONDITION", "LayoutMismatch", LayoutMismatch),
+        ("FAILED_PRECONDITION", "ModelError", ModelError),
+        ("UNAVAILABLE", "WorkerLost", WorkerLost),
+        ("UNAVAILABLE", "ChecksumMismatch", ChecksumMismatch),
+        ("UNAVAILABLE", "NotReady", NotReady),
+        ("RESOURCE_EXHAUSTED", "AnErrorOfALaterVersion", CapacityExceeded),
+        ("INTERNAL", "PdserveError", PdserveError),
+    ],
+)
+async def test_the_class_the_service_names_goes_first(
+    service: ScriptedService, code: str, named: str, kind: type[PdserveError]
+) -> None:
+    with Client(service.target) as client, pytest.raises(kind) as sync_error:
+        client.generate(f"raise {code} {named} the pool is on fire").result()
+    async with AsyncClient(service.target) as async_client:
+        with pytest.raises(kind) as async_error:
+            await async_client.generate(f"raise {code} {named} the pool is on fire").result()
     assert type(sync_error.value) is type(async_error.value) is kind
     assert str(sync_error.value) == str(async_error.value)
     assert "the pool is on fire" in str(sync_error.value)
