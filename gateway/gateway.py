@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from gateway.worker_directory import Connect, WorkerDirectory
 from pb import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
 from router.registry import WorkerRegistry
 from router.router import Router
+from router.waiting_line import RunMode
+
+log = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
@@ -55,7 +61,9 @@ class Gateway:
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         self.registry = WorkerRegistry(clock, config.router.heartbeat_timeout_s)
-        self.router = Router(self.registry, config.router, clock, delay_s)
+        both_roles = config.cluster.prefill and config.cluster.decode
+        auto_mode: RunMode = Mode.PD if both_roles else Mode.COLOCATED
+        self.router = Router(self.registry, config.router, clock, delay_s, auto_mode)
         self._directory = WorkerDirectory(self.registry, connect)
         report = StatusReport(
             self.registry, self.router, clock, config.model.name or model_name, version, lambda: self.problem is None
@@ -90,8 +98,7 @@ class Gateway:
     @property
     def problem(self) -> PdserveError | None:
         """Why requests cannot be served now; None: they can."""
-        cluster = self._config.cluster
-        return self.registry.unavailable(Mode.PD if cluster.prefill and cluster.decode else Mode.COLOCATED)
+        return self.registry.unavailable(self.router.auto_mode)
 
     async def start(self) -> None:
         """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
@@ -140,23 +147,38 @@ class Gateway:
         self._stopped.set()
 
     async def _tell_health(self, checks: Any) -> None:
-        serving = health_pb2.HealthCheckResponse
         while True:
             self._changed.clear()
-            ready = self.problem is None
-            if ready != self._serving.is_set():
-                for name in ("", SERVICE):
-                    await checks.set(name, serving.SERVING if ready else serving.NOT_SERVING)
-                if ready:
-                    self._serving.set()
-                else:
-                    self._serving.clear()
+            with _told_if_it_fails("telling the service's health"):
+                await self._tell_if_changed(checks)
             await self._changed.wait()
+
+    async def _tell_if_changed(self, checks: Any) -> None:
+        serving = health_pb2.HealthCheckResponse
+        ready = self.problem is None
+        if ready == self._serving.is_set():
+            return
+        for name in ("", SERVICE):
+            await checks.set(name, serving.SERVING if ready else serving.NOT_SERVING)
+        if ready:
+            self._serving.set()
+        else:
+            self._serving.clear()
 
     async def _watch_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4))
-            self._directory.expire()
+            with _told_if_it_fails("watching heartbeats"):
+                self._directory.expire()
+
+
+@contextlib.contextmanager
+def _told_if_it_fails(doing: str) -> Iterator[None]:
+    """Nobody awaits the gateway's own loops: a bug in one is logged, and its next round tries again."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed in a way nobody foresaw", doing)
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:

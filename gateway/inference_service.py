@@ -11,7 +11,7 @@ import grpc
 
 from core.clock import Clock
 from core.errors import NotReady, PdserveError, to_wire
-from core.request import Request
+from core.request import Mode, Request
 from core.sampling import FinishReason
 from core.timeline import GATEWAY, EventKind
 from gateway.completion import completion_to_proto
@@ -113,7 +113,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         sampling = read_sampling(message, self._tokenizer)
         limits = self._limits()
         if limits is None:
-            raise self._router.registry.unavailable(mode) or NotReady("no worker has registered; try again")
+            run_mode = self._router.auto_mode if mode is Mode.AUTO else mode
+            raise self._router.registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
         check_stop_token_ids(sampling, limits.vocab_size)
         prompt = await read_prompt(message, self._tokenizer, limits.vocab_size)
         sampling = fit_max_tokens(message, len(prompt), limits, sampling)

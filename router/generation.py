@@ -42,6 +42,7 @@ class Generation:
         config: RouterConfig,
         clock: Clock,
         delay_s: Mapping[str, float],
+        auto_mode: RunMode,
         on_active: Callable[[int], None],
     ) -> None:
         self.request = request
@@ -52,6 +53,7 @@ class Generation:
         self._config = config
         self._clock = clock
         self._delay_s = delay_s
+        self._mode: RunMode = auto_mode if request.mode is Mode.AUTO else request.mode
         self._on_active = on_active
         self._stopped = False
         self._attempt: Attempt | None = None
@@ -109,10 +111,9 @@ class Generation:
 
     async def _place(self, deadline: Deadline, avoid: frozenset[str]) -> Placement:
         request = self.request
-        mode: RunMode = Mode.COLOCATED if request.mode is Mode.COLOCATED else Mode.PD
         waiting = Waiting(
             self._order,
-            mode,
+            self._mode,
             prompt_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
             output_tokens=request.sampling.max_tokens - len(request.output_token_ids),
             patient=request.attempts > 0,

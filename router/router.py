@@ -7,14 +7,15 @@ from collections.abc import Mapping
 
 from core.clock import Clock
 from core.config import RouterConfig
-from core.request import Request
+from core.request import Mode, Request
 from router.generation import Generation
 from router.registry import WorkerRegistry
-from router.waiting_line import WaitingLine
+from router.waiting_line import RunMode, WaitingLine
 
 
 class Router:
-    """``delay_s`` plants delays for tests, in seconds: ``route`` (before a worker is chosen) and ``dispatch`` (before
+    """``auto_mode`` is what mode ``auto`` means here; a deployment of one role alone has none but ``colocated``.
+    ``delay_s`` plants delays for tests, in seconds: ``route`` (before a worker is chosen) and ``dispatch`` (before
     the call to the prefill worker leaves)."""
 
     def __init__(
@@ -23,8 +24,10 @@ class Router:
         config: RouterConfig,
         clock: Clock,
         delay_s: Mapping[str, float] | None = None,
+        auto_mode: RunMode = Mode.PD,
     ) -> None:
         self.registry = registry
+        self.auto_mode = auto_mode
         self._config = config
         self._clock = clock
         self._delay_s = dict(delay_s or {})
@@ -56,6 +59,7 @@ class Router:
             self._config,
             self._clock,
             self._delay_s,
+            self.auto_mode,
             self._count,
         )
 

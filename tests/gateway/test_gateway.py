@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -56,13 +58,32 @@ async def test_health_follows_the_first_pair_and_its_loss(start_service: StartSe
 
 
 async def test_a_deployment_of_one_role_serves_colocated(start_service: StartService) -> None:
-    service = await start_service("p0", cluster={"prefill": 1, "decode": 0})
-    assert await health_of(service) == "SERVING"
-    tokens, _ = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), mode=pb.MODE_COLOCATED)
-    assert len(tokens) == 2
-    error = await call_error(service, pb.MODE_AUTO)
+    for worker, cluster in (("p0", {"prefill": 1, "decode": 0}), ("d0", {"prefill": 0, "decode": 1})):
+        service = await start_service(worker, cluster=cluster)
+        assert await health_of(service) == "SERVING"
+        for mode in (pb.MODE_COLOCATED, pb.MODE_AUTO, pb.MODE_UNSPECIFIED):
+            tokens, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), mode=mode)
+            assert len(tokens) == 2
+            assert (completion.mode, completion.prefill_worker) == (pb.MODE_COLOCATED, worker)
+    error = await call_error(service, pb.MODE_PD)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "mode colocated needs none" in (error.details() or "")
+
+
+async def test_a_bug_in_the_gateways_own_loops_is_told_and_they_go_on(
+    start_service: StartService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await start_service(router={"heartbeat_s": 0.01})
+    registry = service.gateway.registry
+    with monkeypatch.context() as broken:
+        broken.setattr(registry, "expire", lambda: 1 // 0)
+        broken.setattr(registry, "unavailable", lambda mode: 1 // 0)
+        service.make("p0")
+        await service.beat("p0")
+        await service.until(lambda: "watching heartbeats failed" in caplog.text)
+        await service.until(lambda: "telling the service's health failed" in caplog.text)
+    await service.bring_up("p0", "d0")
+    assert await health_of(service) == "SERVING"
 
 
 async def test_reflection_serves_a_stock_client(start_service: StartService) -> None:
@@ -79,6 +100,30 @@ async def test_reflection_serves_a_stock_client(start_service: StartService) -> 
             return [m.name for m in database.FindFileContainingSymbol("pdserve.v1.Inference").service[0].method]
 
     assert await asyncio.to_thread(describe) == ["Generate", "GetStatus"]
+
+
+async def test_reflection_is_all_that_a_call_needs(start_service: StartService) -> None:
+    """A client that knows the address and a method's name, and has no generated code."""
+    service = await start_service("p0", "d0")
+
+    def call() -> tuple[Any, list[str]]:
+        with grpc.insecure_channel(f"127.0.0.1:{service.gateway.port}") as channel:
+            pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+            method = pool.FindServiceByName("pdserve.v1.Inference").FindMethodByName("GetStatus")
+            request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+            ask = channel.unary_unary(
+                f"/{method.containing_service.full_name}/{method.name}",
+                request_serializer=request.SerializeToString,
+                response_deserializer=response.FromString,
+            )
+            status: Any = ask(request(), timeout=5)
+            return status, [field.name for field in method.output_type.fields]
+
+    status, fields = await asyncio.to_thread(call)
+    assert not isinstance(status, pb.GetStatusResponse)
+    assert (status.ready, status.model) == (True, "fake")
+    assert [worker.worker_id for worker in status.workers] == ["d0", "p0"]
+    assert fields == [field.name for field in pb.GetStatusResponse.DESCRIPTOR.fields]
 
 
 async def test_status_tells_workers_and_model(start_service: StartService) -> None:

@@ -15,6 +15,7 @@ from core.worker import Role, WorkerLoad
 from router.fakes import FakeWorker, fake_info
 from router.registry import WorkerRegistry
 from router.router import Router
+from router.waiting_line import RunMode
 
 
 @dataclass
@@ -70,10 +71,16 @@ MakeCluster = Callable[..., Cluster]
 
 @pytest.fixture
 def make_cluster() -> MakeCluster:
-    def make(prefill: int = 1, decode: int = 1, delay_s: dict[str, float] | None = None, **config: object) -> Cluster:
+    def make(
+        prefill: int = 1,
+        decode: int = 1,
+        delay_s: dict[str, float] | None = None,
+        auto_mode: RunMode = Mode.PD,
+        **config: object,
+    ) -> Cluster:
         clock = MonotonicClock()
         registry = WorkerRegistry(clock, heartbeat_timeout_s=3.0)
-        router = Router(registry, RouterConfig.model_validate(config), clock, delay_s)
+        router = Router(registry, RouterConfig.model_validate(config), clock, delay_s, auto_mode)
         cluster = Cluster(router, registry, clock)
         decoders = tuple(f"d{i}" for i in range(decode))
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):

@@ -115,6 +115,15 @@ async def test_auto_is_pd_and_never_silently_something_else(make_cluster: MakeCl
     assert await cluster.tokens(cluster.request(mode=Mode.COLOCATED)) == [6, 7, 8, 9]
 
 
+async def test_auto_is_colocated_where_the_deployment_says_so(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(decode=0, auto_mode=Mode.COLOCATED)
+    generation = cluster.router.generate(cluster.request(mode=Mode.AUTO))
+    assert [t.token_id async for t in generation] == [6, 7, 8, 9]
+    assert generation.result.mode is Mode.COLOCATED
+    with pytest.raises(NotReady, match="no decode worker is ready"):
+        await cluster.tokens(cluster.request(mode=Mode.PD))
+
+
 async def test_nothing_ready_is_said_at_once_even_to_those_in_the_queue(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1)
     cluster.fleet["p0"].hangs = {"prefill"}
