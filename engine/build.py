@@ -56,7 +56,9 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
     else:
         weights = load_weights(source, TORCH_DTYPES[dtype], device)
-        num_blocks = _num_blocks(spec, layout, int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE))
+        num_blocks = _num_blocks(
+            spec, layout, int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
+        )
         pool = KVPool.on_cuda(layout, num_blocks, device)
     # Without a limit of its own an engine promises no more than its pool can hold.
     max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)

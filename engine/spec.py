@@ -17,7 +17,8 @@ class EngineSpec:
 
     ``model`` is what `engine.model_source.resolve_model` takes; ``dtype`` is auto, float32 or bfloat16; ``device`` is
     cpu or cuda. The engine binds itself to ``cores`` (none: it is not bound, and uses one thread). ``num_blocks`` wins
-    over ``kv_memory_bytes``. ``delay_s`` plants delays for tests (see `engine.planted`).
+    over ``kv_memory_bytes``. ``device_share`` is the part of its device that is its own: of a GPU's free memory it takes
+    no more by default. ``delay_s`` plants delays for tests (see `engine.planted`).
     """
 
     model: str
@@ -30,6 +31,7 @@ class EngineSpec:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_model_len: int | None = None
+    device_share: float = 1.0
     delay_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     @property

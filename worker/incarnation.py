@@ -54,7 +54,9 @@ class Incarnation:
         """Start an engine and its KV ends. Raises what kept them from starting; nothing is left running then."""
         transfer, delays_ms = spec.config.transfer, spec.config.testing.delay_ms
         # An explicit transport that cannot work is told before a model is loaded for it.
-        name, reason = choose_transport(transfer.transport, device=spec.device, peer_device=spec.device)
+        name, reason = choose_transport(
+            transfer.transport, device=spec.device, peer_device=spec.device, shared_device=spec.device_share < 1
+        )
         engine = EngineClient()
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
@@ -100,5 +102,6 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
+        device_share=spec.device_share,
         delay_s={stage: ms / 1e3 for stage, ms in spec.config.testing.delay_ms.items()},
     )

@@ -16,7 +16,8 @@ class WorkerSpec:
     """One worker: who it is, where it listens, which device slot is its own, and the service's configuration.
 
     ``host`` is the address peers and gateway reach it under. ``device`` is ``cpu`` or ``cuda`` (never ``auto``).
-    ``registry_address`` is the gateway's internal ``host:port``. ``slot`` counts the workers on one host.
+    ``registry_address`` is the gateway's internal ``host:port``. ``slot`` counts the workers on one host,
+    ``device_share`` below 1 says that the slot is shared.
     """
 
     worker_id: str
@@ -27,6 +28,7 @@ class WorkerSpec:
     registry_address: str
     version: str
     slot: int = 0
+    device_share: float = 1.0
     config: PdserveConfig = field(default_factory=PdserveConfig)
 
     @property
@@ -50,6 +52,7 @@ class WorkerSpec:
             "registry_address": self.registry_address,
             "version": self.version,
             "slot": self.slot,
+            "device_share": self.device_share,
             "config": self.config.model_dump(mode="json"),
         }
 
