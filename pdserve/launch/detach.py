@@ -14,6 +14,7 @@ import psutil
 
 from core.config import PdserveConfig
 from core.errors import LaunchError, from_wire
+from pdserve.launch.leftovers import clear_leftovers, end_processes
 from pdserve.launch.state import ServiceState, state_folder
 
 STOP_TIMEOUT_S = 60.0
@@ -60,13 +61,16 @@ def start_detached(config: PdserveConfig, report: Callable[[str], None] = lambda
 
 def stop_detached(port: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """Take down the service that was started on this host with ``port``, and wait until nothing of it is left.
-    LaunchError if there is none."""
+    LaunchError if there is none (what a killed one left behind is removed all the same)."""
     state = ServiceState.read(port)
     supervisor = state.process()
     if supervisor is None:
+        left = clear_leftovers(state.ray_folder)
         state.remove()
-        raise LaunchError(f"the service on port {port} (process {state.pid}) is gone already")
+        also = f"; what it had left is removed now: {left}" if left else ""
+        raise LaunchError(f"the service on port {port} (process {state.pid}) is gone already{also}")
     _end_family(supervisor, timeout_s)
+    clear_leftovers(state.ray_folder)  # there are some only if it had to be killed
     state.remove()
 
 
@@ -83,8 +87,4 @@ def _end_family(process: psutil.Process, timeout_s: float) -> None:
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             family.update(process.children(recursive=True))
-        _, alive = psutil.wait_procs(family, timeout=5.0)
-        for member in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(alive, timeout=5.0)
+        end_processes(family, 5.0)

@@ -9,13 +9,16 @@ import tempfile
 from pathlib import Path
 
 import ray
-from ray.exceptions import RaySystemError
+from ray.exceptions import RayError
 
 from core.errors import LaunchError
+from pdserve.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS
 from pdserve.launch.slots import Node
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """KV never travels through the object store; it holds next to nothing."""
+
+_INIT_ERRORS = (OSError, RayError, RuntimeError, ValueError)
 
 
 class RaySession:
@@ -31,30 +34,38 @@ class RaySession:
         """Whether this session started the Ray it runs on."""
         return self._address == "local"
 
+    @property
+    def temp_dir(self) -> Path | None:
+        """Where the Ray of our own keeps its files, while it runs."""
+        return self._temp_dir
+
     def start(self, *, num_cpus: int | None = None, num_gpus: int | None = None) -> None:
         """Start or join Ray; LaunchError if it cannot be reached. ``num_cpus`` and ``num_gpus`` are for a Ray of our
         own (default: what the host has)."""
         if not self.owned:
             try:
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RaySystemError, RuntimeError, ValueError) as error:
+            except _INIT_ERRORS as error:
                 raise LaunchError(
                     f"cluster.address: cannot join Ray at {self._address!r}: {error}; check `ray status`, and that "
                     "both sides have the same ~/.ray/auth_token (or RAY_AUTH_MODE=disabled)"
                 ) from None
             return
-        # Unix sockets live below it, and their paths must stay short.
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="pdserve-ray-", dir="/tmp"))
-        ray.init(
-            address="local",
-            num_cpus=len(os.sched_getaffinity(0)) if num_cpus is None else num_cpus,
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(self._temp_dir),
-        )
+        try:
+            self._temp_dir = Path(tempfile.mkdtemp(prefix=RAY_FOLDER_PREFIX, dir=RAY_FOLDERS))
+            ray.init(
+                address="local",
+                num_cpus=len(os.sched_getaffinity(0)) if num_cpus is None else num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._temp_dir),
+            )
+        except _INIT_ERRORS as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise LaunchError(f"cannot start a Ray of our own (cluster.address: local): {why}") from None
 
     def nodes(self) -> list[Node]:
         """The hosts that are alive now."""

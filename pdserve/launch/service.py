@@ -18,6 +18,7 @@ from core.worker import Role
 from decode_worker.actor import DecodeWorkerActor
 from engine.model_source import resolve_model
 from pdserve.launch.gateway_actor import GatewayActor
+from pdserve.launch.leftovers import end_processes
 from pdserve.launch.placement import Place, Placement, place_workers
 from pdserve.launch.ray_session import RaySession
 from pdserve.version import VERSION
@@ -41,6 +42,11 @@ class Service:
         self._workers: dict[str, Any] = {}
         self.port = config.gateway.port
 
+    @property
+    def ray_folder(self) -> str:
+        """Where the Ray of its own keeps its files; empty if it joined one."""
+        return str(self._session.temp_dir or "")
+
     def start(self) -> None:
         """Bring everything up; PdserveError (and nothing left running) if it cannot be."""
         model = resolve_model(self.config.model.path)
@@ -50,6 +56,9 @@ class Service:
             self._session.start()
             self._start_actors(model.name)
             self._await_ready()
+        except ray.exceptions.RayError as error:
+            self.stop()
+            raise LaunchError(f"Ray failed while the service started: {_one_line(error)}") from None
         except BaseException:
             self.stop()
             raise
@@ -61,9 +70,11 @@ class Service:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=STOP_TIMEOUT_S)
             for actor in actors:
-                ray.kill(actor, no_restart=True)
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.kill(actor, no_restart=True)
             if self._placement is not None:
-                self._placement.remove()
+                with contextlib.suppress(ray.exceptions.RayError):
+                    self._placement.remove()
         self._workers.clear()
         self._gateway = self._placement = None
         self._session.stop()
@@ -137,18 +148,25 @@ class Service:
 
 
 def free_port(host: str, port: int) -> int:
-    """``port`` if it can be listened on, or (0) a free one; LaunchError if it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
+    """``port`` if it can be listened on, or (0) a free one; LaunchError if it is taken. ``host`` is a name or an
+    address, of either IP version."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
             probe.listen(1)
-        except OSError as error:
-            raise LaunchError(
-                f"gateway.port: cannot listen on {host}:{port}: {error.strerror}; choose another with --port"
-            ) from None
-        bound: int = probe.getsockname()[1]
-        return bound
+            bound: int = probe.getsockname()[1]
+            return bound
+    except OSError as error:
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if isinstance(error, socket.gaierror):
+            raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
+        raise LaunchError(
+            f"gateway.port: cannot listen on {where}: {error.strerror}; choose another with --port"
+        ) from None
 
 
 def end_children() -> None:
@@ -157,11 +175,7 @@ def end_children() -> None:
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.terminate()
-    _, alive = psutil.wait_procs(children, timeout=3.0)
-    for child in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(alive, timeout=3.0)
+    end_processes(children, 3.0)
 
 
 def _one_line(error: BaseException) -> str:

@@ -20,12 +20,14 @@ def state_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """A running service's supervisor. ``create_time`` tells the process from a later one with the same id."""
+    """A running service's supervisor. ``create_time`` tells the process from a later one with the same id;
+    ``ray_folder`` is that of a Ray of its own (empty: it joined one)."""
 
     pid: int
     create_time: float
     port: int
     log: str
+    ray_folder: str = ""
 
     @staticmethod
     def path(port: int) -> Path:
@@ -62,6 +64,8 @@ class ServiceState:
         """The supervisor, if it is still the one that was noted."""
         try:
             process = psutil.Process(self.pid)
-            return process if abs(process.create_time() - self.create_time) < 1.0 else None
+            same = abs(process.create_time() - self.create_time) < 1.0
+            # One that was killed and is not waited for by anybody stays a zombie.
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None

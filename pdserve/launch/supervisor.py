@@ -57,7 +57,7 @@ def supervise(
         for number in previous:  # Ray puts its own in their place
             signal.signal(number, on_signal)
         started = True
-        state = ServiceState(os.getpid(), psutil.Process().create_time(), service.port, log_path)
+        state = ServiceState(os.getpid(), psutil.Process().create_time(), service.port, log_path, service.ray_folder)
         state.write()
         on_ready(service.port)
         stop.wait()
