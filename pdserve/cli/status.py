@@ -53,7 +53,7 @@ def _workers(answer: ServiceStatus) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("sends KV to", overflow="fold")
     for w in answer.workers:
-        slot = w.cuda_visible_devices if w.device.startswith("cuda") else w.cores
+        slot = w.cores if w.device == "cpu" else w.cuda_visible_devices
         table.add_row(
             w.worker_id, w.role, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", w.node,
             f"{w.device} {slot}".strip(), f"{w.pid} {w.engine_pid}", f"{w.free_blocks}/{w.num_blocks}",

@@ -14,7 +14,6 @@ from core.errors import PdserveError, to_wire
 from gateway.host import GatewayHost
 from pdserve.version import VERSION
 
-
 RESTART_PAUSE_S = 1.0
 
 
