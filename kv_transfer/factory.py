@@ -8,11 +8,16 @@ from kv_transfer.base import KVTransport
 TRANSPORTS = ("loopback", "grpc_stream", "torch_dist")
 
 
-def choose_transport(configured: str, *, device: str, peer_device: str, same_process: bool = False) -> tuple[str, str]:
+def choose_transport(
+    configured: str, *, device: str, peer_device: str, same_process: bool = False, shared_device: bool = False
+) -> tuple[str, str]:
     """The transport for two ends on ``device`` and ``peer_device`` (``cpu``, ``cuda``, ``cuda:0`` ...), and the reason
-    in words. ``configured`` is ``auto`` or a transport's name; ConfigError if that one cannot work here."""
+    in words. ``configured`` is ``auto`` or a transport's name; ConfigError if that one cannot work here.
+    ``shared_device``: workers may share one GPU, which NCCL refuses."""
     both_cuda = device.startswith("cuda") and peer_device.startswith("cuda")
     if configured == "auto":
+        if both_cuda and shared_device:
+            return "grpc_stream", "both ends have CUDA devices, but may share one GPU, which NCCL refuses: grpc_stream"
         if both_cuda and _backend_problem("nccl") is None:
             return "torch_dist", "both ends have CUDA devices: torch_dist with NCCL"
         if both_cuda:
@@ -27,6 +32,11 @@ def choose_transport(configured: str, *, device: str, peer_device: str, same_pro
             raise ConfigError(
                 f"transfer.transport: torch_dist needs the same kind of device at both ends, not {device} and "
                 f"{peer_device}"
+            )
+        if both_cuda and shared_device:
+            raise ConfigError(
+                "transfer.transport: torch_dist cannot be used: workers may share one GPU, which NCCL refuses; "
+                "use auto or grpc_stream"
             )
         if (problem := _backend_problem("nccl" if both_cuda else "gloo")) is not None:
             raise ConfigError(f"transfer.transport: torch_dist cannot be used: {problem}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from kv_transfer.peer import Peer
 from kv_transfer.status import TransferStatus
 
 _HEARTBEATS_PER_LEASE = 3
+_IDLE_TIMEOUT_S = 60.0  # longer than any transport takes to give a send up
+_log = logging.getLogger(__name__)
 
 
 class KVSender:
@@ -110,7 +113,7 @@ class KVSender:
         LayoutMismatch, RequestAborted after `abort`, or what the receiver gave up with."""
         handoff = self._find(request_id)
         await handoff.done.wait()
-        await handoff.idle.wait()
+        await self._idle(handoff)
         if self._handoffs.get(request_id) is handoff:
             del self._handoffs[request_id]
         if isinstance(handoff.outcome, SentKV):
@@ -130,7 +133,7 @@ class KVSender:
             return
         self._conclude(handoff, RequestAborted(f"the KV hand-off of {request_id} was aborted by its sender"))
         self._handoffs.pop(request_id, None)
-        await handoff.idle.wait()
+        await self._idle(handoff)
 
     async def aclose(self) -> None:
         """Fail what is under way, close the links."""
@@ -142,6 +145,14 @@ class KVSender:
         self._peers.clear()
         for handoff in list(self._handoffs.values()):
             self._conclude(handoff, PeerLost(f"the KV sender of {self._worker_id} was closed"))
+
+    async def _idle(self, handoff: Outgoing) -> None:
+        """Wait until nothing reads its blocks; a transport that never lets go of them must not keep them for good."""
+        try:
+            async with asyncio.timeout(_IDLE_TIMEOUT_S):
+                await handoff.idle.wait()
+        except TimeoutError:
+            _log.error("%s: a send of its blocks has not ended for %g s", handoff.request_id, _IDLE_TIMEOUT_S)
 
     def _find(self, request_id: str) -> Outgoing:
         if (handoff := self._handoffs.get(request_id)) is None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import logging
 import os
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kv_transfer.transports.torch_store import ExchangeStore
 
 Backend = Literal["gloo", "nccl"]
+_log = logging.getLogger(__name__)
 
 
 class Groups:
@@ -33,6 +36,9 @@ class Groups:
 
         dist: Any = importlib.import_module("torch.distributed")
         self._torch, self._rank, self._peer_rank = torch, rank, 1 - rank
+        self._aborted = False
+        self.fails_alone = backend == "gloo"
+        """Whether an operation ends by itself when its peer is gone, or is slower than the timeout; NCCL's never do."""
         timeout = datetime.timedelta(seconds=timeout_s)
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
@@ -55,7 +61,7 @@ class Groups:
         self._streams = [_cuda_stream(), _cuda_stream()]
 
     def send(self, payload: Sequence[Buffer]) -> None:
-        """Send one joined payload; RuntimeError if the group broke or its timeout passed."""
+        """Send one joined payload; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
         whole = payload[0] if len(payload) == 1 else bytearray().join(payload)
         if memoryview(whole).readonly:
             whole = bytearray(whole)
@@ -65,9 +71,11 @@ class Groups:
             group.send([tensor], self._peer_rank, self._rank).wait()
             return
         stream = self._streams[0]
+        self._check()
         with self._torch.cuda.stream(stream):
             group.send([tensor.to("cuda", non_blocking=True)], self._peer_rank, self._rank).wait()
         stream.synchronize()
+        self._check()
 
     def recv(self, size: int) -> Buffer:
         """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
@@ -77,18 +85,33 @@ class Groups:
             group.recv([tensor], self._peer_rank, self._peer_rank).wait()
             return _view(tensor)
         stream = self._streams[1]
+        self._check()
         with self._torch.cuda.stream(stream):
             staged = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
             group.recv([staged], self._peer_rank, self._peer_rank).wait()
             tensor.copy_(staged)
         stream.synchronize()
+        self._check()
         return _view(tensor)
 
     def abort(self) -> None:
-        """Break off what is under way, where the backend can (NCCL)."""
+        """Break off what is under way, where the backend can (NCCL); it raises then. Returns at once."""
+        self._aborted = True
         if self._streams is not None:
-            for group in self._by_sender:
-                group.abort()
+            for group in self._by_sender:  # each in its own thread: one may wait until the other's kernel has ended
+                threading.Thread(target=_abort, args=(group,), name="kv-torch-abort", daemon=True).start()
+
+    def _check(self) -> None:
+        """To the stream an aborted operation looks like one that is complete."""
+        if self._aborted:
+            raise RuntimeError("the group was aborted")
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        _log.error("a communicator could not be aborted: %s (torch_dist)", error)
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
@@ -14,6 +16,8 @@ from kv_transfer.transports.torch_groups import Groups
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
 _QUEUED_FRAMES = 256
+_GRACE_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class TorchDistLink(KVLink):
@@ -51,15 +55,18 @@ class TorchDistLink(KVLink):
         loop = asyncio.get_running_loop()
         sent = loop.run_in_executor(self._senders, groups.send, payload)
         try:
-            await asyncio.shield(sent)
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.shield(sent)
+        except TimeoutError:
+            lost = self._fail(f"a payload timed out, it was not taken within {self._timeout_s} s")
+            await self._let_end(sent)
+            raise lost from None
         except asyncio.CancelledError:
-            # The thread still reads the parts; closing makes the peer drop its group, which ends the thread's wait.
             self._fail("a send was cancelled")
-            await asyncio.wait({sent})
-            sent.exception()
+            await self._let_end(sent)
             raise
         except RuntimeError as error:
-            raise self._fail(error) from None
+            raise self._fail(self._why or error) from None
 
     async def recv(self) -> Message:
         """The next message."""
@@ -75,9 +82,7 @@ class TorchDistLink(KVLink):
         self._closed = True
         self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
         self._writer.close()
-        if self._groups is not None:
-            self._groups.abort()
-        self._groups = None
+        self._drop_groups()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -94,8 +99,9 @@ class TorchDistLink(KVLink):
                 await self._announced.put((await self._reader.readexactly(header_size), size))
         except (OSError, asyncio.IncompleteReadError):
             self._why = "the peer closed the link"
-        if not self._receiving:  # a receive under way is the peer's last message, or fails by itself
-            self._groups = None
+        # A receive under way may be the peer's last message, if it fails by itself otherwise.
+        if self._groups is not None and not (self._receiving and self._groups.fails_alone):
+            self._drop_groups()
         await self._announced.put(None)
 
     async def _fetch(self) -> None:
@@ -108,11 +114,14 @@ class TorchDistLink(KVLink):
                     if self._groups is None:  # the peer is gone: this payload never left it
                         break
                     self._receiving = True
-                    payload = await loop.run_in_executor(self._receivers, self._groups.recv, size)
+                    async with asyncio.timeout(self._timeout_s):
+                        payload = await loop.run_in_executor(self._receivers, self._groups.recv, size)
                     self._receiving = False
                 await self._inbox.put(Message(header, payload))
+        except TimeoutError:
+            self._fail(f"a payload timed out, it did not come within {self._timeout_s} s")
         except RuntimeError as error:
-            self._fail(error)
+            self._fail(self._why or error)
         except TransferError:
             return  # closed here
         self._fail(self._why)
@@ -122,8 +131,19 @@ class TorchDistLink(KVLink):
         timed_out = "timed out" in str(why).lower()
         error = (TransferTimeout if timed_out else PeerLost)(f"{self._peer}: {why} (torch_dist)")
         self._inbox.end(error)
-        if self._groups is not None:
-            self._groups.abort()
-        self._groups = None
+        self._drop_groups()
         self._writer.close()
         return error
+
+    def _drop_groups(self) -> None:
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            groups.abort()
+
+    async def _let_end(self, sent: asyncio.Future[Any]) -> None:
+        """Wait for the thread of a send that was given up, which may still read the parts. NCCL ends it by the abort;
+        with Gloo the peer drops its group when it sees the connection end, else the group's timeout ends it."""
+        sent.add_done_callback(lambda done: done.exception())
+        done, _ = await asyncio.wait({sent}, timeout=self._timeout_s + _GRACE_S)
+        if not done:  # NCCL only, and that has its own copy of the parts by now
+            _log.error("a send to %s does not end, its thread is left behind (torch_dist)", self._peer)

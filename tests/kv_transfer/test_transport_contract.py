@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from core.errors import ConfigError, PeerLost, TransferTimeout
 from core.handoff import KVEndpoint
+from kv_transfer import factory
 from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, KVTransport
 from kv_transfer.factory import choose_transport, create_transport
 
@@ -255,6 +257,20 @@ def test_auto_takes_nccl_between_gpus_only() -> None:
     assert choose_transport("auto", device="cuda:0", peer_device="cpu")[0] == "grpc_stream"
     name, reason = choose_transport("auto", device="cuda:0", peer_device="cuda:1")
     assert (name == "torch_dist") == ("has no nccl" not in reason)
+
+
+def test_nccl_is_not_taken_where_workers_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "_backend_problem", lambda backend: None)
+    choose = functools.partial(choose_transport, device="cuda", peer_device="cuda")
+    assert choose("auto")[0] == "torch_dist"
+    name, reason = choose("auto", shared_device=True)
+    assert name == "grpc_stream"
+    assert "may share one GPU, which NCCL refuses" in reason
+    with pytest.raises(ConfigError, match=r"^transfer\.transport: torch_dist .* may share one GPU"):
+        choose("torch_dist", shared_device=True)
+    assert choose("torch_dist")[0] == "torch_dist"
+    assert choose("grpc_stream", shared_device=True)[0] == "grpc_stream"
+    assert choose_transport("torch_dist", device="cpu", peer_device="cpu", shared_device=True)[0] == "torch_dist"
 
 
 def test_a_transport_that_cannot_work_is_a_configuration_error() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from core.clock import MonotonicClock
-from core.errors import PeerLost
+from core.errors import PeerLost, TransferTimeout
 from core.handoff import KVDestination, KVEndpoint
 from core.kv_layout import KVLayout
 from kv_transfer.base import KVLink
@@ -56,15 +57,23 @@ async def line_of(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def echoing(transport_name: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, KVLink]]:
+async def echoing(
+    transport_name: str, timeout_s: float = 20.0
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, KVLink]]:
     """A process that echoes, and a link to it."""
-    transport = create_transport(transport_name, timeout_s=20.0)
+    transport = create_transport(transport_name, timeout_s=timeout_s)
     async with peer("echo", transport_name) as process:
         link = await transport.connect(KVEndpoint(transport_name, (await line_of(process))["address"]), 10.0)
         try:
             yield process, link
         finally:
             await transport.aclose()
+
+
+async def flood(link: KVLink) -> None:
+    """Send without end."""
+    while True:
+        await link.send(b"h", [bytes(2**20)])
 
 
 async def drain(link: KVLink) -> None:
@@ -88,12 +97,7 @@ async def test_messages_come_back_from_another_process(transport_name: str) -> N
 @pytest.mark.parametrize("doing", ["receiving", "sending"])
 async def test_a_killed_peer_is_noticed_promptly(transport_name: str, doing: str) -> None:
     async with echoing(transport_name) as (process, link):
-
-        async def flood() -> None:
-            while True:
-                await link.send(b"h", [bytes(2**20)])
-
-        work = asyncio.create_task(flood() if doing == "sending" else link.recv())
+        work = asyncio.create_task(flood(link) if doing == "sending" else link.recv())
         await asyncio.sleep(0.2)
         assert not work.done()
         start = time.monotonic()
@@ -103,6 +107,16 @@ async def test_a_killed_peer_is_noticed_promptly(transport_name: str, doing: str
         with pytest.raises(PeerLost):
             await drain(link)
         assert time.monotonic() - start < 2
+
+
+@NETWORK
+async def test_a_stopped_peer_holds_a_sender_for_the_timeout_only(transport_name: str) -> None:
+    async with echoing(transport_name, timeout_s=1.0) as (process, link):
+        process.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            await flood(link)
+        assert time.monotonic() - start < 8
 
 
 @NETWORK
