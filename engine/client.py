@@ -8,7 +8,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from engine.spec import EngineSpec
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 2**20
-_POLL_S = 0.01
 _EXIT_S = 1.0  # from the end of its pipe to the end of the process
 
 # glibc gives big tensors back to the kernel after each use otherwise, and every step pays for fresh pages.
@@ -172,11 +170,19 @@ class EngineClient:
                 self._memory_fd = -1
 
     async def _gone_within(self, timeout_s: float) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        while self.returncode is None and self._process is not None:
-            if time.monotonic() >= deadline_s:
-                return False
-            await asyncio.sleep(_POLL_S)
+        if self._process is None or self._process.poll() is not None:
+            return True
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        pid_fd = os.pidfd_open(self._process.pid)
+        try:
+            loop.add_reader(pid_fd, gone.set)
+            await asyncio.wait_for(gone.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(pid_fd)
+            os.close(pid_fd)
+        self._process.wait()  # it has ended: this only reaps it
         return True
 
     def _close_commands(self) -> None:

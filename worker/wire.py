@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
+from typing import Any
+
 from core.errors import PdserveError, from_wire, to_wire
 from core.handoff import KVDestination, KVEndpoint, TransferProof
 from core.kv_layout import KVLayout
@@ -102,7 +105,7 @@ def output_to_proto(request_id: str, output: TokenOutput) -> pb.Output:
     for event in output.events:
         message.events.append(pb.Event(kind=event.kind, time_s=event.time_s))
     if output.proof is not None:
-        message.proof.CopyFrom(_proof_to_proto(output.proof))
+        message.proof.CopyFrom(pb.Proof(**asdict(output.proof)))
     return message
 
 
@@ -112,111 +115,37 @@ def output_from_proto(worker_id: str, message: pb.Output) -> TokenOutput:
         token_id=message.token_id if message.HasField("token_id") else None,
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         events=tuple(Event(EventKind(e.kind), worker_id, e.time_s) for e in message.events),
-        proof=_proof_from_proto(message.proof) if message.HasField("proof") else None,
-    )
-
-
-def _proof_to_proto(proof: TransferProof) -> pb.Proof:
-    return pb.Proof(
-        transport=proof.transport,
-        kv_bytes=proof.kv_bytes,
-        kv_bytes_retried=proof.kv_bytes_retried,
-        blocks_received=proof.blocks_received,
-        blocks_skipped=proof.blocks_skipped,
-        messages=proof.messages,
-        checksum=proof.checksum,
-        wire_ms=proof.wire_ms,
-        request_to_ready_ms=proof.request_to_ready_ms,
-    )
-
-
-def _proof_from_proto(message: pb.Proof) -> TransferProof:
-    return TransferProof(
-        transport=message.transport,
-        kv_bytes=message.kv_bytes,
-        kv_bytes_retried=message.kv_bytes_retried,
-        blocks_received=message.blocks_received,
-        blocks_skipped=message.blocks_skipped,
-        messages=message.messages,
-        checksum=message.checksum,
-        wire_ms=message.wire_ms,
-        request_to_ready_ms=message.request_to_ready_ms,
+        proof=TransferProof(**_values(TransferProof, message.proof)) if message.HasField("proof") else None,
     )
 
 
 def info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
     """`WorkerInfo` as a message."""
+    plain = {f.name: getattr(info, f.name) for f in fields(info) if f.name not in ("kv_endpoint", "layout")}
     return pb.WorkerInfo(
-        worker_id=info.worker_id,
-        role=info.role,
-        epoch=info.epoch,
-        control_address=info.control_address,
-        kv_endpoint=endpoint_to_proto(info.kv_endpoint),
-        node=info.node,
-        device=info.device,
-        pid=info.pid,
-        engine_pid=info.engine_pid,
-        layout=pb.Layout(**info.layout.to_wire()),
-        num_blocks=info.num_blocks,
-        max_model_len=info.max_model_len,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        vocab_size=info.vocab_size,
-        cuda_visible_devices=info.cuda_visible_devices,
-        cores=info.cores,
-        version=info.version,
-        engine_restarts=info.engine_restarts,
-        ready=info.ready,
-        clock_id=info.clock_id,
-        transport_reason=info.transport_reason,
+        **plain, kv_endpoint=endpoint_to_proto(info.kv_endpoint), layout=pb.Layout(**info.layout.to_wire())
     )
 
 
 def info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
     """`WorkerInfo` from a message; ValueError on an unknown role."""
-    layout = message.layout
-    return WorkerInfo(
-        worker_id=message.worker_id,
-        role=Role(message.role),
-        epoch=message.epoch,
-        control_address=message.control_address,
-        kv_endpoint=endpoint_from_proto(message.kv_endpoint),
-        node=message.node,
-        device=message.device,
-        pid=message.pid,
-        engine_pid=message.engine_pid,
-        layout=KVLayout(
-            layout.model_hash,
-            layout.dtype,
-            layout.block_size,
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.head_dim,
-        ),
-        num_blocks=message.num_blocks,
-        max_model_len=message.max_model_len,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-        vocab_size=message.vocab_size,
-        cuda_visible_devices=message.cuda_visible_devices,
-        cores=message.cores,
-        version=message.version,
-        engine_restarts=message.engine_restarts,
-        ready=message.ready,
-        clock_id=message.clock_id,
-        transport_reason=message.transport_reason,
-    )
+    values = _values(WorkerInfo, message)
+    values["role"] = Role(message.role)
+    values["kv_endpoint"] = endpoint_from_proto(message.kv_endpoint)
+    values["layout"] = KVLayout(**_values(KVLayout, message.layout))
+    return WorkerInfo(**values)
 
 
 def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
     """`WorkerLoad` as a message."""
-    return pb.WorkerLoad(
-        free_blocks=load.free_blocks,
-        running=load.running,
-        waiting=load.waiting,
-        preemptions=load.preemptions,
-        peers=load.peers,
-    )
+    return pb.WorkerLoad(**asdict(load))
 
 
 def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
     """`WorkerLoad` from a message."""
-    return WorkerLoad(message.free_blocks, message.running, message.waiting, message.preemptions, tuple(message.peers))
+    return WorkerLoad(**{**_values(WorkerLoad, message), "peers": tuple(message.peers)})
+
+
+def _values(kind: type[Any], message: Any) -> dict[str, Any]:
+    """The fields of a dataclass, from the message whose fields have the same names."""
+    return {f.name: getattr(message, f.name) for f in fields(kind)}

@@ -1,0 +1,37 @@
+"""What both Ray actors are made of; Ray itself is known to the two `actor.py` files alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from core.errors import PdserveError, to_wire
+from engine.messages import KVRole
+from worker.flow import Flow
+from worker.host import WorkerHost
+from worker.spec import WorkerSpec
+
+
+class ActorBody:
+    """A `WorkerHost`, and the answers to what the launcher asks of an actor. ``restarted``: Ray has started it again
+    after a death, and nobody asks."""
+
+    def __init__(self, spec: dict[str, Any], flows: Mapping[KVRole, type[Flow]], *, restarted: bool) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        parsed = WorkerSpec.from_wire(spec)
+        self._start_timeout_s = parsed.config.cluster.start_timeout_s
+        self._host = WorkerHost(parsed, flows, on_end=lambda: os._exit(1), restarted=restarted)
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Empty once the engine is ready, or ``{"error": (kind, message)}``."""
+        try:
+            self._host.wait_ready(self._start_timeout_s)
+        except PdserveError as error:
+            return {"error": to_wire(error)}
+        return {}
+
+    def stop(self) -> None:
+        """End worker and engine, in order."""
+        self._host.stop()
