@@ -39,7 +39,7 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not soak'
 
 soak: $(INSTALLED)  ## long tests, run by hand
-	$(BIN)/python -m pytest -m soak --timeout 3600
+	$(BIN)/python -m pytest -m soak --timeout 3600 --log-cli-level INFO
 
 proto:  ## regenerate pb/ from proto/pb/
 	scripts/gen_proto.sh
