@@ -349,6 +349,7 @@ class Completion(google.protobuf.message.Message):
     """the mode really used"""
     prefill_worker: builtins.str
     decode_worker: builtins.str
+    """the same worker when colocated; empty if nothing was left to decode"""
     prompt_tokens: builtins.int
     output_tokens: builtins.int
     attempts: builtins.int

@@ -67,8 +67,9 @@ class Attempt:
     async def __aenter__(self) -> Attempt:
         prefill = self._placement.prefill.worker
         result = self._result
-        result.mode = Mode.COLOCATED if self._placement.decode is None else Mode.PD
-        result.prefill_worker, result.decode_worker = prefill.worker_id, ""
+        colocated = self._placement.decode is None
+        result.mode = Mode.COLOCATED if colocated else Mode.PD
+        result.prefill_worker, result.decode_worker = prefill.worker_id, prefill.worker_id if colocated else ""
         result.proof, result.kv_bytes_expected = None, 0
         result.block_size, result.attempts = prefill.info.layout.block_size, self._request.attempts
         self._note(EventKind.PAIR_CHOSEN)

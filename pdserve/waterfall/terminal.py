@@ -84,7 +84,7 @@ def legend(generations: Sequence[Generation]) -> Text:
 
 def _headline(generation: Generation) -> Text:
     workers = generation.prefill_worker
-    if generation.decode_worker != generation.prefill_worker:
+    if generation.decode_worker not in ("", generation.prefill_worker):  # none where one token was wanted
         workers = f"{generation.prefill_worker} → {generation.decode_worker}"
     attempts = f" · {generation.attempts} attempts" if generation.attempts > 1 else ""
     return Text.assemble(

@@ -94,7 +94,7 @@ async def test_colocated_takes_the_least_loaded_of_all(make_cluster: MakeCluster
     generation = cluster.router.generate(request)
     assert [t.token_id async for t in generation] == [6, 7, 8, 9]
     result = generation.result
-    assert (result.mode, result.prefill_worker, result.decode_worker) == (Mode.COLOCATED, "d1", "")
+    assert (result.mode, result.prefill_worker, result.decode_worker) == (Mode.COLOCATED, "d1", "d1")
     assert (result.kv_bytes_expected, result.proof) == (0, None)
     assert EventKind.TOKEN_2_SAMPLED in request.timeline.events
     assert EventKind.DESTINATION_KNOWN not in request.timeline.events
