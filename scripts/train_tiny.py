@@ -264,7 +264,7 @@ def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt
 class Optimizer:
     """Muon for the layers' matrices, AdamW for embeddings and norms, one learning rate for both.
 
-    At this size and budget Muon is worth several times the tokens: after 150 steps the loss was 4.6, AdamW's 5.7.
+    Muon gets further in so few steps: in trials of 150, the loss came to 4.6; with AdamW for all, to 5.7.
     """
 
     def __init__(self, model: LlamaForCausalLM, lr: float) -> None:
