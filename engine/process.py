@@ -8,7 +8,6 @@ dies, however that dies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -18,6 +17,7 @@ from typing import Protocol
 
 from core.clock import MonotonicClock
 from core.errors import LaunchError, PdserveError, to_wire
+from core.process import end_with_parent
 from engine.batch import ScheduledSeq
 from engine.messages import (
     Abort,
@@ -38,7 +38,6 @@ from engine.planted import PlantedDelays
 from engine.scheduler import Scheduler
 from engine.spec import EngineSpec
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 2**20
 _MAX_MESSAGE_CHARS = 1000
 
@@ -156,7 +155,7 @@ class EngineLoop:
 def main() -> None:
     """Entry of the process; returns its exit by SystemExit: 0 when told to end, 1 after `Failed`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     spec_json, commands_fd, events_fd, memory_fd = sys.argv[1:]
     pipe = WorkerPipe(int(commands_fd), int(events_fd))
     try:

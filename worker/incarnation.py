@@ -78,7 +78,10 @@ class Incarnation:
                 await kv.aclose()
             await engine.stop(STOP_TIMEOUT_S)
             raise
-        log.info("%s: engine ready on %s; KV over %s (%s)", spec.worker_id, ready.device, endpoint, reason)
+        log.info(
+            "%s: engine ready on %s after %.1f s; KV over %s (%s)",
+            *(spec.worker_id, ready.device, ready.load_s, endpoint, reason),
+        )
         return cls(engine, kv, ready, epoch, endpoint, reason, watchdog)
 
     async def stop(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -23,8 +24,12 @@ from kv_transfer.outgoing import SentKV
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
+CLOSE_TIMEOUT_S = 60.0
+"""Above every bound that the ends and their transport have of their own: only a bug gets here."""
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -92,8 +97,11 @@ class KVEnds:
             return
         self._closed = True
         if self._thread.is_alive():
+            closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
             try:
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop))
+                await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                log.error("the KV ends did not close within %.0f s; their thread is stopped", CLOSE_TIMEOUT_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path, **sections: Any) -> dict[str, Any]:
-    """``decode_queue`` plants nothing; it is here to be replaced."""
+    """A small configuration; ``sections`` are added to it."""
     engine = {"block_size": 16, "num_blocks": 128, "max_num_batched_tokens": 64}
     return {"model": {"path": str(model), "dtype": "float32"}, "engine": engine, **sections}
 
