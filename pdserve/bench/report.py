@@ -15,8 +15,6 @@ from pdserve.bench.slo import SLO
 from pdserve.bench.statistics import Distribution
 from pdserve.client.generation import Generation
 
-FIGURES = ("ttft_ms", "ttft_decode_ms", "itl_ms", "tpot_ms")
-
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
@@ -43,7 +41,7 @@ class BenchReport:
         return sorted({generation.mode for generation in self.generations})
 
     def distributions(self, mode: str | None = None) -> dict[str, Distribution | None]:
-        """Each of `FIGURES` in milliseconds, over all successes or those of one mode."""
+        """TTFT, TTFT_DECODE, ITL and TPOT in milliseconds, over all successes or those of one mode."""
         chosen = [g for g in self.generations if mode in (None, g.mode)]
         return {
             "ttft_ms": Distribution.of(g.ttft_ms for g in chosen),
