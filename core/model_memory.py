@@ -5,6 +5,7 @@ All of it is counting, none of it is measured; each function says what it counts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.kv_layout import DTYPE_BYTES
@@ -55,9 +56,11 @@ def mla_dims(shape: ModelShape) -> tuple[int, int]:
     return 4 * shape.head_dim, shape.head_dim // 2
 
 
-def window_kv_bytes(shape: ModelShape, dtype: str, context: int, window: int) -> int:
-    """KV bytes of one request of ``context`` tokens when each token sees the last ``window`` only."""
-    return min(context, window) * shape.kv_bytes_per_token(dtype)
+def window_kv_bytes(shape: ModelShape, dtype: str, context: int, windows: Sequence[int | None]) -> int:
+    """KV bytes of one request of ``context`` tokens if each layer kept only its window of them (None: all); one entry
+    of ``windows`` per layer. pdserve's pool keeps all tokens in all layers: this is what a window could save."""
+    per_layer = shape.kv_bytes_per_token(dtype) // shape.num_layers
+    return per_layer * sum(context if window is None else min(context, window) for window in windows)
 
 
 def activation_bytes(shape: ModelShape, dtype: str, tokens: int, sampled: int = 1) -> int:
@@ -79,12 +82,20 @@ def fit(shape: ModelShape, dtype: str, memory_bytes: int, tokens: int, context: 
 
 
 def prefill_flops_per_token(shape: ModelShape, prompt_tokens: int) -> float:
-    """Mean floating-point operations per prompt token: 2 per weight of the layers, and causal attention over half
-    the prompt (scores and values, 2 operations each); the head runs for the last token only."""
-    weights = 2.0 * shape.num_layers * (shape.layer_parameters - 2 * shape.hidden_size)
-    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * (prompt_tokens + 1) / 2
+    """Mean floating-point operations per prompt token: 2 per weight of the layers' matrices, and causal attention over
+    half the prompt or what a layer's window leaves of it (scores and values, 2 operations each); the head runs for the
+    last token only."""
+    weights = 2.0 * shape.num_layers * shape.layer_matrices
+    seen = sum(_mean_seen(prompt_tokens, window) for window in shape.layer_windows)
+    attention = 4.0 * shape.num_heads * shape.head_dim * seen
     head = 2.0 * shape.vocab_size * shape.hidden_size / prompt_tokens
     return weights + attention + head
+
+
+def _mean_seen(prompt_tokens: int, window: int | None) -> float:
+    """Tokens that a prompt's token sees on average, itself included."""
+    seen = prompt_tokens if window is None else min(window, prompt_tokens)
+    return (seen * (seen + 1) / 2 + (prompt_tokens - seen) * seen) / prompt_tokens
 
 
 def phi_gbps_per_tflops(shape: ModelShape, dtype: str, prompt_tokens: int) -> float:

@@ -1,18 +1,13 @@
-"""A decoder's shape as arithmetic: parameters, weight bytes, KV bytes per token. Read from a Hugging Face config.
+"""A decoder's shape as arithmetic: parameters, weight bytes, KV bytes per token.
 
-No torch here: the engine builds the model from this, `pdserve model-info` only counts.
+No torch here: the engine builds the model from this, `pdserve model-info` only counts. `core.hf_config` reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from core.errors import ModelError
 from core.kv_layout import DTYPE_BYTES
-
-SUPPORTED = ("LlamaForCausalLM",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +23,12 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama-family decoder."""
+    """A Llama-family decoder.
+
+    ``qkv_bias``, ``out_bias`` and ``mlp_bias`` say which products have biases, ``qk_norm`` whether queries and keys are
+    normed per head before rope. ``windows`` has one entry per layer, or none if no layer has a sliding window: with a
+    window of w a token sees itself and the w - 1 before it, with None all before it.
+    """
 
     architecture: str
     vocab_size: int
@@ -45,6 +45,11 @@ class ModelShape:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = field(default=())
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
 
     @property
     def attention(self) -> str:
@@ -54,11 +59,26 @@ class ModelShape:
         return "MQA" if self.num_kv_heads == 1 else "GQA"
 
     @property
-    def layer_parameters(self) -> int:
-        """Weights of one decoder layer: attention, MLP, two norms."""
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """One window (None: all tokens are seen) for each layer."""
+        return self.windows or (None,) * self.num_layers
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of one decoder layer's matrices alone: what a token is multiplied with."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (q_size + 2 * kv_size) + q_size * self.hidden_size
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one decoder layer: attention, MLP, their biases, two norms and those of queries and keys."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        vectors = 2 * self.hidden_size
+        vectors += (q_size + 2 * kv_size) * self.qkv_bias + self.hidden_size * self.out_bias
+        vectors += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        vectors += 2 * self.head_dim * self.qk_norm
+        return self.layer_matrices + vectors
 
     @property
     def num_parameters(self) -> int:
@@ -74,76 +94,3 @@ class ModelShape:
         """Bytes of one token's K and V in all layers, as it is or with another number of KV heads."""
         heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
         return 2 * self.num_layers * heads * self.head_dim * DTYPE_BYTES[dtype]
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], origin: str) -> ModelShape:
-        """Read a ``config.json``. `ModelError` names ``origin`` and the key that is missing, wrong or unsupported."""
-
-        def need(key: str) -> int:
-            value = config.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ModelError(f"{origin}: '{key}' must be a positive whole number, got {value!r}")
-            return value
-
-        architecture = (config.get("architectures") or ["?"])[0]
-        if architecture not in SUPPORTED:
-            raise ModelError(f"{origin}: architecture {architecture!r} is not supported; supported: {list(SUPPORTED)}")
-        for key in ("attention_bias", "mlp_bias"):
-            if config.get(key):
-                raise ModelError(f"{origin}: '{key}' is set; models with biases are not supported yet")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ModelError(f"{origin}: 'hidden_act' must be 'silu', got {config['hidden_act']!r}")
-        num_heads = need("num_attention_heads")
-        hidden_size = need("hidden_size")
-        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else need("num_key_value_heads")
-        if config.get("head_dim") is None and hidden_size % num_heads:
-            raise ModelError(
-                f"{origin}: 'hidden_size' {hidden_size} is no multiple of {num_heads} heads and there is no 'head_dim'"
-            )
-        if num_heads % num_kv_heads:
-            raise ModelError(f"{origin}: {num_heads} attention heads do not divide by {num_kv_heads} KV heads")
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        eos = config.get("eos_token_id")
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-        if dtype not in DTYPE_BYTES:
-            raise ModelError(f"{origin}: dtype {dtype!r} is not supported; supported: {sorted(DTYPE_BYTES)}")
-        return cls(
-            architecture=architecture,
-            vocab_size=need("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=hidden_size // num_heads if config.get("head_dim") is None else need("head_dim"),
-            max_position_embeddings=need("max_position_embeddings"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-            rope_scaling=_rope_scaling(rope, origin),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            dtype=dtype,
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        )
-
-
-def _rope_scaling(rope: Mapping[str, Any], origin: str) -> RopeScaling:
-    def need(key: str) -> float:
-        value = rope.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ModelError(f"{origin}: '{key}' of {kind} rope scaling must be a positive number, got {value!r}")
-        return float(value)
-
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return RopeScaling()
-    if kind == "linear":
-        return RopeScaling(kind, need("factor"))
-    if kind == "llama3":
-        return RopeScaling(
-            kind,
-            need("factor"),
-            need("low_freq_factor"),
-            need("high_freq_factor"),
-            int(need("original_max_position_embeddings")),
-        )
-    raise ModelError(f"{origin}: rope scaling {kind!r} is not supported; supported: default, linear, llama3")

@@ -29,8 +29,8 @@ def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) 
 
 def _fill_randomly(weights: ModelWeights, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
-    for tensor in weights.tensors().values():
-        if tensor.dim() == 1:
+    for name, tensor in weights.tensors().items():
+        if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from core.errors import ModelError
+from core.hf_config import shape_from_hf
 from core.model_shape import ModelShape, RopeScaling
 
 DUMMY_SEED = 20_240_607  # part of a dummy's identity: all workers must draw the same weights
@@ -97,7 +98,7 @@ def resolve_model(path: str) -> ModelSource:
         if not kind.endswith(".json"):
             raise ModelError(f"{path}: unknown dummy; known: {', '.join(f'dummy:{k}' for k in DUMMIES)}, "
                              "dummy:PATH/config.json")  # fmt: skip
-        return ModelSource(path, None, ModelShape.from_hf(_read_json(Path(kind)), kind))
+        return ModelSource(path, None, shape_from_hf(_read_json(Path(kind)), kind))
     folder = _tiny_folder() if path == "tiny" else Path(path).expanduser()
     if not folder.is_dir():
         raise ModelError(f"{path}: no such folder; give a folder with config.json and safetensors, 'tiny', or a "
@@ -105,7 +106,7 @@ def resolve_model(path: str) -> ModelSource:
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder}: has no config.json, so it is not a Hugging Face model folder")
-    shape = ModelShape.from_hf(_read_json(config), str(config))
+    shape = shape_from_hf(_read_json(config), str(config))
     source = ModelSource(folder.resolve().name, folder.resolve(), _with_generation_config(shape, folder))
     if not source.weight_files():
         raise ModelError(f"{folder}: has no *.safetensors file; only safetensors weights can be loaded")

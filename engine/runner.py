@@ -30,7 +30,7 @@ class ModelRunner:
         wants one, by request id."""
         block_size = self._pool.layout.block_size
         ordered = step_order(seqs, block_size)
-        meta = attention_metadata(ordered, block_size, self._pool.tensor.dtype, self._device)
+        meta = attention_metadata(ordered, block_size, self._pool.tensor.dtype, self._device, self._model.windows)
         token_ids = torch.tensor([t for s in ordered for t in s.token_ids], device=self._device)
         positions = torch.tensor([p for s in ordered for p in _positions(s)], device=self._device)
         hidden = self._model.forward(token_ids, positions, self._pool, meta)

@@ -27,7 +27,9 @@ def model_info(
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=1, help="a sliding window to compare with (default: 4096, or a quarter of a short context)"),
+        typer.Option(
+            min=1, help="a sliding window to compare with (default: the model's, else 4096 or a quarter of the context)"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,7 +45,8 @@ def model_info(
     if memory is not None and not 0 < memory < 1e9:
         raise InvalidRequest(f"memory: {memory} is not a positive number of GB")
     context = context or source.shape.max_position_embeddings
-    window = window or min(_DEFAULT_WINDOW, max(1, context // 4))
+    if window is not None or not source.shape.windows:
+        window = window or min(_DEFAULT_WINDOW, max(1, context // 4))
     sizes_gb = _DEFAULT_MEMORY_GB if memory is None else (memory,)
     facts = _facts(source.name, source.shape, chosen, sizes_gb, tokens, context, window)
     if as_json:
@@ -55,13 +58,14 @@ def model_info(
 
 
 def _facts(
-    name: str, shape: ModelShape, dtype: str, sizes_gb: tuple[float, ...], tokens: int, context: int, window: int
+    name: str, shape: ModelShape, dtype: str, sizes_gb: tuple[float, ...], tokens: int, context: int, window: int | None
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
     from core import model_memory
 
     latent, rope = model_memory.mla_dims(shape)
+    windows = shape.layer_windows if window is None else (window,) * shape.num_layers
     return {
         "model": name,
         "dtype": dtype,
@@ -74,8 +78,9 @@ def _facts(
         "mla_assumed": {"latent_dim": latent, "rope_dim": rope},
         "context": context,
         "kv_bytes_context": context * shape.kv_bytes_per_token(dtype),
-        "window": window,
-        "kv_bytes_context_windowed": model_memory.window_kv_bytes(shape, dtype, context, window),
+        "window": max(w for w in windows if w is not None),
+        "windowed_layers": sum(w is not None for w in windows),
+        "kv_bytes_context_windowed": model_memory.window_kv_bytes(shape, dtype, context, windows),
         "activation_tokens": tokens,
         "activation_bytes": model_memory.activation_bytes(shape, dtype, tokens),
         "fits": [
@@ -99,6 +104,8 @@ def _show(facts: dict[str, Any]) -> None:
         f"{shape['num_kv_heads']} KV heads of {shape['head_dim']} "
         f"({facts['attention']}) · vocabulary {shape['vocab_size']}"
     )
+    for line in _peculiarities(shape):
+        console.print(line)
     console.print(
         f"parameters   {facts['parameters']:,}\n"
         f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}\n"
@@ -122,7 +129,8 @@ def _show(facts: dict[str, Any]) -> None:
     windowed = facts["kv_bytes_context_windowed"]
     table.add_row(
         "window", f"{per_token:,}", f"{windowed / facts['kv_bytes_context']:.2f}", human_bytes(windowed),
-        f"only the last {facts['window']} tokens are kept",
+        f"if only the last {facts['window']} tokens were kept in {facts['windowed_layers']} of "
+        f"{shape['num_layers']} layers",
     )  # fmt: skip
     console.print(table)
     console.print()
@@ -139,3 +147,22 @@ def _show(facts: dict[str, Any]) -> None:
         "reaches: a faster link hides the hand-off",
         soft_wrap=True,
     )
+
+
+def _peculiarities(shape: dict[str, Any]) -> list[str]:
+    """What sets the model apart from a plain Llama, a line each."""
+    lines = []
+    names = {"qkv_bias": "queries, keys, values", "out_bias": "attention output", "mlp_bias": "MLP"}
+    biases = [name for key, name in names.items() if shape[key]]
+    if biases:
+        lines.append(f"biases       {' · '.join(biases)}")
+    if shape["qk_norm"]:
+        lines.append("norms        queries and keys, per head, before rope")
+    windowed = [i for i, window in enumerate(shape["windows"]) if window is not None]
+    if windowed:
+        widest = max(shape["windows"][i] for i in windowed)
+        lines.append(
+            f"window       {widest} tokens in {len(windowed)} of {shape['num_layers']} layers; the KV pool keeps all "
+            "tokens all the same, so sizes and fits below count them all"
+        )
+    return lines

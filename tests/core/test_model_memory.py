@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core import model_memory
@@ -42,8 +44,10 @@ def test_kv_variants_from_widest_to_narrowest() -> None:
 
 
 def test_a_window_caps_the_cache() -> None:
-    assert model_memory.window_kv_bytes(LLAMA_8B, "bfloat16", 8192, 4096) == 4096 * 131_072
-    assert model_memory.window_kv_bytes(LLAMA_8B, "bfloat16", 100, 4096) == 100 * 131_072
+    assert model_memory.window_kv_bytes(LLAMA_8B, "bfloat16", 8192, [4096] * 32) == 4096 * 131_072
+    mixed = [4096] * 8 + [None] * 24
+    assert model_memory.window_kv_bytes(LLAMA_8B, "bfloat16", 8192, mixed) == (8 * 4096 + 24 * 8192) * 4096
+    assert model_memory.window_kv_bytes(LLAMA_8B, "bfloat16", 100, [4096] * 32) == 100 * 131_072
 
 
 def test_activations_grow_with_the_budget() -> None:
@@ -61,6 +65,13 @@ def test_what_fits() -> None:
     assert fit.requests == fit.tokens // 8192 == 7
     none = model_memory.fit(LLAMA_8B, "bfloat16", 10 * 10**9, 512, 8192)
     assert (none.kv_bytes, none.tokens, none.requests) == (0, 0, 0)
+
+
+def test_a_window_saves_attention_but_no_weights() -> None:
+    windowed = replace(LLAMA_8B, windows=(4,) * 16 + (None,) * 16, qkv_bias=True, qk_norm=True)
+    saved = model_memory.prefill_flops_per_token(LLAMA_8B, 6) - model_memory.prefill_flops_per_token(windowed, 6)
+    # Six tokens see 1 + 2 + 3 + 4 + 5 + 6 = 21 tokens, with a window of 4 they see 1 + 2 + 3 + 4 + 4 + 4 = 18.
+    assert saved == pytest.approx(4 * 4096 * 16 * (21 - 18) / 6)
 
 
 def test_flops_and_phi() -> None:

@@ -165,6 +165,37 @@ def test_model_info(pdserve: Any) -> None:
     assert pdserve("model-info", "dummy:8b", "--dtype", "int3").err.startswith("error: dtype: ")
 
 
+def test_model_info_names_what_a_family_has_of_its_own(pdserve: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    shape = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 1,
+    }
+    config.write_text(json.dumps(shape))
+    ran = pdserve("model-info", f"dummy:{config}")
+    assert ran.code == 0, ran.err
+    text = " ".join(ran.out.split())
+    assert "biases queries, keys, values · attention output" in text
+    assert "norms queries and keys, per head" in text
+    assert "window 32 tokens in 3 of 4 layers; the KV pool keeps all tokens" in text
+    facts = pdserve("model-info", f"dummy:{config}", "--json").json
+    per_token = facts["kv_bytes_per_token"]
+    assert (facts["kv_bytes_context"], per_token) == (1024 * per_token, 4 * 2 * 2 * 128 * 4)
+    assert facts["kv_bytes_context_windowed"] == (3 * 32 + 1024) * per_token // 4
+    plain = pdserve("model-info", "dummy:135m").out
+    assert not [word for word in ("biases", "norms", "the KV pool keeps") if word in plain]
+
+
 def test_start_up_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom pdserve.cli.main import main\n"

@@ -1,0 +1,112 @@
+"""Shapes read from ``config.json`` against transformers' own config classes and parameter counts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from core.hf_config import shape_from_hf
+from core.model_shape import ModelShape
+
+PLAIN: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 256,
+}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+MORE: dict[str, dict[str, Any]] = {
+    "as_it_is": {},
+    "few_kv_heads": {"num_key_value_heads": 4},
+    "null_kv_heads": {"num_key_value_heads": None},
+    "own_head_dim": {"head_dim": 6},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "window": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "window_by_default": {"use_sliding_window": True, "max_window_layers": 2},
+    "window_off": {"sliding_window": None, "use_sliding_window": False},
+    "old_rope": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "new_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+}
+
+
+def _config(family: str, more: str) -> dict[str, Any]:
+    return {"architectures": [FAMILIES[family]], "model_type": family, **PLAIN, **MORE[more]}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [(f, m) for f in FAMILIES for m in MORE if (f, m) != ("mistral", "null_kv_heads")],  # transformers refuses that
+)
+def test_a_config_is_read_like_transformers_reads_it(family: str, more: str) -> None:
+    given = _config(family, more)
+    theirs = AutoConfig.for_model(**given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    # What they write back has all defaults filled in: the sparse file and the full one must mean the same.
+    for config in (
+        given,
+        json.loads(theirs.to_json_string(use_diff=False)) | {"architectures": given["architectures"]},
+    ):
+        shape = shape_from_hf(config, "m")
+        assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+        attention = model.model.layers[0].self_attn
+        assert shape.head_dim == attention.head_dim
+        assert shape.num_kv_heads == theirs.num_key_value_heads
+        assert shape.rms_norm_eps == theirs.rms_norm_eps
+        assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert shape.rope_scaling.kind == theirs.rope_parameters["rope_type"]
+        assert shape.tie_word_embeddings is theirs.tie_word_embeddings
+        assert shape.layer_windows == _their_windows(family, model)
+        assert (shape.qkv_bias, shape.out_bias) == tuple(
+            p.bias is not None for p in (attention.q_proj, attention.o_proj)
+        )
+        assert shape.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
+
+
+def _their_windows(family: str, model: Any) -> tuple[int | None, ...]:
+    if family == "llama":
+        return (None,) * PLAIN["num_hidden_layers"]
+    if family == "mistral":
+        return (model.config.sliding_window,) * PLAIN["num_hidden_layers"]
+    return tuple(layer.self_attn.sliding_window for layer in model.model.layers)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Mistral-7B-v0.1": (
+        {"architectures": ["MistralForCausalLM"], "vocab_size": 32_000, "hidden_size": 4096,
+         "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "max_position_embeddings": 32_768, "sliding_window": 4096},
+        7_241_732_096,
+    ),
+    "Qwen2.5-0.5B": (
+        {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864,
+         "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+         "max_position_embeddings": 32_768, "tie_word_embeddings": True},
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+         "max_position_embeddings": 40_960, "tie_word_embeddings": True},
+        596_049_920,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_counts(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    shape: ModelShape = shape_from_hf(config, name)
+    assert shape.num_parameters == parameters
