@@ -1,13 +1,14 @@
-"""Small random Llama models as Hugging Face folders, and transformers as the oracle for their greedy tokens."""
+"""Small random models of all families as Hugging Face folders, and transformers as the oracle for their greedy
+tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -23,32 +24,54 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "mqa": {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "llama3_rope": {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
+    "mistral_window": {
+        "model_type": "mistral",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "sliding_window": 24,
+    },
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24},
 }
 
 
 def save_random_model(folder: Path, shape: str) -> Path:
     """A float32 model of ``SHAPES[shape]`` under ``folder``; its end-of-sequence id is never sampled by accident."""
-    torch.manual_seed(list(SHAPES).index(shape))
-    config = LlamaConfig(
-        vocab_size=307,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        initializer_range=0.2,  # large, so that greedy tokens differ from each other
-        **SHAPES[shape],
-    )
     target = folder / shape
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
+    sizes = {
+        "vocab_size": 307,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 512,
+    }
+    save_random(target, {"model_type": "llama"} | sizes | SHAPES[shape], seed=list(SHAPES).index(shape))
     return target
+
+
+def save_random(folder: Path, config: Mapping[str, Any], seed: int) -> None:
+    """A float32 model of transformers' ``config`` (``model_type`` and what it takes) in ``folder``. Everything is
+    random: transformers starts biases with zeros and norms with ones, which would hide that they are left out."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+            initializer_range=0.2,  # large, so that greedy tokens differ from each other
+            **config,
+        )
+    ).to(torch.float32)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("norm.weight"):
+                tensor.uniform_(0.5, 1.5)
+            elif name.endswith(".bias"):
+                tensor.normal_(0.0, 0.5)
+    model.save_pretrained(folder)
 
 
 def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What transformers makes of ``prompt``, greedily, in float32."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([list(prompt)]),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from engine.batch import SamplerParams
 from engine.linear import linear
 from tests.engine.harness import BLOCK, generate, make_runner
+from tests.random_models import save_random
 
 BASE: dict[str, Any] = {
+    "model_type": "llama",
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -23,10 +26,6 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
-    "initializer_range": 0.2,  # large, so that greedy tokens differ from each other
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -36,15 +35,43 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+MISTRAL, QWEN2, QWEN3 = ({"model_type": name} for name in ("mistral", "qwen2", "qwen3"))
+TIED = {"tie_word_embeddings": True}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+MIXED = {"use_sliding_window": True, "max_window_layers": 1}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral_window_1": MISTRAL | {"sliding_window": 1},
+    "mistral_window_in_a_block": MISTRAL | {"sliding_window": BLOCK - 3},
+    "mistral_window_of_a_block": MISTRAL | {"sliding_window": BLOCK},
+    "mistral_window_of_blocks": MISTRAL | TIED | {"sliding_window": 3 * BLOCK},
+    "mistral_window_across_blocks": MISTRAL | {"sliding_window": BLOCK + 4, "vocab_size": 131, "head_dim": 24},
+    "qwen2_mixed_windows": QWEN2 | MIXED | {"sliding_window": BLOCK + 3},
+    "qwen2_windows_by_type": QWEN2 | TIED | LAYERS | {"use_sliding_window": True, "sliding_window": BLOCK - 1},
+    "qwen3_mixed_windows": QWEN3 | MIXED | {"sliding_window": 2 * BLOCK, "head_dim": 24, "attention_bias": True},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
     "mqa": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
+    "tied": TIED,
     "odd_vocabulary": {"vocab_size": 131},
     "own_head_dim": {"head_dim": 24},
     "llama3_rope": {"rope_parameters": LLAMA3},
     "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    "llama_biases": BIASES,
+    "llama_biases_tied": BIASES | TIED | {"vocab_size": 127, "head_dim": 12},
+    "llama2": {"num_attention_heads": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 160},
+    "tinyllama": {"num_attention_heads": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 160},
+    "smollm": TIED | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5},
+    "mistral": MISTRAL | {"sliding_window": None},
+    "mistral_tied": MISTRAL | TIED | {"sliding_window": 4096, "vocab_size": 131},
+    "qwen2": QWEN2 | {"vocab_size": 131},
+    "qwen2_tied": QWEN2 | TIED | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen3": QWEN3 | {"head_dim": 24},
+    "qwen3_tied": QWEN3 | TIED | {"head_dim": 32, "vocab_size": 131},
+    "qwen3_biases": QWEN3 | {"attention_bias": True, "head_dim": 8},
+    **WINDOWED,
 }
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 45)
 TOKENS = 10
@@ -53,19 +80,18 @@ TOKENS = 10
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     """A model folder and prompts of several lengths."""
-    torch.manual_seed(len(request.param))
     folder = tmp_path_factory.mktemp(request.param)
-    config = LlamaConfig(**{**BASE, **VARIANTS[request.param]})
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    prompts = {str(n): torch.randint(0, config.vocab_size, (n,)).tolist() for n in LENGTHS}
+    config = BASE | VARIANTS[request.param]
+    save_random(folder, config, seed=len(request.param))
+    prompts = {str(n): torch.randint(0, config["vocab_size"], (n,)).tolist() for n in LENGTHS}
     return folder, prompts
 
 
 @pytest.fixture(scope="module")
 def expected(case: tuple[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
-    """What transformers makes of the prompts."""
+    """What transformers makes of the prompts, each token computed anew (its cache cannot do a window of 1)."""
     folder, prompts = case
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens: dict[str, list[int]] = {}
     for name, prompt in prompts.items():
         with torch.inference_mode():
@@ -74,6 +100,7 @@ def expected(case: tuple[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
                 attention_mask=torch.ones(1, len(prompt)),
                 max_new_tokens=TOKENS,
                 do_sample=False,
+                use_cache=False,
             )
         tokens[name] = output[0, len(prompt) :].tolist()
     return tokens
@@ -95,6 +122,32 @@ def test_chunked_prompts_mixed_with_decodes(
     assert generate(make_runner(folder), prompts, TOKENS, chunk=chunk, stagger=2) == expected
 
 
+@pytest.mark.parametrize("case", WINDOWED, indirect=True)
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_chunks_that_end_around_the_window(
+    case: tuple[Path, dict[str, list[int]]], expected: dict[str, list[int]], beside: int
+) -> None:
+    folder, prompts = case
+    window = json.loads((folder / "config.json").read_text())["sliding_window"]
+    assert generate(make_runner(folder), prompts, TOKENS, chunk=max(1, window + beside)) == expected
+
+
+@pytest.mark.parametrize("case", WINDOWED, indirect=True)
+def test_the_window_makes_a_difference(
+    case: tuple[Path, dict[str, list[int]]], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Else its tests would pass without it: for a long prompt, and for a short one whose decode leaves the window."""
+    folder, prompts = case
+    config = json.loads((folder / "config.json").read_text())
+    without = config | {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    tokens = generate(make_runner(tmp_path), prompts, TOKENS)
+    assert tokens["45"] != expected["45"]
+    if config["sliding_window"] < BLOCK + TOKENS // 2:
+        assert tokens[str(BLOCK + 1)] != expected[str(BLOCK + 1)]
+
+
 def test_sampled_tokens_do_not_depend_on_the_batch(case: tuple[Path, dict[str, list[int]]]) -> None:
     folder, prompts = case
     params = {name: SamplerParams(0.9, 20, 0.95, seed=int(name)) for name in prompts}
@@ -104,10 +157,12 @@ def test_sampled_tokens_do_not_depend_on_the_batch(case: tuple[Path, dict[str, l
         assert generate(runner, {name: prompt}, TOKENS, params=params)[name] == together[name]
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_packed_bfloat16_products_are_the_plain_ones(rows: int) -> None:
+def test_packed_bfloat16_products_are_the_plain_ones(rows: int, biased: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(131, 64, generator=generator).to(torch.bfloat16)
     x = torch.randn(rows, 64, generator=generator).to(torch.bfloat16)
-    exact = functional.linear(x.double(), weight.double())
-    torch.testing.assert_close(linear(weight)(x).double(), exact, rtol=2e-2, atol=2e-2)
+    bias = 10 * torch.randn(131, generator=generator).to(torch.bfloat16) if biased else None
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(linear(weight, bias)(x).double(), exact, rtol=2e-2, atol=2e-2)
