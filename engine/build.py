@@ -10,6 +10,7 @@ import torch
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
 from core.model_shape import ModelShape
+from engine.cpu_attention import CPUAttention
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.loader import load_weights
 from engine.messages import Ready
@@ -62,7 +63,8 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         pool = KVPool.on_cuda(layout, num_blocks, device)
     # Without a limit of its own an engine promises no more than its pool can hold.
     max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)
-    runner = ModelRunner(LlamaDecoder(weights, max_model_len), pool)
+    model = LlamaDecoder(weights, max_model_len)
+    runner = ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
     runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
     ready = Ready(
         layout=layout.to_wire(),

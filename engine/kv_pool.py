@@ -21,11 +21,18 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's part of the pool, as views. ``kv`` is both: ``[num_blocks, 2, kv_heads, block_size, head_dim]``."""
+    """One layer's part of the pool, as views.
 
-    kv: torch.Tensor
+    A *page* is what one block holds of one KV head's keys, or values: ``block_size * head_dim`` numbers, a run of
+    memory. Page ``(block * KVPool.pages_per_block) + head`` of ``pages`` holds keys, ``kv_heads`` further on are the
+    values; ``vectors`` are the pages cut into tokens. Both begin with this layer's first page and run on into the
+    layers and blocks behind it, so that the same numbers serve for every layer.
+    """
+
     k: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim]
     v: torch.Tensor  # the same
+    pages: torch.Tensor  # [pages from here on, block_size * head_dim]
+    vectors: torch.Tensor  # [vectors from here on, head_dim]
 
 
 class KVPool:
@@ -39,8 +46,17 @@ class KVPool:
         self.tensor = flat.view(
             num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
         )
-        layers = (self.tensor[:, layer] for layer in range(layout.num_layers))
-        self.layers = [LayerKV(kv, kv[:, 0], kv[:, 1]) for kv in layers]
+        self.pages_per_block = layout.num_layers * 2 * layout.num_kv_heads
+        pages = flat.view(-1, layout.block_size * layout.head_dim)
+        self.layers = [
+            LayerKV(
+                k=self.tensor[:, layer, 0],
+                v=self.tensor[:, layer, 1],
+                pages=pages[layer * 2 * layout.num_kv_heads :],
+                vectors=pages[layer * 2 * layout.num_kv_heads :].view(-1, layout.head_dim),
+            )
+            for layer in range(layout.num_layers)
+        ]
 
     @classmethod
     def on_memory_file(cls, layout: KVLayout, num_blocks: int, fd: int) -> KVPool:

@@ -1,29 +1,85 @@
-"""A matrix product with a fixed weight, in the form that is fastest on the device."""
+"""Products with a fixed weight, with what follows them fused in, in the form that is fastest on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
 import torch
 from torch.nn import functional
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""``[rows, in]`` to ``[rows, out]``."""
+
+class Linear(ABC):
+    """``x`` (``[rows, in]``) times a weight, plus its bias if it has one: ``[rows, out]``."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product."""
+
+    @abstractmethod
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """SiLU of the product."""
+
+    @abstractmethod
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The product times ``factor`` (``[rows, out]``), element by element."""
+
+    @abstractmethod
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus ``residual`` (``[rows, out]``)."""
+
+
+class PlainLinear(Linear):
+    """PyTorch's own product, on any device and dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.silu(self(x), inplace=True)
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self(x).mul_(factor)
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(residual)
+
+
+class PackedLinear(Linear):
+    """oneDNN's product with a bfloat16 weight that was copied into oneDNN's own order once: otherwise every call would
+    reorder it, which takes most of a decode step. SiLU, factor and residual are applied before a result is rounded and
+    written."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return result
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "swish", [], "")
+        return result
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._packed, self._bias, "mul")
+        return result
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
+        return result
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The product with ``weight`` (``[out, in]``), plus ``bias`` (``[out]``) if there is one. On CPUs a bfloat16 weight
-    is copied into oneDNN's own order once, as otherwise every call would reorder it (which takes most of a decode
-    step); the caller should drop the original."""
+    """The fastest product with ``weight`` (``[out, in]``) and ``bias`` (``[out]``) where they live. The caller should
+    drop the weight: a packed one is a copy."""
     if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _packs():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-            return result
-
-        return product
-    return lambda x: functional.linear(x, weight, bias)
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 def _packs() -> bool:

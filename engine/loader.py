@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from core.errors import ModelError
-from engine.model import ModelWeights
+from engine.model_weights import ModelWeights
 from engine.model_source import DUMMY_SEED, ModelSource
 
 _INDEX = "model.safetensors.index.json"

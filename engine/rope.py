@@ -12,15 +12,19 @@ from core.model_shape import ModelShape
 def rope_tables(
     shape: ModelShape, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, each ``[positions, 1, head_dim / 2]``, computed in float32 like the reference does."""
+    """Cosines and signed sines, each ``[positions, 1, head_dim]``, computed in float32 like the reference does. Both
+    halves have the same angles; the first half's sines are negative, as `rotate_` wants them."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), _inverse_frequencies(shape))
-    return angles.cos().to(device, dtype).unsqueeze(1), angles.sin().to(device, dtype).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return cos.to(device, dtype).unsqueeze(1), sin.to(device, dtype).unsqueeze(1)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` (``[rows, heads, head_dim]``) turned by the angles of its rows (``[rows, 1, head_dim / 2]``)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Turn ``x`` (``[rows, heads, head_dim]``) in place by the angles of its rows (``[rows, 1, head_dim]``): number i
+    of a head pairs with number i + head_dim / 2."""
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    x.mul_(cos).addcmul_(swapped, sin)
 
 
 def _inverse_frequencies(shape: ModelShape) -> torch.Tensor:

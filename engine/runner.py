@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from engine.attention import attention_metadata, step_order
+from engine.attention import Attention
 from engine.batch import SamplerParams, ScheduledSeq
 from engine.kv_pool import KVPool
-from engine.model import LlamaDecoder
+from engine.model import LlamaDecoder, ModelStep
 from engine.sampler import sample
 
 _GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -17,10 +18,11 @@ _WARMUP_TOKENS = 128
 
 
 class ModelRunner:
-    """Joins model, pool and sampler; holds no state of requests."""
+    """Joins model, attention, pool and sampler; holds no state of requests."""
 
-    def __init__(self, model: LlamaDecoder, pool: KVPool) -> None:
+    def __init__(self, model: LlamaDecoder, attention: Attention, pool: KVPool) -> None:
         self._model = model
+        self._attention = attention
         self._pool = pool
         self._device = pool.tensor.device
 
@@ -28,27 +30,46 @@ class ModelRunner:
     def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, int]:
         """Compute ``seqs`` in one pass, their keys and values into the pool; the token drawn for each request that
         wants one, by request id."""
-        block_size = self._pool.layout.block_size
-        ordered = step_order(seqs, block_size)
-        meta = attention_metadata(ordered, block_size, self._pool.tensor.dtype, self._device, self._model.windows)
-        token_ids = torch.tensor([t for s in ordered for t in s.token_ids], device=self._device)
-        positions = torch.tensor([p for s in ordered for p in _positions(s)], device=self._device)
-        hidden = self._model.forward(token_ids, positions, self._pool, meta)
-        wanted: list[ScheduledSeq] = []
-        rows: list[int] = []
-        end = 0
-        for seq in ordered:
-            end += len(seq.token_ids)
-            if seq.sample:
-                wanted.append(seq)
-                rows.append(end - 1)
+        ordered = self._attention.order(seqs)
+        step, wanted = self._step(ordered)
+        hidden = self._model.forward(step, self._pool)
         if not wanted:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read
             return {}
-        logits = self._model.logits(hidden[torch.tensor(rows, device=self._device)])
+        logits = self._model.logits(hidden)
         drawn = sample(logits, [s.params for s in wanted], [s.start + len(s.token_ids) for s in wanted])
         return {seq.request_id: token for seq, token in zip(wanted, drawn, strict=True)}
+
+    def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
+        """The pass over ``seqs``, and those that get a token, in the order of its hidden states."""
+        step = ModelStep(
+            token_ids=torch.tensor([t for s in seqs for t in s.token_ids], device=self._device),
+            positions=torch.tensor([p for s in seqs for p in _positions(s)], device=self._device),
+            attention=self._attention.plan(seqs),
+        )
+        if all(len(s.token_ids) == 1 and s.sample for s in seqs):
+            return step, list(seqs)
+        # Of a chunk only the last row is asked for, and in the last layer it attends as a decode does.
+        rows: dict[str, int] = {}
+        lasts: dict[str, ScheduledSeq] = {}
+        wanted: dict[str, ScheduledSeq] = {}
+        end = 0
+        for seq in seqs:
+            end += len(seq.token_ids)
+            if seq.sample:
+                rows[seq.request_id] = end - 1
+                wanted[seq.request_id] = seq
+                lasts[seq.request_id] = replace(
+                    seq, token_ids=seq.token_ids[-1:], start=seq.start + len(seq.token_ids) - 1
+                )
+        ordered = self._attention.order(list(lasts.values()))
+        step = replace(
+            step,
+            wanted=torch.tensor([rows[s.request_id] for s in ordered], dtype=torch.int64, device=self._device),
+            wanted_attention=self._attention.plan(ordered),
+        )
+        return step, [wanted[s.request_id] for s in ordered]
 
     def warmup(self, max_tokens: int) -> None:
         """Run a prompt chunk and a decode once, so that the first request pays for no lazy initialisation. Writes into

@@ -12,6 +12,7 @@ import torch
 
 from core.kv_layout import KVLayout
 from engine.batch import SamplerParams, ScheduledSeq
+from engine.cpu_attention import CPUAttention
 from engine.kv_pool import KVPool
 from engine.loader import load_weights
 from engine.model import LlamaDecoder
@@ -31,7 +32,8 @@ def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> 
     pool = KVPool.on_memory_file(layout, num_blocks, fd)
     os.close(fd)
     weights = load_weights(source, torch.float32, torch.device("cpu"))
-    return ModelRunner(LlamaDecoder(weights, shape.max_position_embeddings), pool)
+    model = LlamaDecoder(weights, shape.max_position_embeddings)
+    return ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
 from engine.loader import load_weights
-from engine.model import ModelWeights
+from engine.model_weights import ModelWeights
 from engine.model_source import ModelSource, resolve_model
 
 CPU = torch.device("cpu")
