@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from core.errors import ModelError
-from engine.model_weights import ModelWeights
 from engine.model_source import DUMMY_SEED, ModelSource
+from engine.model_weights import ModelWeights
 
 _INDEX = "model.safetensors.index.json"
 _DUMMY_STD = 0.02

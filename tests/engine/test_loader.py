@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
 from engine.loader import load_weights
-from engine.model_weights import ModelWeights
 from engine.model_source import ModelSource, resolve_model
+from engine.model_weights import ModelWeights
 
 CPU = torch.device("cpu")
 
