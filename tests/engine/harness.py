@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from core.kv_layout import KVLayout
+from engine.attention import attention_metadata
 from engine.batch import SamplerParams, ScheduledSeq
-from engine.kv_pool import KVPool
+from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.loader import load_weights
 from engine.model import LlamaDecoder
 from engine.model_source import resolve_model
@@ -32,6 +33,29 @@ def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> 
     os.close(fd)
     weights = load_weights(source, torch.float32, torch.device("cpu"))
     return ModelRunner(LlamaDecoder(weights, shape.max_position_embeddings), pool)
+
+
+def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -> torch.Tensor:
+    """Logits ``[len(prompt), vocabulary]`` after each token of ``prompt``, in ``dtype``, ``chunk`` tokens at a time
+    (with 1 they go the way of decodes)."""
+    source = resolve_model(str(folder))
+    shape = source.shape
+    layout = KVLayout("test", dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    blocks = list(range(layout.blocks_for(len(prompt))))
+    fd = os.memfd_create("test")
+    pool = KVPool.on_memory_file(layout, len(blocks), fd)
+    os.close(fd)
+    device = torch.device("cpu")
+    model = LlamaDecoder(load_weights(source, TORCH_DTYPES[dtype], device), len(prompt))
+    logits: list[torch.Tensor] = []
+    for start in range(0, len(prompt), chunk):
+        tokens = prompt[start : start + chunk]
+        seq = ScheduledSeq("prompt", tokens, start, blocks, True, GREEDY)
+        meta = attention_metadata([seq], BLOCK, TORCH_DTYPES[dtype], device, model.windows)
+        positions = torch.arange(start, start + len(tokens))
+        with torch.inference_mode():
+            logits.append(model.logits(model.forward(torch.tensor(list(tokens)), positions, pool, meta)))
+    return torch.cat(logits)
 
 
 @dataclass
