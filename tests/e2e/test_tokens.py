@@ -41,13 +41,9 @@ def test_same_tokens_whichever_way(model: Path, cluster: LocalCluster) -> None:
             assert (apart.mode, together.mode) == ("pd", "colocated")
             assert apart.prefill_worker == "prefill-0"
             assert apart.decode_worker == "decode-0"
-            layout_bytes = (
-                2
-                * 3
-                * SHAPES[model.name]["num_key_value_heads"]
-                * (64 // SHAPES[model.name]["num_attention_heads"])
-                * 4
-            )
+            shape = SHAPES[model.name]
+            head_dim = shape.get("head_dim", 64 // shape["num_attention_heads"])
+            layout_bytes = 2 * 3 * shape["num_key_value_heads"] * head_dim * 4
             assert apart.kv_bytes == apart.kv_bytes_expected == -(-length // BLOCK) * BLOCK * layout_bytes
             assert together.kv_bytes == together.kv_bytes_expected == 0
     assert leaked_blocks(cluster.wait_idle()) == 0

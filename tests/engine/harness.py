@@ -13,9 +13,9 @@ import torch
 from core.kv_layout import KVLayout
 from engine.batch import SamplerParams, ScheduledSeq
 from engine.cpu_attention import CPUAttention
-from engine.kv_pool import KVPool
+from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.loader import load_weights
-from engine.model import LlamaDecoder
+from engine.model import LlamaDecoder, ModelStep
 from engine.model_source import resolve_model
 from engine.runner import ModelRunner
 
@@ -34,6 +34,30 @@ def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> 
     weights = load_weights(source, torch.float32, torch.device("cpu"))
     model = LlamaDecoder(weights, shape.max_position_embeddings)
     return ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
+
+
+def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -> torch.Tensor:
+    """Logits ``[len(prompt), vocabulary]`` after each token of ``prompt``, in ``dtype``, ``chunk`` tokens at a time
+    (with 1 they go the way of decodes)."""
+    source = resolve_model(str(folder))
+    shape = source.shape
+    layout = KVLayout("test", dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    blocks = list(range(layout.blocks_for(len(prompt))))
+    fd = os.memfd_create("test")
+    pool = KVPool.on_memory_file(layout, len(blocks), fd)
+    os.close(fd)
+    device = torch.device("cpu")
+    model = LlamaDecoder(load_weights(source, TORCH_DTYPES[dtype], device), len(prompt))
+    attention = CPUAttention(pool, shape.num_heads, model.windows)
+    logits: list[torch.Tensor] = []
+    for start in range(0, len(prompt), chunk):
+        tokens = prompt[start : start + chunk]
+        seq = ScheduledSeq("prompt", tokens, start, blocks, True, GREEDY)
+        positions = torch.arange(start, start + len(tokens))
+        step = ModelStep(torch.tensor(list(tokens)), positions, attention.plan([seq]))
+        with torch.inference_mode():
+            logits.append(model.logits(model.forward(step, pool)))
+    return torch.cat(logits)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from core.errors import ModelError
 from engine.loader import load_weights
 from engine.model_source import ModelSource, resolve_model
 from engine.model_weights import ModelWeights
+from tests.random_models import save_random
 
 CPU = torch.device("cpu")
 
@@ -165,6 +166,29 @@ def test_the_hash_tells_weights_apart_and_nothing_else(folder: Path) -> None:
 def test_end_tokens_of_the_generation_config_count_too(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     assert set(resolve_model(str(folder)).shape.eos_token_ids) == {2, 7}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_biases_and_head_norms_land_where_they_belong(tmp_path: Path, family: str) -> None:
+    config = {
+        "model_type": family, "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
+        "attention_bias": True, "mlp_bias": True,
+    }  # fmt: skip
+    save_random(tmp_path, config, seed=3)
+    stored = _edit(tmp_path)
+    named = _load(tmp_path).tensors()
+    assert named.keys() == stored.keys()
+    assert all(torch.equal(named[name], tensor) for name, tensor in stored.items())
+    own = {"llama": "mlp.up_proj.bias", "qwen2": "self_attn.v_proj.bias", "qwen3": "self_attn.k_norm.weight"}[family]
+    del stored[f"model.layers.1.{own}"]
+    _store(tmp_path, stored)
+    with pytest.raises(ModelError, match=rf"'model\.layers\.1\.{own}' is in none"):
+        _load(tmp_path)
+
+    dummy = load_weights(resolve_model(f"dummy:{tmp_path / 'config.json'}"), torch.float32, CPU).tensors()
+    for name, tensor in dummy.items():
+        assert torch.equal(tensor, torch.ones_like(tensor)) == name.endswith("norm.weight"), name
 
 
 def test_dummies() -> None:

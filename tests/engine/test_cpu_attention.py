@@ -1,0 +1,124 @@
+"""Attention by tiles against attention written out, over contexts and batches that take several tiles and strips."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from core.kv_layout import KVLayout
+from engine import cpu_attention
+from engine.batch import ScheduledSeq
+from engine.cpu_attention import CPUAttention
+from engine.kv_pool import KVPool
+from tests.engine.harness import GREEDY
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 6, 2, 16, 3
+LAYER = 1
+
+
+def _pool(num_blocks: int, block_size: int, dtype: str = "float32") -> KVPool:
+    fd = os.memfd_create("test")
+    pool = KVPool.on_memory_file(KVLayout("m", dtype, block_size, LAYERS, KV_HEADS, HEAD_DIM), num_blocks, fd)
+    os.close(fd)
+    pool.tensor.normal_()
+    return pool
+
+
+def _seqs(lengths: Sequence[tuple[int, int]], block_size: int) -> list[ScheduledSeq]:
+    """Sequences of ``(start, rows)``, in scattered blocks."""
+    counts = [-(-(start + rows) // block_size) for start, rows in lengths]
+    free = list(range(sum(counts)))
+    random.Random(3).shuffle(free)
+    return [
+        ScheduledSeq(str(i), [0] * rows, start, [free.pop() for _ in range(count)], True, GREEDY)
+        for i, ((start, rows), count) in enumerate(zip(lengths, counts, strict=True))
+    ]
+
+
+def _written_out(query: torch.Tensor, pool: KVPool, seqs: Sequence[ScheduledSeq], window: int | None) -> torch.Tensor:
+    out: list[torch.Tensor] = []
+    layer, row = pool.layers[LAYER], 0
+    for seq in seqs:
+        context = seq.start + len(seq.token_ids)
+        keys, values = (
+            torch.cat([part[b] for b in seq.block_ids], dim=1)[:, :context].repeat_interleave(HEADS // KV_HEADS, dim=0)
+            for part in (layer.k, layer.v)
+        )
+        for position in range(seq.start, context):
+            first = 0 if window is None else max(0, position + 1 - window)
+            scores = torch.einsum("hd,hkd->hk", query[row], keys[:, first : position + 1]) * HEAD_DIM**-0.5
+            out.append(torch.einsum("hk,hkd->hd", scores.softmax(-1), values[:, first : position + 1]).flatten())
+            row += 1
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40, 300])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(0, 300)],  # several strips
+        [(5, 130), (0, 2), (77, 64)],
+        [(1100, 200)],  # a context beyond which strips are higher
+        [(3, 1), (200, 1), (64, 1), (63, 1), (0, 1), (500, 1)],
+        [(3, 1), (90, 1), (31, 33), (0, 40), (9, 1)],
+    ],
+    ids=str,
+)
+def test_what_attention_is(
+    lengths: list[tuple[int, int]], fused: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    block_size = 16
+    page_bytes = block_size * HEAD_DIM * 4
+    monkeypatch.setattr(cpu_attention, "TILE_BYTES", 40 * 2 * KV_HEADS * page_bytes)  # decodes take several tiles
+    unordered = _seqs(lengths, block_size)
+    pool = _pool(sum(len(s.block_ids) for s in unordered), block_size)
+    attention = CPUAttention(pool, HEADS, {None, window}, fused=fused)
+    seqs = attention.order(unordered)
+    step = attention.plan(seqs)
+    rows = sum(len(s.token_ids) for s in seqs)
+    before = pool.tensor.clone()
+    keys_values = torch.randn(rows, 2 * KV_HEADS, HEAD_DIM)
+    step.write(keys_values, pool.layers[LAYER])
+    row = 0
+    for seq in seqs:
+        for position in range(seq.start, seq.start + len(seq.token_ids)):
+            slot = (seq.block_ids[position // block_size], LAYER, slice(None), slice(None), position % block_size)
+            assert torch.equal(pool.tensor[slot].flatten(0, 1), keys_values[row])
+            before[slot] = keys_values[row].view(2, KV_HEADS, HEAD_DIM)
+            row += 1
+    assert torch.equal(pool.tensor, before)  # and nothing else was written
+    query = torch.randn(rows, HEADS + 3, HEAD_DIM)[:, :HEADS]  # a view, as in the model
+    out = step.attend(query, pool.layers[LAYER], window)
+    torch.testing.assert_close(out, _written_out(query, pool, seqs, window), rtol=1e-4, atol=1e-4)
+
+
+def test_strips_of_scores_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "SCORE_BYTES", HEADS * 310 * 4 * 5)  # five rows of the longest context
+    torch.manual_seed(0)
+    seqs = _seqs([(10, 300)], 32)
+    pool = _pool(len(seqs[0].block_ids), 32)
+    attention = CPUAttention(pool, HEADS, {None}, fused=False)
+    query = torch.randn(300, HEADS, HEAD_DIM)
+    out = attention.plan(seqs).attend(query, pool.layers[LAYER], None)
+    torch.testing.assert_close(out, _written_out(query, pool, seqs, None), rtol=1e-4, atol=1e-4)
+    assert attention.scores.take(1).untyped_storage().nbytes() <= cpu_attention.SCORE_BYTES
+
+
+def test_bfloat16_is_as_close_as_its_scores_allow() -> None:
+    """Scores are rounded to bfloat16 before the softmax, as in transformers' eager attention."""
+    torch.manual_seed(0)
+    seqs = _seqs([(40, 1), (0, 200)], 16)
+    pool = _pool(sum(len(s.block_ids) for s in seqs), 16, "bfloat16")
+    attention = CPUAttention(pool, HEADS, {None}, fused=False)
+    query = torch.randn(201, HEADS, HEAD_DIM).bfloat16()
+    out = attention.plan(seqs).attend(query, pool.layers[LAYER], None)
+    exact_pool = _pool(pool.num_blocks, 16)
+    exact_pool.tensor.copy_(pool.tensor)
+    exact = _written_out(query.float(), exact_pool, seqs, None)
+    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=2e-2)
