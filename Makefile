@@ -5,9 +5,9 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := core pb engine kv_transfer worker router prefill_worker decode_worker gateway pdserve tests scripts
+SOURCES := core pb engine kv_transfer worker router prefill_worker decode_worker gateway pdserve tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit soak proto tiny clean
+.PHONY: help install demo test lint types floors unit soak bench-engine proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ unit: $(INSTALLED)
 
 soak: $(INSTALLED)  ## long tests, run by hand
 	$(BIN)/python -m pytest -m soak --timeout 3600 --log-cli-level INFO
+
+bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of this machine, on one core (about 10 minutes)
+	$(BIN)/python -m benchmarks.engine
 
 proto:  ## regenerate pb/ from proto/pb/
 	scripts/gen_proto.sh

@@ -22,7 +22,7 @@ _PIPE_BYTES = 2**20
 _EXIT_S = 1.0  # from the end of its pipe to the end of the process
 
 # glibc gives big tensors back to the kernel after each use otherwise, and every step pays for fresh pages.
-_MALLOC = {
+ALLOCATOR_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "MALLOC_TOP_PAD_": "134217728",
@@ -212,7 +212,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     path = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
-        **_MALLOC,
+        **ALLOCATOR_SETTINGS,
         "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
         "OMP_NUM_THREADS": str(spec.threads),
     }

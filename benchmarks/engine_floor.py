@@ -1,0 +1,116 @@
+"""What no engine of the same arithmetic can beat on this machine, measured in the same run.
+
+A decode step has to read all weights and the whole KV cache once: all packed linears at that batch size, plus the KV
+bytes over the measured read bandwidth. A prefill has to compute: the packed linears at the rows of its steps, plus the
+attention's operations (of the causal half) at the rate of a bare product. On a GPU a decode step's products are
+bounded by the bytes of the weights over the measured read bandwidth instead.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.engine_cases import Case, Decode, Mixed, Prefill
+from core.model_shape import ModelShape
+from engine.linear import Linear, linear
+
+_READ_BYTES = 400 * 2**20
+_PRODUCT = 2048
+_REPEATS = 3
+
+
+class Floor:
+    """The floors of ``shape`` in bfloat16, for prefills in steps of ``chunk`` rows."""
+
+    def __init__(self, shape: ModelShape, device: str, chunk: int) -> None:
+        self._shape = shape
+        self._device = torch.device(device)
+        self._chunk = chunk
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        sizes = ((q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner))
+        self._layers: list[list[tuple[Linear, int]]] = [
+            [(linear(self._random(*size)), size[1]) for size in sizes] for _ in range(shape.num_layers)
+        ]
+        self._head = linear(self._random(shape.vocab_size, hidden))
+        self._memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=self._device)
+        self._square = self._random(_PRODUCT, _PRODUCT)
+
+    @torch.inference_mode()
+    def measure_s(self, case: Case) -> float:
+        """The floor of ``case`` in seconds, measured now."""
+        shape = self._shape
+        match case:
+            case Prefill():
+                steps = [min(self._chunk, case.tokens - start) for start in range(0, case.tokens, self._chunk)]
+                linears_s = sum(self._linears_s(rows) for rows in set(steps) for _ in range(steps.count(rows)))
+                return linears_s + self._head_s(1) + self._attention_s(case.tokens**2 / 2)
+            case Decode():
+                num_bytes = case.batch * case.context * shape.kv_bytes_per_token("bfloat16")
+                if self._device.type == "cuda":  # launched one by one, products take longer than their bytes
+                    return self._read_s(num_bytes + shape.weight_bytes("bfloat16"))
+                return self._linears_s(case.batch) + self._head_s(case.batch) + self._read_s(num_bytes)
+            case Mixed():
+                pairs = case.chunk * (case.context + case.chunk / 2)
+                read_s = self._read_s(case.batch * case.context * shape.kv_bytes_per_token("bfloat16"))
+                rows = case.chunk + case.batch
+                return self._linears_s(rows) + self._head_s(case.batch + 1) + self._attention_s(pairs) + read_s
+
+    @torch.inference_mode()
+    def product_flops(self) -> float:
+        """Floating point operations per second of a bare product, measured now."""
+        return 2 * _PRODUCT**3 / self._median_s(lambda: self._square @ self._square)
+
+    @torch.inference_mode()
+    def read_bytes_per_s(self) -> float:
+        """Bytes per second that a sum over memory reads, measured now."""
+        return _READ_BYTES / self._median_s(lambda: self._memory.sum())
+
+    def _linears_s(self, rows: int) -> float:
+        inputs = {width: self._random(rows, width) for layer in self._layers[:1] for _, width in layer}
+        if self._device.type == "cuda" and rows <= 64:  # launches cost more than the work; the bytes are the floor
+            weights = sum(
+                width * linear(inputs[width][:1]).shape[1] for layer in self._layers for linear, width in layer
+            )
+            return 2 * weights / self.read_bytes_per_s()
+
+        def all_layers() -> None:
+            for layer in self._layers:
+                for product, width in layer:
+                    product(inputs[width])
+
+        return self._median_s(all_layers)
+
+    def _head_s(self, rows: int) -> float:
+        hidden = self._random(rows, self._shape.hidden_size)
+        return self._median_s(lambda: self._head(hidden))
+
+    def _attention_s(self, pairs: float) -> float:
+        """Seconds for ``pairs`` of a query and a key in all layers and heads: two products each."""
+        shape = self._shape
+        return 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers / self.product_flops()
+
+    def _read_s(self, num_bytes: int) -> float:
+        return num_bytes / self.read_bytes_per_s()
+
+    def _median_s(self, work: Callable[[], object]) -> float:
+        work()
+        times: list[float] = []
+        for _ in range(_REPEATS):
+            self._synchronize()
+            started_s = time.perf_counter()
+            work()
+            self._synchronize()
+            times.append(time.perf_counter() - started_s)
+        return statistics.median(times)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _random(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=torch.bfloat16, device=self._device)
