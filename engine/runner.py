@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention import attention_metadata, step_order
-from engine.batch import SamplerParams, ScheduledSeq
+from engine.batch import SampledToken, SamplerParams, ScheduledSeq
 from engine.kv_pool import KVPool
 from engine.model import LlamaDecoder
 from engine.sampler import sample
@@ -25,9 +25,9 @@ class ModelRunner:
         self._device = pool.tensor.device
 
     @torch.inference_mode()
-    def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, int]:
-        """Compute ``seqs`` in one pass, their keys and values into the pool; the token drawn for each request that
-        wants one, by request id."""
+    def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, list[SampledToken]]:
+        """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
+        each request that wants any, by request id."""
         block_size = self._pool.layout.block_size
         ordered = step_order(seqs, block_size)
         meta = attention_metadata(ordered, block_size, self._pool.tensor.dtype, self._device)
@@ -47,8 +47,9 @@ class ModelRunner:
                 torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read
             return {}
         logits = self._model.logits(hidden[torch.tensor(rows, device=self._device)])
-        drawn = sample(logits, [s.params for s in wanted], [s.start + len(s.token_ids) for s in wanted])
-        return {seq.request_id: token for seq, token in zip(wanted, drawn, strict=True)}
+        positions_drawn = [s.start + len(s.token_ids) for s in wanted]
+        drawn = sample(logits, [s.params for s in wanted], positions_drawn, [s.history for s in wanted])
+        return {seq.request_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
 
     def warmup(self, max_tokens: int) -> None:
         """Run a prompt chunk and a decode once, so that the first request pays for no lazy initialisation. Writes into
