@@ -46,8 +46,8 @@ def save_random_model(folder: Path, shape: str) -> Path:
     return target
 
 
-def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers makes of ``prompt``, greedily, in float32."""
+def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
+    """What transformers makes of ``prompt``, greedily, in float32; ``options`` are those of its `generate`."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         output = model.generate(
@@ -55,6 +55,7 @@ def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[
             max_new_tokens=num_tokens,
             do_sample=False,
             attention_mask=torch.ones(1, len(prompt)),
+            **options,
         )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
