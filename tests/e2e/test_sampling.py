@@ -1,5 +1,5 @@
-"""With a seed, tokens are the same alone, in a batch, after a hand-off, after a preemption and after a resume; penalties
-and logprobs are transformers' own, whichever worker sampled the token."""
+"""With a seed, tokens are the same alone, in a batch, after a hand-off, after a preemption and after a resume;
+penalties and logprobs are transformers' own, whichever worker sampled the token."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_bias_forces_and_forbids(cluster: LocalCluster, mode: str) -> None:
         forced = client.generate(PROMPT, max_tokens=5, mode=mode, logit_bias={42: 100}).result()
         free = client.generate(PROMPT, max_tokens=5, mode=mode).result()
         without = client.generate(PROMPT, max_tokens=5, mode=mode, logit_bias={free.token_ids[0]: -100}).result()
-        with pytest.raises(InvalidRequest, match="^logit_bias: token id 307 is not below"):
+        with pytest.raises(InvalidRequest, match=r"^logit_bias: token id 307 is not below"):
             client.generate(PROMPT, max_tokens=5, mode=mode, logit_bias={307: 1}).result()
     assert forced.token_ids == (42,) * 5
     assert free.token_ids[0] not in without.token_ids
