@@ -26,6 +26,10 @@ from core.sampling import MAX_BIAS
 from engine.batch import SampledToken, SamplerParams
 from engine.history import TokenHistory
 
+_OFTEN_ENOUGH = (
+    1024  # of so many tokens top-p keeps no more in most steps, and to find them is much quicker than to sort
+)
+
 
 def uniform(seed: int, position: int) -> float:
     """The number in [0, 1) that decides the token at ``position`` of a request with ``seed``."""
@@ -56,10 +60,7 @@ def weights(scores: torch.Tensor, params: SamplerParams) -> torch.Tensor:
         scaled = _keep(scaled, scaled.topk(params.top_k).values[-1])
     weighed = scaled.exp()
     if params.top_p < 1.0:
-        ordered = weighed.sort(descending=True).values
-        reached = ordered.cumsum(0)
-        last = int(torch.searchsorted(reached, reached[-1] * params.top_p))
-        weighed = weighed.where(weighed >= ordered[min(last, ordered.shape[0] - 1)], 0.0)
+        weighed = weighed.where(weighed >= _least_of_top_p(weighed, params.top_p), 0.0)
     if params.min_p > 0.0:
         weighed = weighed.where(weighed >= params.min_p, 0.0)
     return weighed
@@ -103,6 +104,17 @@ def _draw(weighed: torch.Tensor, number: float) -> int:
     total = reached[-1]
     target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
     return int(torch.searchsorted(reached, target, right=True))
+
+
+def _least_of_top_p(weighed: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest weight in the smallest set that has ``top_p`` of all; sorts everything only if it must."""
+    wanted = weighed.sum() * top_p
+    ordered = weighed.topk(min(_OFTEN_ENOUGH, weighed.shape[0])).values
+    last = int(torch.searchsorted(ordered.cumsum(0), wanted))
+    if last == ordered.shape[0] < weighed.shape[0]:
+        ordered = weighed.sort(descending=True).values
+        last = int(torch.searchsorted(ordered.cumsum(0), wanted))
+    return ordered[min(last, ordered.shape[0] - 1)]
 
 
 def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

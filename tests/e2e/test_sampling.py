@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,13 +16,12 @@ from transformers import LlamaForCausalLM
 
 from core.errors import InvalidRequest
 from pdserve import AsyncClient, Client, Token
-from pdserve.client.request import GenerateOptions
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 
 PROMPT = [11, 7, 200, 41, 5, 99, 3] * 8
 TOKENS = 60
-EVERYTHING: GenerateOptions = {
+EVERYTHING: dict[str, Any] = {
     "max_tokens": TOKENS,
     "temperature": 1.5,
     "top_k": 100,
@@ -66,7 +66,7 @@ def check_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[Token], 
 def test_neither_hand_off_nor_batch_nor_preemption_changes_a_draw(model: Path, cluster: LocalCluster) -> None:
     draw = random.Random(5)
     prompts = [[draw.randrange(307) for _ in range(40)] for _ in range(6)]
-    long: GenerateOptions = {**EVERYTHING, "max_tokens": 100}
+    long = {**EVERYTHING, "max_tokens": 100}
     with Client(cluster.target) as client:
         alone = [client.generate(prompt, seed=i, mode="colocated", **long).result() for i, prompt in enumerate(prompts)]
         apart = client.generate(prompts[0], seed=0, mode="pd", **long).result()

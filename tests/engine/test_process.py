@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -143,7 +144,7 @@ async def test_local_generation_equals_transformers(folder: Path, expected: list
     ],
     ids=str,
 )
-async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, sampling: dict[str, object]) -> None:
+async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, sampling: dict[str, Any]) -> None:
     async with _engine(_spec(folder)) as here, _engine(_spec(folder)) as there:
         here.client.send(_submit("local", KVRole.LOCAL, **sampling))
         wanted = await here.finished("local")

@@ -88,6 +88,16 @@ def test_the_distribution_is_that_of_transformers(changes: dict[str, float]) -> 
         torch.testing.assert_close(weighed / weighed.sum(), wanted)
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.97, 1 - 1e-9])
+def test_top_p_over_a_large_vocabulary(top_p: float) -> None:
+    """Whether few tokens are enough or nearly all are needed."""
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits.clone())[0].softmax(dim=-1)
+    weighed = weights(logits[0], replace(PLAIN, top_p=top_p))
+    assert torch.equal(weighed > 0, wanted > 0)
+    torch.testing.assert_close(weighed / weighed.sum(), wanted)
+
+
 @given(seed=st.integers(0, 50), prompt=TOKENS, outputs=TOKENS, params=PARAMS)
 @settings(max_examples=100, deadline=None)
 def test_bias_and_penalties_are_the_arithmetic_of_their_definitions(
