@@ -113,9 +113,10 @@ def test_a_bias_forces_and_forbids(cluster: LocalCluster, mode: str) -> None:
 
 def test_a_resume_changes_no_draw(cluster: LocalCluster) -> None:
     """The decode worker's engine is killed in mid-stream; penalties still tell prompt from output afterwards."""
+    long = {**EVERYTHING, "max_tokens": 150}  # so that the kill comes before the end
     with Client(cluster.target) as client:
-        whole = client.generate(PROMPT, seed=9, mode="colocated", **EVERYTHING).result()
-        stream = client.generate(PROMPT, seed=9, mode="pd", **EVERYTHING)
+        whole = client.generate(PROMPT, seed=9, mode="colocated", **long).result()
+        stream = client.generate(PROMPT, seed=9, mode="pd", **long)
         for _ in range(5):
             next(stream)
         busy = next(w for w in client.status().workers if w.role == "decode" and w.outstanding_tokens)
