@@ -38,8 +38,16 @@ async def process_costs(model: str, shape: ModelShape, cores: tuple[int, ...], d
         for i in range(_REQUESTS):
             engine.send(
                 Submit(
-                    *(f"r{i}", KVRole.LOCAL, [1 + i] * _PROMPT_TOKENS, _OUTPUT_TOKENS),
-                    *(0.0, 0, 1.0, 0, [], True),
+                    request_id=f"r{i}",
+                    kv_role=KVRole.LOCAL,
+                    prompt_token_ids=[1 + i] * _PROMPT_TOKENS,
+                    max_tokens=_OUTPUT_TOKENS,
+                    temperature=0.0,
+                    top_k=0,
+                    top_p=1.0,
+                    seed=0,
+                    stop_token_ids=[],
+                    ignore_eos=True,
                 )
             )
         await asyncio.wait_for(_finished(engine), _TIMEOUT_S)

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from core.handoff import KVEndpoint, TransferProof
 from core.kv_layout import KVLayout
+from core.logprobs import TokenLogprobs
 from core.sampling import FinishReason, SamplingParams
 from core.timeline import Event
 
@@ -59,13 +60,15 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request as a worker gets it. ``token_ids`` are prompt and outputs so far, ``sampling.max_tokens`` counts
-    what is still wanted, ``sampling.seed`` is set, ``timeout_s`` is what is left of the deadline."""
+    """A request as a worker gets it. ``token_ids`` are prompt and outputs so far (the last ``num_prior_outputs``),
+    ``sampling.max_tokens`` counts what is still wanted, ``sampling.seed`` is set, ``timeout_s`` is what is left of the
+    deadline."""
 
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingParams
     timeout_s: float
+    num_prior_outputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,11 @@ class TokenOutput:
     ``events`` of a token: on prefill PREFILL_RECEIVED, PREFILL_SCHEDULED, TOKEN_1_SAMPLED with token 1; on decode
     KV_VERIFIED, DECODE_SCHEDULED, TOKEN_2_SAMPLED with token 2; colocated, the first three with its first token and
     DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last message
-    has a ``finish_reason``; a worker's error is raised instead.
+    has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
     """
 
     token_id: int | None
     finish_reason: FinishReason | None = None
     events: tuple[Event, ...] = ()
     proof: TransferProof | None = None
+    logprobs: TokenLogprobs | None = None

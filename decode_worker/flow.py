@@ -76,7 +76,7 @@ class DecodeFlow(Flow):
     def on_token(self, token: TokenOut, step: Step) -> TokenOutput:
         """A token; the first here is token 2, and brings the hand-off's events and proof."""
         if not self._first:
-            return TokenOutput(token.token_id, finish_reason(token))
+            return TokenOutput(token.token_id, finish_reason(token), logprobs=token.logprobs)
         assert self._kv is not None, "no token before the KV is there"
         self._first = False
         events: tuple[Event, ...] = (
@@ -84,7 +84,7 @@ class DecodeFlow(Flow):
             self.event(EventKind.DECODE_SCHEDULED, token.first_scheduled_s),
             self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s),
         )
-        return TokenOutput(token.token_id, finish_reason(token), events, self._kv.proof)
+        return TokenOutput(token.token_id, finish_reason(token), events, self._kv.proof, token.logprobs)
 
     async def close(self) -> None:
         """Close the reservation first: only then can nothing write the blocks any more."""

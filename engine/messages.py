@@ -15,6 +15,8 @@ from typing import Any
 
 import msgpack
 
+from core.logprobs import TokenLogprobs
+
 
 class KVRole(StrEnum):
     """What a submitted request does with KV."""
@@ -29,7 +31,8 @@ class KVRole(StrEnum):
 
 @dataclass(slots=True)
 class Submit:
-    """Take a request on. ``prompt_token_ids`` are all tokens known so far (on a resume: prompt + outputs).
+    """Take a request on. ``prompt_token_ids`` are all tokens known so far (on a resume: prompt + outputs, the last
+    ``num_prior_outputs`` of them outputs: penalties tell them apart).
 
     ``max_tokens`` counts the tokens still wanted, including (for RECEIVE) the one that prefill samples.
     ``vocab_size`` bounds are the gateway's to check; the engine answers `Rejected` for what can never fit.
@@ -45,6 +48,13 @@ class Submit:
     seed: int
     stop_token_ids: list[int]
     ignore_eos: bool
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    num_prior_outputs: int = 0
 
 
 @dataclass(slots=True)
@@ -135,12 +145,14 @@ class Progress:
 
 @dataclass(slots=True)
 class TokenOut:
-    """A token a step sampled. ``finish_reason`` is a `core.sampling.FinishReason` value or empty."""
+    """A token a step sampled; a step may have several of a request, in order. ``finish_reason`` is a
+    `core.sampling.FinishReason` value or empty, ``logprobs`` are there if the request asked for them."""
 
     request_id: str
     token_id: int
     finish_reason: str
     first_scheduled_s: float  # begin of the first step that computed anything for the request in this engine
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -186,13 +198,13 @@ def encode(message: Command | EngineEvent) -> bytes:
 
 def decode(body: bytes | memoryview) -> Command | EngineEvent:
     """The message of a frame's body (without its length); ValueError if it is none of ours."""
-    name, *values = msgpack.unpackb(body, raw=False)
+    name, *values = msgpack.unpackb(body, raw=False, strict_map_key=False)  # keys of `Submit.logit_bias` are numbers
     kind = _TYPES.get(name)
     if kind is None:
         raise ValueError(f"unknown engine message {name!r}")
     if kind is Step:
         sampled_s, step_started_s, tokens, progress = values
-        return Step(sampled_s, step_started_s, [TokenOut(*t) for t in tokens], [Progress(*p) for p in progress])
+        return Step(sampled_s, step_started_s, [_token_out(*t) for t in tokens], [Progress(*p) for p in progress])
     if kind is Submit:
         values[1] = KVRole(values[1])
     message: Command | EngineEvent = kind(*values)
@@ -202,8 +214,22 @@ def decode(body: bytes | memoryview) -> Command | EngineEvent:
 def _values(message: Any) -> list[Any]:
     values = [getattr(message, f.name) for f in fields(message)]
     if isinstance(message, Step):
-        values[2:] = [[_values(t) for t in message.tokens], [_values(p) for p in message.progress]]
+        values[2:] = [[_token_values(t) for t in message.tokens], [_values(p) for p in message.progress]]
     return values
+
+
+def _token_values(token: TokenOut) -> list[Any]:
+    values = [token.request_id, token.token_id, token.finish_reason, token.first_scheduled_s]
+    if token.logprobs is not None:
+        values.append(token.logprobs.to_wire())
+    return values
+
+
+def _token_out(
+    request_id: str, token_id: int, finish_reason: str, first_scheduled_s: float, logprobs: list[float] | None = None
+) -> TokenOut:
+    known = None if logprobs is None else TokenLogprobs.from_wire(logprobs)
+    return TokenOut(request_id, token_id, finish_reason, first_scheduled_s, known)
 
 
 class FrameReader:

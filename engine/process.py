@@ -12,13 +12,13 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from core.clock import MonotonicClock
 from core.errors import LaunchError, PdserveError, to_wire
 from core.process import end_with_parent
-from engine.batch import ScheduledSeq
+from engine.batch import SampledToken, ScheduledSeq
 from engine.messages import (
     Abort,
     Command,
@@ -84,8 +84,8 @@ class WorkerPipe:
 class Runner(Protocol):
     """What computes a step: `engine.runner.ModelRunner`, or a stand-in in tests."""
 
-    def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, int]:
-        """The token drawn for each part that wants one, by request id."""
+    def execute(self, seqs: Sequence[ScheduledSeq]) -> Mapping[str, list[SampledToken]]:
+        """The next tokens, one or more, of each part that wants any, by request id."""
         ...
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from engine.attention import Attention
-from engine.batch import SamplerParams, ScheduledSeq
+from engine.batch import SampledToken, SamplerParams, ScheduledSeq
 from engine.kv_pool import KVPool
 from engine.model import LlamaDecoder, ModelStep
 from engine.sampler import sample
@@ -27,9 +27,9 @@ class ModelRunner:
         self._device = pool.tensor.device
 
     @torch.inference_mode()
-    def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, int]:
-        """Compute ``seqs`` in one pass, their keys and values into the pool; the token drawn for each request that
-        wants one, by request id."""
+    def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, list[SampledToken]]:
+        """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
+        each request that wants any, by request id."""
         ordered = self._attention.order(seqs)
         step, wanted = self._step(ordered)
         hidden = self._model.forward(step, self._pool)
@@ -38,8 +38,9 @@ class ModelRunner:
                 torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read
             return {}
         logits = self._model.logits(hidden)
-        drawn = sample(logits, [s.params for s in wanted], [s.start + len(s.token_ids) for s in wanted])
-        return {seq.request_id: token for seq, token in zip(wanted, drawn, strict=True)}
+        positions = [s.start + len(s.token_ids) for s in wanted]
+        drawn = sample(logits, [s.params for s in wanted], positions, [s.history for s in wanted])
+        return {seq.request_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
         """The pass over ``seqs``, and those that get a token, in the order of its hidden states."""

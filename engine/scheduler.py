@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from core.clock import Clock
 from core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from core.request import EngineStatus
-from engine.batch import ScheduledSeq
+from engine.batch import SampledToken, ScheduledSeq
 from engine.block_manager import BlockManager
 from engine.messages import Abort, KVReady, KVRole, Load, Progress, Rejected, Release, Reserved, Step, Submit, TokenOut
 from engine.sequence import Sequence
@@ -211,9 +211,10 @@ class Scheduler:
             budget -= num_tokens
         return SchedulerOutput(seqs, started_s, preempted)
 
-    def update(self, output: SchedulerOutput, sampled: Mapping[str, int], sampled_s: float) -> Step:
-        """Take a step's results in: ``sampled`` has a token for each part that asked for one (KeyError if not).
-        ``sampled_s`` is when they were known, in seconds of the clock. Requests aborted meanwhile are left out."""
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float) -> Step:
+        """Take a step's results in: ``sampled`` has the next tokens, at least one, of each part that asked for any
+        (KeyError if not). Those after a request's last one (by stop id or length) are dropped. ``sampled_s`` is when
+        they were known, in seconds of the clock. Requests aborted meanwhile are left out."""
         step = Step(sampled_s, output.started_s)
         in_step, self._in_step = self._in_step, []
         any_ended = False
@@ -229,13 +230,17 @@ class Scheduler:
                 step.progress.append(Progress(seq.request_id, seq.num_computed_tokens, list(seq.block_ids)))
             if not part.sample:
                 continue
-            token_id = sampled[seq.request_id]
-            reason = seq.append(token_id)
             first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
-            step.tokens.append(TokenOut(seq.request_id, token_id, reason.value if reason else "", first_scheduled_s))
-            if reason is not None or is_push:
-                any_ended = True
-                self._finish(seq)
+            for token in sampled[seq.request_id]:
+                reason = seq.append(token.token_id)
+                finish_reason = reason.value if reason else ""
+                step.tokens.append(
+                    TokenOut(seq.request_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs)
+                )
+                if reason is not None or is_push:
+                    any_ended = True
+                    self._finish(seq)
+                    break
         if any_ended:
             self._running = [seq for seq in self._running if seq.status is EngineStatus.RUNNING]
             self._reserve()
@@ -278,6 +283,10 @@ class Scheduler:
             return InvalidRequest("prompt_token_ids: the prompt is empty; it must have at least one token")
         if submit.max_tokens < 1:
             return InvalidRequest(f"max_tokens: {submit.max_tokens} is below 1; ask for at least one token")
+        if not 0 <= submit.num_prior_outputs < prompt_tokens:
+            return InvalidRequest(
+                f"num_prior_outputs: {submit.num_prior_outputs} of {prompt_tokens} tokens; at least one is a prompt's"
+            )
         wanted = f"{prompt_tokens} prompt tokens and up to {submit.max_tokens} new ones"
         if total_tokens > config.max_model_len:
             return CapacityExceeded(f"{wanted} exceed max_model_len {config.max_model_len}; shorten one of them")
@@ -359,6 +368,7 @@ class Scheduler:
             block_ids=seq.block_ids,
             sample=end == len(seq.token_ids),
             params=seq.params,
+            history=seq.history,
         )
 
     def _finish(self, seq: Sequence) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
 from core.sampling import FinishReason
 from engine.batch import SamplerParams
+from engine.history import TokenHistory
 from engine.messages import KVRole, Submit
 
 
@@ -19,6 +20,7 @@ class Sequence:
     ``token_ids`` are prompt and outputs; the KV of the first ``num_computed_tokens`` is in the pool, in ``block_ids``.
     ``stop_token_ids`` include the model's end-of-sequence ids unless the request ignores them.
     ``first_scheduled_s`` begins the first step that computed anything for it (for RECEIVE: after its KV was there).
+    ``history`` is kept for requests with penalties alone.
     """
 
     request_id: str
@@ -35,11 +37,25 @@ class Sequence:
     first_scheduled_s: float | None = None
     in_step: bool = False
     released: bool = False
+    history: TokenHistory | None = None
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:
         """A WAITING request as its `Submit` describes it. It keeps a copy of the prompt."""
         stop_token_ids = frozenset(submit.stop_token_ids)
+        params = SamplerParams(
+            temperature=submit.temperature,
+            top_k=submit.top_k,
+            top_p=submit.top_p,
+            seed=submit.seed,
+            min_p=submit.min_p,
+            repetition_penalty=submit.repetition_penalty,
+            presence_penalty=submit.presence_penalty,
+            frequency_penalty=submit.frequency_penalty,
+            logit_bias=submit.logit_bias,
+            logprobs=submit.logprobs,
+        )
+        num_original = len(submit.prompt_token_ids) - submit.num_prior_outputs
         return cls(
             request_id=submit.request_id,
             kv_role=submit.kv_role,
@@ -47,8 +63,9 @@ class Sequence:
             token_ids=list(submit.prompt_token_ids),
             num_prompt_tokens=len(submit.prompt_token_ids),
             max_tokens=submit.max_tokens,
-            params=SamplerParams(submit.temperature, submit.top_k, submit.top_p, submit.seed),
+            params=params,
             stop_token_ids=stop_token_ids if submit.ignore_eos else stop_token_ids.union(eos_token_ids),
+            history=TokenHistory(submit.prompt_token_ids, num_original) if params.penalises else None,
         )
 
     @property
@@ -78,6 +95,8 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Add an output token, and tell why it is the last one (None: it is not)."""
         self.token_ids.append(token_id)
+        if self.history is not None:
+            self.history.append(token_id)
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.remaining_tokens <= 0 else None

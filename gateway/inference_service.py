@@ -18,9 +18,11 @@ from gateway.completion import completion_to_proto
 from gateway.late_writes import late_writes
 from gateway.output_text import OutputText
 from gateway.statuses import ERROR_KIND_KEY, status_of
+from gateway.token_message import token_to_proto
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
     Limits,
+    check_logit_bias,
     check_stop_token_ids,
     fit_max_tokens,
     read_mode,
@@ -70,7 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """One `Token` per step, then one `Completion`; errors as statuses."""
+        """One `Token` message per token, then one `Completion`; errors as statuses."""
         received_s = self._clock.now()
         try:
             async with aclosing(self._respond(request, context.time_remaining(), received_s)) as responses:
@@ -116,6 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             run_mode = self._router.auto_mode if mode is Mode.AUTO else mode
             raise self._router.registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
         check_stop_token_ids(sampling, limits.vocab_size)
+        check_logit_bias(sampling, limits.vocab_size)
         prompt = await read_prompt(message, self._tokenizer, limits.vocab_size)
         sampling = fit_max_tokens(message, len(prompt), limits, sampling)
         return Request(request_id, prompt, sampling, mode, deadline_s)
@@ -136,7 +139,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     text += output.end()
                 if output.stopped:
                     finish_reason = FinishReason.STOP
-                response = pb.GenerateResponse(token=pb.Token(token_id=token.token_id, text=text, index=index))
+                message = token_to_proto(token, text, index, self._tokenizer)
+                response = pb.GenerateResponse(token=message)
                 if index < len(_EMITTED):
                     timeline.record(_EMITTED[index], GATEWAY, now())
                 yield response

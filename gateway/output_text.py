@@ -31,7 +31,8 @@ class OutputText:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of `text`: after a stop string, those that begin before its place."""
+        """The tokens of `text`: after a stop string, those that begin before its place. Always the first ones of all
+        that were added, so that what was said of the i-th token (its logprobs) stays the i-th's."""
         if not self.stopped:
             return self._token_ids
         end = sum(map(len, self._shown))

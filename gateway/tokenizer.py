@@ -14,6 +14,7 @@ from core.errors import ModelError
 from gateway.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_of_character
 
 IN_THREAD_CHARACTERS = 16_384  # shorter texts take less time than the way to a thread and back
+WORD_BEGIN = "\u2581"  # how sentencepiece writes the space before a word
 CONTEXT_TOKENS = 4  # of the prompt, before an output whose first token's text depends on them
 
 
@@ -61,6 +62,15 @@ class Tokenizer:
         if self._is_byte_level:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode, prompt[-CONTEXT_TOKENS:])
+
+    def token_text(self, token_id: int) -> str:
+        """What one token looks like by itself: a special one its name, an incomplete character U+FFFD."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return ""
+        if self._is_byte_level and token_id not in self._special_ids:
+            return self._token_bytes(token_id).decode(errors="replace")
+        return token.replace(WORD_BEGIN, " ")
 
     def _token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)

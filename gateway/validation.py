@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from core.errors import CapacityExceeded, InvalidRequest
 from core.request import Mode
-from core.sampling import SamplingParams
+from core.sampling import MAX_BIAS, SamplingParams
 from gateway.tokenizer import Tokenizer
 from pb import inference_pb2 as pb
 
@@ -71,6 +71,12 @@ def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> S
         stop=tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids),
         ignore_eos=asked.ignore_eos,
+        min_p=asked.min_p,
+        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=dict(asked.logit_bias),
+        logprobs=asked.logprobs if asked.HasField("logprobs") else None,
     )
     sampling.validate()
     if sampling.stop and tokenizer is None:
@@ -134,3 +140,14 @@ def check_stop_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
     for token_id in sampling.stop_token_ids:
         if token_id >= vocab_size:
             raise InvalidRequest(f"stop_token_ids: {token_id} is not below the vocabulary's {vocab_size}; leave it out")
+
+
+def check_logit_bias(sampling: SamplingParams, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary, and biases that leave no token at all."""
+    for token_id in sampling.logit_bias:
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"logit_bias: token id {token_id} is not below the vocabulary's {vocab_size}; leave it out"
+            )
+    if sum(bias <= -MAX_BIAS for bias in sampling.logit_bias.values()) >= vocab_size:
+        raise InvalidRequest(f"logit_bias: all {vocab_size} tokens are forbidden; leave at least one")

@@ -24,47 +24,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12pb/inference.proto\x12\npdserve.v1\"\xee\x01\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seed\"\xb2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Sampling\x12\x1e\n\x04mode\x18\x05 \x01(\x0e\x32\x10.pdserve.v1.ModeB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"o\n\x10GenerateResponse\x12\"\n\x05token\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.TokenH\x00\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.CompletionH\x00\x42\t\n\x07message\"6\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\"5\n\x05\x45vent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0e\n\x06time_s\x18\x03 \x01(\x01\":\n\x05\x43lock\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08offset_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x65rror_s\x18\x03 \x01(\x01\"\x8b\x02\n\x08Transfer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x19\n\x11kv_bytes_expected\x18\x03 \x01(\x04\x12\x18\n\x10kv_bytes_retried\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x05 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x06 \x01(\r\x12\x10\n\x08messages\x18\x07 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\t\x12\x0f\n\x07wire_ms\x18\t \x01(\x01\x12\x12\n\nexposed_ms\x18\n \x01(\x01\x12\x1b\n\x13request_to_ready_ms\x18\x0b \x01(\x01\x12\x12\n\nblock_size\x18\x0c \x01(\r\"\xdc\x04\n\nCompletion\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x1e\n\x04mode\x18\x04 \x01(\x0e\x32\x10.pdserve.v1.Mode\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x15\n\routput_tokens\x18\x08 \x01(\r\x12&\n\x08transfer\x18\t \x01(\x0b\x32\x14.pdserve.v1.Transfer\x12!\n\x06\x65vents\x18\n \x03(\x0b\x32\x11.pdserve.v1.Event\x12!\n\x06\x63locks\x18\x0b \x03(\x0b\x32\x11.pdserve.v1.Clock\x12\x42\n\x0fgateway_ttft_ms\x18\x0c \x03(\x0b\x32).pdserve.v1.Completion.GatewayTtftMsEntry\x12O\n\x16gateway_ttft_decode_ms\x18\r \x03(\x0b\x32/.pdserve.v1.Completion.GatewayTtftDecodeMsEntry\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\x12\x11\n\ttoken_ids\x18\x0f \x03(\r\x1a\x34\n\x12GatewayTtftMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a:\n\x18GatewayTtftDecodeMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x12\n\x10GetStatusRequest\"\xa5\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x12\n\nengine_pid\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\n \x01(\r\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\r \x01(\r\x12\x11\n\ttransport\x18\x0e \x01(\t\x12\x17\n\x0fheartbeat_age_s\x18\x0f \x01(\x01\x12\x17\n\x0f\x65ngine_restarts\x18\x10 \x01(\r\x12\x13\n\x0bpreemptions\x18\x11 \x01(\r\x12\r\n\x05peers\x18\x12 \x03(\t\x12\x1c\n\x14\x63uda_visible_devices\x18\x13 \x01(\t\x12\r\n\x05\x63ores\x18\x14 \x01(\t\x12\x18\n\x10transport_reason\x18\x15 \x01(\t\"\xac\x02\n\x11GetStatusResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\x04\x12)\n\x07workers\x18\x07 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x0e\n\x06queued\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x10\n\x08uptime_s\x18\x0b \x01(\x01\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x12\n\nmodel_hash\x18\r \x01(\t\x12\x12\n\nvocab_size\x18\x0e \x01(\r*L\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0b\n\x07MODE_PD\x10\x02\x12\x12\n\x0eMODE_COLOCATED\x10\x03\x32\x9e\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12pb/inference.proto\x12\npdserve.v1\"\xbd\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x37\n\nlogit_bias\x18\r \x03(\x0b\x32#.pdserve.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs\"\xb2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Sampling\x12\x1e\n\x04mode\x18\x05 \x01(\x0e\x32\x10.pdserve.v1.ModeB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"o\n\x10GenerateResponse\x12\"\n\x05token\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.TokenH\x00\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.CompletionH\x00\x42\t\n\x07message\"\x86\x01\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x14\n\x07logprob\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12,\n\x0ctop_logprobs\x18\x05 \x03(\x0b\x32\x16.pdserve.v1.TopLogprobB\n\n\x08_logprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"5\n\x05\x45vent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0e\n\x06time_s\x18\x03 \x01(\x01\":\n\x05\x43lock\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08offset_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x65rror_s\x18\x03 \x01(\x01\"\x8b\x02\n\x08Transfer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x19\n\x11kv_bytes_expected\x18\x03 \x01(\x04\x12\x18\n\x10kv_bytes_retried\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x05 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x06 \x01(\r\x12\x10\n\x08messages\x18\x07 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\t\x12\x0f\n\x07wire_ms\x18\t \x01(\x01\x12\x12\n\nexposed_ms\x18\n \x01(\x01\x12\x1b\n\x13request_to_ready_ms\x18\x0b \x01(\x01\x12\x12\n\nblock_size\x18\x0c \x01(\r\"\xdc\x04\n\nCompletion\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x1e\n\x04mode\x18\x04 \x01(\x0e\x32\x10.pdserve.v1.Mode\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x15\n\routput_tokens\x18\x08 \x01(\r\x12&\n\x08transfer\x18\t \x01(\x0b\x32\x14.pdserve.v1.Transfer\x12!\n\x06\x65vents\x18\n \x03(\x0b\x32\x11.pdserve.v1.Event\x12!\n\x06\x63locks\x18\x0b \x03(\x0b\x32\x11.pdserve.v1.Clock\x12\x42\n\x0fgateway_ttft_ms\x18\x0c \x03(\x0b\x32).pdserve.v1.Completion.GatewayTtftMsEntry\x12O\n\x16gateway_ttft_decode_ms\x18\r \x03(\x0b\x32/.pdserve.v1.Completion.GatewayTtftDecodeMsEntry\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\x12\x11\n\ttoken_ids\x18\x0f \x03(\r\x1a\x34\n\x12GatewayTtftMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a:\n\x18GatewayTtftDecodeMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x12\n\x10GetStatusRequest\"\xa5\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x12\n\nengine_pid\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\n \x01(\r\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\r \x01(\r\x12\x11\n\ttransport\x18\x0e \x01(\t\x12\x17\n\x0fheartbeat_age_s\x18\x0f \x01(\x01\x12\x17\n\x0f\x65ngine_restarts\x18\x10 \x01(\r\x12\x13\n\x0bpreemptions\x18\x11 \x01(\r\x12\r\n\x05peers\x18\x12 \x03(\t\x12\x1c\n\x14\x63uda_visible_devices\x18\x13 \x01(\t\x12\r\n\x05\x63ores\x18\x14 \x01(\t\x12\x18\n\x10transport_reason\x18\x15 \x01(\t\"\xac\x02\n\x11GetStatusResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\x04\x12)\n\x07workers\x18\x07 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x0e\n\x06queued\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x10\n\x08uptime_s\x18\x0b \x01(\x01\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x12\n\nmodel_hash\x18\r \x01(\t\x12\x12\n\nvocab_size\x18\x0e \x01(\r*L\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0b\n\x07MODE_PD\x10\x02\x12\x12\n\x0eMODE_COLOCATED\x10\x03\x32\x9e\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pb.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_COMPLETION_GATEWAYTTFTMSENTRY']._loaded_options = None
   _globals['_COMPLETION_GATEWAYTTFTMSENTRY']._serialized_options = b'8\001'
   _globals['_COMPLETION_GATEWAYTTFTDECODEMSENTRY']._loaded_options = None
   _globals['_COMPLETION_GATEWAYTTFTDECODEMSENTRY']._serialized_options = b'8\001'
-  _globals['_MODE']._serialized_start=2389
-  _globals['_MODE']._serialized_end=2465
+  _globals['_MODE']._serialized_start=2868
+  _globals['_MODE']._serialized_end=2944
   _globals['_SAMPLING']._serialized_start=35
-  _globals['_SAMPLING']._serialized_end=273
-  _globals['_GENERATEREQUEST']._serialized_start=276
-  _globals['_GENERATEREQUEST']._serialized_end=454
-  _globals['_TOKENIDS']._serialized_start=456
-  _globals['_TOKENIDS']._serialized_end=479
-  _globals['_GENERATERESPONSE']._serialized_start=481
-  _globals['_GENERATERESPONSE']._serialized_end=592
-  _globals['_TOKEN']._serialized_start=594
-  _globals['_TOKEN']._serialized_end=648
-  _globals['_EVENT']._serialized_start=650
-  _globals['_EVENT']._serialized_end=703
-  _globals['_CLOCK']._serialized_start=705
-  _globals['_CLOCK']._serialized_end=763
-  _globals['_TRANSFER']._serialized_start=766
-  _globals['_TRANSFER']._serialized_end=1033
-  _globals['_COMPLETION']._serialized_start=1036
-  _globals['_COMPLETION']._serialized_end=1640
-  _globals['_COMPLETION_GATEWAYTTFTMSENTRY']._serialized_start=1528
-  _globals['_COMPLETION_GATEWAYTTFTMSENTRY']._serialized_end=1580
-  _globals['_COMPLETION_GATEWAYTTFTDECODEMSENTRY']._serialized_start=1582
-  _globals['_COMPLETION_GATEWAYTTFTDECODEMSENTRY']._serialized_end=1640
-  _globals['_GETSTATUSREQUEST']._serialized_start=1642
-  _globals['_GETSTATUSREQUEST']._serialized_end=1660
-  _globals['_WORKERSTATUS']._serialized_start=1663
-  _globals['_WORKERSTATUS']._serialized_end=2084
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2087
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2387
-  _globals['_INFERENCE']._serialized_start=2468
-  _globals['_INFERENCE']._serialized_end=2626
+  _globals['_SAMPLING']._serialized_end=608
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=411
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=459
+  _globals['_GENERATEREQUEST']._serialized_start=611
+  _globals['_GENERATEREQUEST']._serialized_end=789
+  _globals['_TOKENIDS']._serialized_start=791
+  _globals['_TOKENIDS']._serialized_end=814
+  _globals['_GENERATERESPONSE']._serialized_start=816
+  _globals['_GENERATERESPONSE']._serialized_end=927
+  _globals['_TOKEN']._serialized_start=930
+  _globals['_TOKEN']._serialized_end=1064
+  _globals['_TOPLOGPROB']._serialized_start=1066
+  _globals['_TOPLOGPROB']._serialized_end=1127
+  _globals['_EVENT']._serialized_start=1129
+  _globals['_EVENT']._serialized_end=1182
+  _globals['_CLOCK']._serialized_start=1184
+  _globals['_CLOCK']._serialized_end=1242
+  _globals['_TRANSFER']._serialized_start=1245
+  _globals['_TRANSFER']._serialized_end=1512
+  _globals['_COMPLETION']._serialized_start=1515
+  _globals['_COMPLETION']._serialized_end=2119
+  _globals['_COMPLETION_GATEWAYTTFTMSENTRY']._serialized_start=2007
+  _globals['_COMPLETION_GATEWAYTTFTMSENTRY']._serialized_end=2059
+  _globals['_COMPLETION_GATEWAYTTFTDECODEMSENTRY']._serialized_start=2061
+  _globals['_COMPLETION_GATEWAYTTFTDECODEMSENTRY']._serialized_end=2119
+  _globals['_GETSTATUSREQUEST']._serialized_start=2121
+  _globals['_GETSTATUSREQUEST']._serialized_end=2139
+  _globals['_WORKERSTATUS']._serialized_start=2142
+  _globals['_WORKERSTATUS']._serialized_end=2563
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2566
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2866
+  _globals['_INFERENCE']._serialized_start=2947
+  _globals['_INFERENCE']._serialized_end=3105
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,22 @@ global___Mode = Mode
 class Sampling(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LogitBiasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     MAX_TOKENS_FIELD_NUMBER: builtins.int
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
@@ -58,6 +74,12 @@ class Sampling(google.protobuf.message.Message):
     STOP_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """default 128"""
     temperature: builtins.float
@@ -69,12 +91,26 @@ class Sampling(google.protobuf.message.Message):
     seed: builtins.int
     """default: drawn by the gateway"""
     ignore_eos: builtins.bool
+    min_p: builtins.float
+    """default 0: off"""
+    repetition_penalty: builtins.float
+    """default 1: off; over prompt and output"""
+    presence_penalty: builtins.float
+    """default 0: off; over the output"""
+    frequency_penalty: builtins.float
+    """default 0: off; over the output"""
+    logprobs: builtins.int
+    """with each token its log-probability and that many likeliest; absent: none"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """strings that end the text (they are not part of it)"""
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
+        """token id to what is added to its logit; -100 forbids it, 100 all others"""
+
     def __init__(
         self,
         *,
@@ -86,11 +122,27 @@ class Sampling(google.protobuf.message.Message):
         stop: collections.abc.Iterable[builtins.str] | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ignore_eos: builtins.bool = ...,
+        min_p: builtins.float | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+        presence_penalty: builtins.float | None = ...,
+        frequency_penalty: builtins.float | None = ...,
+        logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_presence_penalty", b"_presence_penalty"]) -> typing.Literal["presence_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
@@ -179,21 +231,57 @@ class Token(google.protobuf.message.Message):
     TOKEN_ID_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     token_id: builtins.int
     text: builtins.str
     """what this token adds; may be empty while a character or a stop string is incomplete"""
     index: builtins.int
     """0 is the first token after the prompt"""
+    logprob: builtins.float
+    """With `Sampling.logprobs`: natural logarithms under the model's own distribution, before bias, penalties,
+    temperature and filters.
+    """
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TopLogprob]:
+        """likeliest first; has this token only if it is that likely"""
+
     def __init__(
         self,
         *,
         token_id: builtins.int = ...,
         text: builtins.str = ...,
         index: builtins.int = ...,
+        logprob: builtins.float | None = ...,
+        top_logprobs: collections.abc.Iterable[global___TopLogprob] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["index", b"index", "text", b"text", "token_id", b"token_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprob", b"_logprob", "index", b"index", "logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_logprob", b"_logprob"]) -> typing.Literal["logprob"] | None: ...
 
 global___Token = Token
+
+@typing.final
+class TopLogprob(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    text: builtins.str
+    """of this token by itself"""
+    logprob: builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        text: builtins.str = ...,
+        logprob: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]) -> None: ...
+
+global___TopLogprob = TopLogprob
 
 @typing.final
 class Event(google.protobuf.message.Message):
@@ -367,7 +455,7 @@ class Completion(google.protobuf.message.Message):
     def gateway_ttft_decode_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """the tokens of `text`; a stop string may have trimmed some that were streamed"""
+        """the tokens of `text`; a stop string may have trimmed the last ones streamed"""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generate text: one `Token` message per step, then exactly one `Completion`. Errors are gRPC statuses:
+        """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
         INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
         deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
         """

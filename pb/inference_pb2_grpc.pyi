@@ -23,7 +23,7 @@ class InferenceStub:
         pb.inference_pb2.GenerateRequest,
         pb.inference_pb2.GenerateResponse,
     ]
-    """Generate text: one `Token` message per step, then exactly one `Completion`. Errors are gRPC statuses:
+    """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
     INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
     deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
     """
@@ -39,7 +39,7 @@ class InferenceAsyncStub:
         pb.inference_pb2.GenerateRequest,
         pb.inference_pb2.GenerateResponse,
     ]
-    """Generate text: one `Token` message per step, then exactly one `Completion`. Errors are gRPC statuses:
+    """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
     INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
     deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
     """
@@ -57,7 +57,7 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         request: pb.inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pb.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[pb.inference_pb2.GenerateResponse]]:
-        """Generate text: one `Token` message per step, then exactly one `Completion`. Errors are gRPC statuses:
+        """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
         INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
         deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
         """

@@ -132,6 +132,22 @@ global___Endpoint = Endpoint
 class Sampling(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LogitBiasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     MAX_TOKENS_FIELD_NUMBER: builtins.int
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
@@ -139,14 +155,29 @@ class Sampling(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     temperature: builtins.float
     top_k: builtins.int
     top_p: builtins.float
     seed: builtins.int
     ignore_eos: builtins.bool
+    min_p: builtins.float
+    repetition_penalty: builtins.float
+    """0 is the same as 1: off"""
+    presence_penalty: builtins.float
+    frequency_penalty: builtins.float
+    logprobs: builtins.int
+    """absent: none are wanted"""
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]: ...
     def __init__(
         self,
         *,
@@ -157,8 +188,16 @@ class Sampling(google.protobuf.message.Message):
         seed: builtins.int = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ignore_eos: builtins.bool = ...,
+        min_p: builtins.float = ...,
+        repetition_penalty: builtins.float = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
+        logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
 
 global___Sampling = Sampling
 
@@ -170,9 +209,12 @@ class Submit(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
+    NUM_PRIOR_OUTPUTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     timeout_s: builtins.float
     """what is left of the request's deadline"""
+    num_prior_outputs: builtins.int
+    """so many of the last token_ids are outputs of an earlier attempt"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -184,9 +226,10 @@ class Submit(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         sampling: global___Sampling | None = ...,
         timeout_s: builtins.float = ...,
+        num_prior_outputs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_prior_outputs", b"num_prior_outputs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]) -> None: ...
 
 global___Submit = Submit
 
@@ -363,6 +406,7 @@ class Output(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     token_id: builtins.int
     finish_reason: builtins.str
@@ -375,6 +419,10 @@ class Output(google.protobuf.message.Message):
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Event]: ...
     @property
     def proof(self) -> global___Proof: ...
+    @property
+    def logprobs(self) -> global___Logprobs:
+        """present if they were asked for"""
+
     def __init__(
         self,
         *,
@@ -384,12 +432,39 @@ class Output(google.protobuf.message.Message):
         error: global___Error | None = ...,
         events: collections.abc.Iterable[global___Event] | None = ...,
         proof: global___Proof | None = ...,
+        logprobs: global___Logprobs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_token_id", b"_token_id", "error", b"error", "proof", b"proof", "token_id", b"token_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_token_id", b"_token_id", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "proof", b"proof", "request_id", b"request_id", "token_id", b"token_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_token_id", b"_token_id", "error", b"error", "logprobs", b"logprobs", "proof", b"proof", "token_id", b"token_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_token_id", b"_token_id", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "proof", b"proof", "request_id", b"request_id", "token_id", b"token_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_token_id", b"_token_id"]) -> typing.Literal["token_id"] | None: ...
 
 global___Output = Output
+
+@typing.final
+class Logprobs(google.protobuf.message.Message):
+    """Under the model's own distribution. The two lists belong together, likeliest first."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    logprob: builtins.float
+    """of token_id"""
+    @property
+    def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        logprob: builtins.float = ...,
+        top_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
+
+global___Logprobs = Logprobs
 
 @typing.final
 class Event(google.protobuf.message.Message):

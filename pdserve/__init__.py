@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from core.timeline import Breakdown, Figure
     from pdserve.client.async_client import AsyncClient
     from pdserve.client.async_stream import AsyncStream
-    from pdserve.client.generation import Generation, Token, TransferDetails
+    from pdserve.client.generation import Generation, Token, TopLogprob, TransferDetails
     from pdserve.client.status import ServiceStatus, ServiceWorker
     from pdserve.client.sync_client import Client
     from pdserve.client.sync_stream import Stream
@@ -61,6 +61,7 @@ _HOME = {
     "ServiceWorker": "pdserve.client.status",
     "Stream": "pdserve.client.sync_stream",
     "Token": "pdserve.client.generation",
+    "TopLogprob": "pdserve.client.generation",
     "TransferDetails": "pdserve.client.generation",
     "TransferError": "core.errors",
     "WorkerLost": "core.errors",
@@ -88,6 +89,7 @@ __all__ = [
     "ServiceWorker",
     "Stream",
     "Token",
+    "TopLogprob",
     "TransferDetails",
     "TransferError",
     "WorkerLost",

@@ -195,7 +195,8 @@ class Attempt:
         request = self._request
         left = request.sampling.max_tokens - len(request.output_token_ids)
         sampling = replace(request.sampling, max_tokens=left)
-        return Work(self._work_id, request.token_ids_so_far, sampling, self._deadline.left_s)
+        so_far = request.token_ids_so_far
+        return Work(self._work_id, so_far, sampling, self._deadline.left_s, len(request.output_token_ids))
 
     async def _send(self, worker: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)
@@ -243,7 +244,7 @@ class Attempt:
             kind = EventKind.TOKEN_1_ARRIVED if index == 0 else EventKind.TOKEN_2_ARRIVED
             request.timeline.record(kind, GATEWAY, arrival.time_s)
         request.output_token_ids.append(output.token_id)
-        return RoutedToken(output.token_id, output.finish_reason)
+        return RoutedToken(output.token_id, output.finish_reason, output.logprobs)
 
     def _merge(self, events: tuple[Event, ...], worker: RegisteredWorker) -> None:
         if events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.handoff import TransferProof
+from core.logprobs import TokenLogprobs
 from core.request import Mode
 from core.sampling import FinishReason
 
@@ -15,6 +16,7 @@ class RoutedToken:
 
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)

@@ -69,8 +69,8 @@ def save_random(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers makes of ``prompt``, greedily, in float32."""
+def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
+    """What transformers makes of ``prompt``, greedily, in float32; ``options`` are those of its `generate`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         output = model.generate(
@@ -78,6 +78,7 @@ def greedy_tokens(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[
             max_new_tokens=num_tokens,
             do_sample=False,
             attention_mask=torch.ones(1, len(prompt)),
+            **options,
         )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

@@ -92,6 +92,13 @@ class Flow(ABC):
                 seed=sampling.seed or 0,
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=sampling.ignore_eos,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                logit_bias=dict(sampling.logit_bias),
+                logprobs=sampling.logprobs,
+                num_prior_outputs=self.work.num_prior_outputs,
             )
         )
 
@@ -134,7 +141,7 @@ class LocalFlow(Flow):
                 self.event(EventKind.DECODE_SCHEDULED, step.step_started_s),
                 self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s),
             )
-        return TokenOutput(token.token_id, finish_reason(token), events)
+        return TokenOutput(token.token_id, finish_reason(token), events, logprobs=token.logprobs)
 
 
 def finish_reason(token: TokenOut) -> FinishReason | None:

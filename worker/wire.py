@@ -8,6 +8,7 @@ from typing import Any
 from core.errors import PdserveError, from_wire, to_wire
 from core.handoff import KVDestination, KVEndpoint, TransferProof
 from core.kv_layout import KVLayout
+from core.logprobs import TokenLogprobs
 from core.sampling import FinishReason, SamplingParams
 from core.timeline import Event, EventKind
 from core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
@@ -62,8 +63,15 @@ def work_to_proto(work: Work) -> pb.Submit:
             seed=sampling.seed or 0,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=sampling.logit_bias,
+            logprobs=sampling.logprobs,
         ),
         timeout_s=work.timeout_s,
+        num_prior_outputs=work.num_prior_outputs,
     )
 
 
@@ -81,8 +89,15 @@ def work_from_proto(message: pb.Submit) -> Work:
             seed=sampling.seed,
             stop_token_ids=tuple(sampling.stop_token_ids),
             ignore_eos=sampling.ignore_eos,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty or 1.0,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         ),
         timeout_s=message.timeout_s,
+        num_prior_outputs=message.num_prior_outputs,
     )
 
 
@@ -106,6 +121,10 @@ def output_to_proto(request_id: str, output: TokenOutput) -> pb.Output:
         message.events.append(pb.Event(kind=event.kind, time_s=event.time_s))
     if output.proof is not None:
         message.proof.CopyFrom(pb.Proof(**asdict(output.proof)))
+    if (logprobs := output.logprobs) is not None:
+        message.logprobs.logprob = logprobs.logprob
+        message.logprobs.top_token_ids.extend(token_id for token_id, _ in logprobs.top)
+        message.logprobs.top_logprobs.extend(logprob for _, logprob in logprobs.top)
     return message
 
 
@@ -116,6 +135,7 @@ def output_from_proto(worker_id: str, message: pb.Output) -> TokenOutput:
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         events=tuple(Event(EventKind(e.kind), worker_id, e.time_s) for e in message.events),
         proof=TransferProof(**_values(TransferProof, message.proof)) if message.HasField("proof") else None,
+        logprobs=_logprobs(message.logprobs) if message.HasField("logprobs") else None,
     )
 
 
@@ -144,6 +164,10 @@ def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
 def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
     """`WorkerLoad` from a message."""
     return WorkerLoad(**{**_values(WorkerLoad, message), "peers": tuple(message.peers)})
+
+
+def _logprobs(message: pb.Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))
 
 
 def _values(kind: type[Any], message: Any) -> dict[str, Any]:

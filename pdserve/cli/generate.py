@@ -23,6 +23,24 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: 0)")] = None,
     top_k: Annotated[int | None, typer.Option(help="only the k likeliest tokens; 0 is off (default: 0)")] = None,
     top_p: Annotated[float | None, typer.Option(help="only the likeliest p of all mass (default: 1)")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="only tokens p times as likely as the likeliest (default: 0)")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="above 1: tokens of prompt and output less likely (default: 1)")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="-2 to 2, taken from tokens of the output once (default: 0)")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="-2 to 2, taken each time a token came in the output (default: 0)")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=BIAS: added to a token's logit, -100 forbids it (repeatable)")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="show each token's log-probability and that many likeliest (0 to 20)")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="makes the draw repeatable (default: random)")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
@@ -38,6 +56,12 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": _biases(logit_bias or []),
+        "logprobs": logprobs,
         "seed": seed,
         "stop": stop,
         "ignore_eos": ignore_eos,
@@ -55,6 +79,10 @@ def generate(
 
         console = stdout_console()
         console.print()
+        if logprobs is not None:
+            from pdserve.cli.logprobs import logprobs_table
+
+            console.print(logprobs_table(generation.tokens))
         console.print(waterfall(generation))
     if png is not None:
         from pdserve.waterfall.picture import save_waterfalls
@@ -92,3 +120,16 @@ def _prompt(text: str | None, token_ids: str | None) -> Prompt:
         return [int(part) for part in token_ids.split(",")] if token_ids.strip() else []
     except ValueError:
         raise InvalidRequest(f"token_ids: {token_ids!r} is not a list like 1,2,3") from None
+
+
+def _biases(entries: list[str]) -> dict[int, float]:
+    from core.errors import InvalidRequest
+
+    biases: dict[int, float] = {}
+    for entry in entries:
+        token_id, _, bias = entry.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise InvalidRequest(f"logit_bias: {entry!r} is not of the form ID=BIAS, like 42=-100") from None
+    return biases

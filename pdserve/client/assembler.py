@@ -8,7 +8,7 @@ from core.errors import PdserveError
 from core.request import Mode
 from core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
 from pb import inference_pb2 as pb
-from pdserve.client.generation import Generation, Token, TransferDetails
+from pdserve.client.generation import Generation, Token, TopLogprob, TransferDetails
 
 _MODES = {pb.MODE_AUTO: Mode.AUTO, pb.MODE_PD: Mode.PD, pb.MODE_COLOCATED: Mode.COLOCATED}
 
@@ -26,7 +26,7 @@ class Assembler:
         if message.HasField("completion"):
             self._generation = self._assemble(message.completion, arrived_s)
             return None
-        token = Token(message.token.token_id, message.token.text, message.token.index, arrived_s)
+        token = _token(message.token, arrived_s)
         self._tokens.append(token)
         return token
 
@@ -78,7 +78,19 @@ class Assembler:
             breakdowns=breakdowns,
             itl_ms=tuple((later - earlier) * 1e3 for earlier, later in pairwise(arrivals)),
             total_ms=(arrived_s - self._started_s) * 1e3,
+            tokens=tuple(self._tokens[: len(completion.token_ids)]),
         )
+
+
+def _token(message: pb.Token, arrived_s: float) -> Token:
+    return Token(
+        token_id=message.token_id,
+        text=message.text,
+        index=message.index,
+        arrived_s=arrived_s,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple(TopLogprob(top.token_id, top.text, top.logprob) for top in message.top_logprobs),
+    )
 
 
 def _timeline(completion: pb.Completion) -> Timeline:

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from core.timeline import Breakdown, Figure
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """A token that could have come: its id, what it looks like by itself, and the natural logarithm of its probability
+    under the model's own distribution (before bias, penalties, temperature and filters)."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One token. ``text`` is what it adds (may be empty while a character is incomplete), ``index`` 0 is the first
-    after the prompt, ``arrived_s`` the client's monotonic clock when its message was read."""
+    after the prompt, ``arrived_s`` the client's monotonic clock when its message was read. ``logprob`` and
+    ``top_logprobs`` (likeliest first) are there if ``logprobs`` were asked for."""
 
     token_id: int
     text: str
     index: int
     arrived_s: float
+    logprob: float | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,10 @@ class TransferDetails:
 class Generation:
     """A finished request. Times are the client's own: ``ttft_ms`` to token 1 (to the end of the stream if it had no
     token at all), ``ttft_decode_ms`` to token 2 (None if there was none), ``itl_ms`` the gaps between tokens.
-    ``breakdowns`` has a figure only where its token was written. Bytes are whole blocks."""
+    ``breakdowns`` has a figure only where its token was written. Bytes are whole blocks.
+
+    ``tokens`` are those of ``token_ids``, in step with them: as they were streamed, less the last ones if a stop string
+    trimmed them."""
 
     request_id: str
     text: str
@@ -60,6 +76,7 @@ class Generation:
     breakdowns: Mapping[Figure, Breakdown]
     itl_ms: tuple[float, ...]
     total_ms: float
+    tokens: tuple[Token, ...] = ()
 
     @property
     def clock_error_ms(self) -> float:
@@ -76,8 +93,9 @@ class Generation:
         return self.ttft_ms if figure is Figure.TTFT else self.ttft_decode_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: exactly what ``pdserve generate --json`` prints."""
-        return {
+        """Plain values: exactly what ``pdserve generate --json`` prints. ``logprobs`` (one entry per token of
+        ``token_ids``) are there only if they were asked for."""
+        plain = {
             "request_id": self.request_id,
             "text": self.text,
             "token_ids": list(self.token_ids),
@@ -100,3 +118,13 @@ class Generation:
             "clock_error_ms": self.clock_error_ms,
             "itl_ms": list(self.itl_ms),
         }
+        if any(token.logprob is not None for token in self.tokens):
+            plain["logprobs"] = [
+                {
+                    "token_id": token.token_id,
+                    "logprob": token.logprob,
+                    "top": [asdict(candidate) for candidate in token.top_logprobs],
+                }
+                for token in self.tokens
+            ]
+        return plain

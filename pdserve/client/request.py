@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from core.errors import InvalidRequest
@@ -15,6 +15,8 @@ Prompt = str | Sequence[int]
 
 _MODES = {Mode.AUTO: pb.MODE_AUTO, Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
 _MAX_TOKEN_ID = 2**32 - 1
+_WHOLE = ("max_tokens", "top_k", "seed", "logprobs")
+_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -31,6 +33,12 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     mode: Mode | str
     request_id: str | None
     timeout_s: float | None
@@ -65,15 +73,15 @@ def timeout_of(options: GenerateOptions) -> float | None:
 def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
     stop = options.get("stop")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    given: dict[str, Any] = {
-        name: _number(name, options.get(name), int) for name in ("max_tokens", "top_k", "seed")
-    } | {name: _number(name, options.get(name), float) for name in ("temperature", "top_p")}  # fmt: skip
+    given: dict[str, Any] = {name: _number(name, options.get(name), int) for name in _WHOLE}
+    given |= {name: _number(name, options.get(name), float) for name in _REAL}
     given = {name: value for name, value in given.items() if value is not None}
     params = SamplingParams(
         **given,
         stop=tuple(_text("stop", string) for string in strings),
         stop_token_ids=_token_ids("stop_token_ids", options.get("stop_token_ids") or ()),
         ignore_eos=bool(options.get("ignore_eos", False)),
+        logit_bias=_logit_bias(options.get("logit_bias") or {}),
     )
     params.validate()
     for name, value in given.items():
@@ -83,6 +91,7 @@ def _fill_sampling(sampling: pb.Sampling, options: GenerateOptions) -> None:
     sampling.stop.extend(params.stop)
     sampling.stop_token_ids.extend(params.stop_token_ids)
     sampling.ignore_eos = params.ignore_eos
+    sampling.logit_bias.update(params.logit_bias)
 
 
 def _mode(mode: Any) -> Mode:
@@ -112,6 +121,16 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> int | float
     except (TypeError, ValueError):
         what = "a whole number" if kind is int else "a number"
         raise InvalidRequest(f"{name}: must be {what}, got {value!r}") from None
+
+
+def _logit_bias(biases: Any) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise InvalidRequest(f"logit_bias: must map token ids to numbers, not be {type(biases).__name__}")
+    token_ids = _token_ids("logit_bias", biases)
+    values = [_number("logit_bias", bias, float) for bias in biases.values()]
+    if None in values:
+        raise InvalidRequest("logit_bias: must be a number, got None")
+    return {token_id: float(value or 0.0) for token_id, value in zip(token_ids, values, strict=True)}
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from core.kv_layout import KVLayout
 from engine.batch import SamplerParams, ScheduledSeq
 from engine.cpu_attention import CPUAttention
+from engine.history import TokenHistory
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.loader import load_weights
 from engine.model import LlamaDecoder, ModelStep
@@ -67,6 +68,7 @@ class _State:
     params: SamplerParams
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    history: TokenHistory | None = None
 
 
 def generate(
@@ -83,6 +85,9 @@ def generate(
     free = list(range(num_blocks))
     random.Random(7).shuffle(free)
     states = {rid: _State(list(p), len(p), (params or {}).get(rid, GREEDY)) for rid, p in prompts.items()}
+    for state in states.values():
+        if state.params.penalises:
+            state.history = TokenHistory(state.tokens, state.prompt)
     step = 0
     while True:
         seqs: list[ScheduledSeq] = []
@@ -100,11 +105,15 @@ def generate(
                     state.blocks,
                     end == len(state.tokens),
                     state.params,
+                    state.history,
                 )
             )
             state.computed = end
         if not seqs and step >= len(states) * stagger:
             return {rid: state.tokens[state.prompt :] for rid, state in states.items()}
-        for rid, token in (runner.execute(seqs) if seqs else {}).items():
-            states[rid].tokens.append(token)
+        for rid, (token,) in (runner.execute(seqs) if seqs else {}).items():
+            state = states[rid]
+            state.tokens.append(token.token_id)
+            if state.history is not None:
+                state.history.append(token.token_id)
         step += 1

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.logprobs import TokenLogprobs
 from engine.messages import (
     Abort,
     Command,
@@ -38,6 +39,7 @@ MESSAGES: list[Command | EngineEvent] = [
     Submit("r1", KVRole.RECEIVE, [1, 2, 3], 16, 0.7, 40, 0.95, 2**63 - 1, [5, 6], True),
     Submit("r2", KVRole.LOCAL, [0], 1, 0.0, 0, 1.0, 0, [], False),
     Submit("ü/3", KVRole.PUSH, list(range(2000)), 1, 0.0, 0, 1.0, 7, [], False),
+    Submit("r4", KVRole.LOCAL, [1, 2], 1, 0.5, 0, 1.0, 0, [], False, 0.1, 1.5, -0.5, 2.0, {7: -100.0, 9: 0.5}, 0, 1),
     KVReady("r1", 42),
     Release("r1"),
     Abort("r1"),
@@ -52,7 +54,11 @@ MESSAGES: list[Command | EngineEvent] = [
     Step(
         2.5,
         2.25,
-        [TokenOut("r1", 7, "", 2.0), TokenOut("r2", 8, "stop", 1.0)],
+        [
+            TokenOut("r1", 7, "", 2.0),
+            TokenOut("r1", 9, "", 2.0, TokenLogprobs(-1.5)),
+            TokenOut("r2", 8, "stop", 1.0, TokenLogprobs(-0.25, ((8, -0.25), (3, -2.0)))),
+        ],
         [Progress("r3", 64, [0, 1]), Progress("r4", 1, [9])],
     ),
     Load(10, 2, 3, 1),
@@ -80,6 +86,11 @@ def test_nested_and_enum_fields_come_back_as_their_types() -> None:
     submit = decode(encode(MESSAGES[0])[4:])
     assert isinstance(submit, Submit)
     assert submit.kv_role is KVRole.RECEIVE
+
+
+def test_a_token_without_logprobs_spends_nothing_on_them() -> None:
+    frame = encode(Step(2.5, 2.25, [TokenOut("r1", 7, "", 2.0)]))
+    assert msgpack.unpackb(frame[4:])[3] == [["r1", 7, "", 2.0]]
 
 
 @pytest.mark.parametrize("name", ["TokenOut", "Progress", "object", ""])

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -132,18 +134,29 @@ async def test_local_generation_equals_transformers(folder: Path, expected: list
     assert engine.client.returncode == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 2},
+        {"temperature": 0.8, "min_p": 0.01, "presence_penalty": 1.5},
+    ],
+    ids=str,
+)
+async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, sampling: dict[str, Any]) -> None:
     async with _engine(_spec(folder)) as here, _engine(_spec(folder)) as there:
-        here.client.send(_submit("local", KVRole.LOCAL, temperature=temperature))
+        here.client.send(_submit("local", KVRole.LOCAL, **sampling))
         wanted = await here.finished("local")
+        assert all((token.logprobs is not None) == ("logprobs" in sampling) for token in here.tokens("local"))
 
-        there.client.send(_submit("r", KVRole.RECEIVE, temperature=temperature))
+        there.client.send(_submit("r", KVRole.RECEIVE, **sampling))
         await there.until(lambda: bool(there.reserved("r")))
         targets = there.reserved("r")[0].block_ids
-        here.client.send(_submit("r", KVRole.PUSH, temperature=temperature))
+        here.client.send(_submit("r", KVRole.PUSH, **sampling))
         await here.until(lambda: bool(here.tokens("r")))
         (first,) = here.tokens("r")
+        assert first == replace(here.tokens("local")[0], request_id="r", first_scheduled_s=first.first_scheduled_s)
         sources = here.progress("r")[-1]
         assert sources.num_computed_tokens == len(PROMPT)
         assert len(sources.block_ids) == len(targets) == 6

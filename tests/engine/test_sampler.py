@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,13 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import SamplerParams
-from engine.sampler import sample, uniform
+from engine.sampler import sample as sample_tokens
+from engine.sampler import uniform
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.0, -9.0]])
 
 
 def _params(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> SamplerParams:
     return SamplerParams(temperature, top_k, top_p, seed)
+
+
+def sample(logits: torch.Tensor, params: list[SamplerParams], positions: Sequence[int]) -> list[int]:
+    return [token.token_id for token in sample_tokens(logits, params, positions)]
 
 
 def _support(params: SamplerParams, draws: int = 3000) -> Counter[int]:

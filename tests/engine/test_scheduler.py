@@ -6,8 +6,9 @@ import pytest
 
 from core.clock import FakeClock
 from core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
+from core.logprobs import TokenLogprobs
 from core.request import EngineStatus
-from engine.batch import SamplerParams
+from engine.batch import SampledToken, SamplerParams
 from engine.messages import (
     Abort,
     KVReady,
@@ -67,7 +68,8 @@ class Rig:
     def finish(self, output: SchedulerOutput, token: int | None = None) -> Step:
         """Bring a step to its end; all its parts sample ``token``."""
         self.clock.advance(1.0)
-        sampled = {part.request_id: self.next_token if token is None else token for part in output.seqs if part.sample}
+        sampled_token = SampledToken(self.next_token if token is None else token)
+        sampled = {part.request_id: [sampled_token] for part in output.seqs if part.sample}
         self.next_token += 1
         step = self.scheduler.update(output, sampled, self.clock.now())
         self.scheduler.check_integrity()
@@ -641,6 +643,71 @@ def test_a_missing_sample_is_a_bug_and_says_so() -> None:
     output, _ = rig.schedule()
     with pytest.raises(KeyError, match="a"):
         rig.scheduler.update(output, {}, 1.0)
+
+
+def test_a_step_may_make_several_tokens() -> None:
+    """They are all told, and the KV of those that were not part of the step is computed in the next."""
+    rig = Rig()
+    rig.submit("a", 4, 5)
+    output, _ = rig.schedule()
+    likely = TokenLogprobs(-0.5, ((7, -0.5),))
+    step = rig.scheduler.update(output, {"a": [SampledToken(7, likely), SampledToken(8)]}, 11.0)
+    assert step.tokens == [TokenOut("a", 7, "", 10.0, likely), TokenOut("a", 8, "", 10.0)]
+    output, parts = rig.schedule()
+    assert parts == {"a": 2}
+    assert (output.seqs[0].token_ids, output.seqs[0].start) == ([7, 8], 4)
+
+
+@pytest.mark.parametrize(
+    ("role", "max_tokens", "drawn", "kept"),
+    [
+        (LOCAL, 9, [7, EOS, 8], [(7, ""), (EOS, "stop")]),
+        (LOCAL, 2, [7, 8, 9], [(7, ""), (8, "length")]),
+        (PUSH, 9, [7, 8], [(7, "")]),
+    ],
+)
+def test_tokens_after_the_last_are_dropped(
+    role: KVRole, max_tokens: int, drawn: list[int], kept: list[tuple[int, str]]
+) -> None:
+    rig = Rig()
+    rig.submit("a", 4, max_tokens, role)
+    output, _ = rig.schedule()
+    step = rig.scheduler.update(output, {"a": [SampledToken(token) for token in drawn]}, 11.0)
+    assert [(token.token_id, token.finish_reason) for token in step.tokens] == kept
+    assert not rig.busy()
+    rig.scheduler.release(Release("a"))
+    assert rig.free == 32
+    rig.scheduler.check_integrity()
+
+
+def test_a_resumed_request_knows_its_outputs() -> None:
+    rig = Rig()
+    submit = Submit("a", LOCAL, [1, 2, 2, 3], 3, 0.0, 0, 1.0, 0, [], False, presence_penalty=1.0, num_prior_outputs=2)
+    rig.scheduler.submit(submit)
+    output, _ = rig.schedule()
+    history = output.seqs[0].history
+    assert history is not None
+    assert (list(history.seen_ids), list(history.output_ids), list(history.output_counts)) == (
+        [1, 2, 3],
+        [2, 3],
+        [1, 1],
+    )
+    rig.finish(output, token=3)
+    assert (list(history.output_ids), list(history.output_counts)) == ([2, 3], [1, 2])
+    rig.submit("b", 4, 2)
+    output, _ = rig.schedule()
+    assert [part.history is None for part in output.seqs] == [False, True]
+
+
+@pytest.mark.parametrize("num_prior_outputs", [-1, 4])
+def test_outputs_cannot_be_the_whole_prompt(num_prior_outputs: int) -> None:
+    rig = Rig()
+    rig.scheduler.submit(
+        Submit("a", LOCAL, [1, 2, 2, 3], 3, 0.0, 0, 1.0, 0, [], False, num_prior_outputs=num_prior_outputs)
+    )
+    (event,) = rig.scheduler.take_events()
+    assert isinstance(event, Rejected)
+    assert event.message.startswith("num_prior_outputs: ")
 
 
 def test_an_empty_step_needs_no_update() -> None:

@@ -2,20 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
 from core.errors import LayoutMismatch, TransferError, WorkerLost
+from core.logprobs import TokenLogprobs
 from core.timeline import EventKind
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
+    from core.worker import TokenOutput
     from gateway.tokenizer import Tokenizer
+    from router.fakes import FakeWorker
     from tests.gateway.conftest import Service, StartService
 
 PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])
@@ -260,3 +264,60 @@ async def test_models_without_a_tokenizer_take_token_ids_only(start_service: Sta
     tokens, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3))
     assert [token.text for token in tokens] == ["", "", ""]
     assert (completion.text, list(completion.token_ids)) == ("", [6, 7, 8])
+
+
+def tells_logprobs(worker: FakeWorker) -> None:
+    """Let a worker say of each token that it was likely, and that token 0 was less so."""
+
+    def told(outputs: Callable[..., AsyncIterator[TokenOutput]]) -> Callable[..., AsyncIterator[TokenOutput]]:
+        async def tell(*arguments: Any) -> AsyncIterator[TokenOutput]:
+            async for output in outputs(*arguments):
+                token_id = output.token_id
+                top = None if token_id is None else TokenLogprobs(-0.25, ((token_id, -0.25), (0, -2.0)))
+                yield replace(output, logprobs=top)
+
+        return tell
+
+    for name in ("prefill", "decode", "run"):
+        setattr(worker, name, told(getattr(worker, name)))
+
+
+@pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])
+async def test_logprobs_come_with_their_tokens(
+    start_service: StartService, tokenizer: Tokenizer, mode: pb.Mode.ValueType
+) -> None:
+    """In step with the tokens although a stop string holds text back and trims the last of them."""
+    service = await start_service("p0", "d0")
+    answer = tokenizer.encode("the lazy dog jumps over the brown fox and on and on")
+    speaks(service, answer, 5)
+    for worker in service.fleet.values():
+        tells_logprobs(worker)
+    sampling = pb.Sampling(max_tokens=len(answer), stop=["g jum"], logprobs=2)
+    tokens, completion = await service.generate(token_ids=PROMPT, sampling=sampling, mode=mode)
+    assert {point for worker in service.fleet.values() for point, work in worker.works if work.sampling.logprobs == 2}
+    assert [token.token_id for token in tokens] == list(answer[: len(tokens)])
+    assert list(completion.token_ids) == list(answer[: len(completion.token_ids)])
+    for token in tokens:
+        assert token.logprob == -0.25
+        own, other = token.top_logprobs
+        assert (own.token_id, own.logprob) == (token.token_id, -0.25)
+        assert own.text == tokenizer.decode([token.token_id])
+        assert (other.token_id, other.text, other.logprob) == (0, "<s>", -2.0)
+
+
+async def test_no_logprobs_unless_asked(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    tokens, _ = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3))
+    assert not any(token.HasField("logprob") or token.top_logprobs for token in tokens)
+
+
+async def test_a_bias_outside_the_vocabulary_is_refused(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    message, kind = await refused(
+        service,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        token_ids=PROMPT,
+        sampling=pb.Sampling(logit_bias={1000: 1.0}),
+    )
+    assert message.startswith("logit_bias: token id 1000 is not below the vocabulary's 1000")
+    assert kind == "InvalidRequest"

@@ -63,3 +63,9 @@ def test_broken_files_are_named(model_folder: Path, tmp_path: Path, name: str, c
     (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=name):
         load_tokenizer(tmp_path)
+
+
+def test_the_text_of_one_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("größer 日本語 😀")
+    assert all(tokenizer.token_text(i) == tokenizer.decode([i]) for i in ids)
+    assert (tokenizer.token_text(0), tokenizer.token_text(10**6)) == ("<s>", "")

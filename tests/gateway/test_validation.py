@@ -10,6 +10,7 @@ from core.request import Mode
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
     Limits,
+    check_logit_bias,
     check_stop_token_ids,
     fit_max_tokens,
     read_mode,
@@ -60,12 +61,24 @@ def test_sampling_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
     assert second.seed is not None
     assert first.seed != second.seed
     assert 0 <= first.seed < 2**63
+    assert (first.min_p, first.repetition_penalty, first.presence_penalty, first.frequency_penalty) == (0, 1, 0, 0)
+    assert (first.logit_bias, first.logprobs) == ({}, None)
     given = pb.Sampling(
         max_tokens=3, temperature=0.5, top_k=4, top_p=0.25, seed=0, stop=["x"], stop_token_ids=[9], ignore_eos=True
     )
     sampling = read_sampling(message(sampling=given), tokenizer)
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.5, 4, 0.25)
     assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (0, ("x",), (9,), True)
+
+
+def test_every_kind_of_sampling_is_read() -> None:
+    given = pb.Sampling(
+        min_p=0.5, repetition_penalty=1.5, presence_penalty=-2, frequency_penalty=2, logit_bias={4: -100}, logprobs=0
+    )
+    sampling = read_sampling(message(sampling=given), None)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.5, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
+    assert (sampling.logit_bias, sampling.logprobs) == ({4: -100.0}, 0)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +94,21 @@ def test_sampling_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
         ("stop", [""]),
         ("stop", ["x"] * 17),
         ("stop", ["x" * 1025]),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", 10.5),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", {1: 100.5}),
+        ("logit_bias", {1: -101.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", dict.fromkeys(range(301), 1.0)),
+        ("logprobs", 21),
     ],
 )
 def test_bad_sampling_names_its_field(tokenizer: Tokenizer, field: str, value: Any) -> None:
@@ -147,3 +175,13 @@ def test_stop_token_ids_must_exist() -> None:
     sampling = read_sampling(message(sampling=pb.Sampling(stop_token_ids=[499, 500])), None)
     with pytest.raises(InvalidRequest, match=r"^stop_token_ids: 500"):
         check_stop_token_ids(sampling, 500)
+
+
+def test_logit_bias_is_within_the_vocabulary_and_leaves_a_token() -> None:
+    sampling = read_sampling(message(sampling=pb.Sampling(logit_bias={499: 1.0, 500: 1.0})), None)
+    with pytest.raises(InvalidRequest, match=r"^logit_bias: token id 500 is not below the vocabulary's 500; leave"):
+        check_logit_bias(sampling, 500)
+    sampling = read_sampling(message(sampling=pb.Sampling(logit_bias=dict.fromkeys(range(4), -100.0))), None)
+    check_logit_bias(sampling, 5)
+    with pytest.raises(InvalidRequest, match=r"^logit_bias: all 4 tokens are forbidden"):
+        check_logit_bias(sampling, 4)

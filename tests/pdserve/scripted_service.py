@@ -88,7 +88,12 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
             if index < 2:
                 note((EventKind.TOKEN_1_ARRIVED, EventKind.TOKEN_2_ARRIVED)[index])
                 note((EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)[index])
-            yield pb.GenerateResponse(token=pb.Token(token_id=token_id, text=text[index], index=index))
+            token = pb.Token(token_id=token_id, text=text[index], index=index)
+            if request.sampling.HasField("logprobs"):
+                token.logprob = -0.5
+                others = [pb.TopLogprob(token_id=i, text=f"t{i}", logprob=-1.0 - i) for i in range(9)]
+                token.top_logprobs.extend(others[: request.sampling.logprobs])
+            yield pb.GenerateResponse(token=token)
         note(EventKind.FINISHED)
         events.append(pb.Event(kind="an event of a later version", worker=GATEWAY, time_s=0.0))
         sent = -(-len(prompt) // BLOCK_SIZE) if mode == pb.MODE_PD and wanted > 1 else 0

@@ -61,6 +61,23 @@ def test_generate_streams_then_explains(service: ScriptedService, pdserve: Any, 
     assert (sampling.top_k, sampling.top_p, sampling.temperature) == (5, 0.5, 0.5)
 
 
+def test_generate_takes_all_sampling_options_and_shows_logprobs(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve(
+        *("generate", "hello", "--target", service.target, "--max-tokens", "2", "--min-p", "0.5", "--logprobs", "2"),
+        *("--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"),
+        *("--logit-bias", "7=-100", "--logit-bias", "8=2.5"),
+    )
+    assert ran.code == 0, ran.err
+    sampling = service.servicer.requests[0].sampling
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.logprobs) == (0.5, 1.5, 2)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert dict(sampling.logit_bias) == {7: -100.0, 8: 2.5}
+    for shown in ("logprob", "-0.500", "60.7%", '"t1" 13.5%'):
+        assert shown in ran.out
+    plain = pdserve("generate", "hello", "--target", service.target, "--logprobs", "0", "--json").json
+    assert plain["logprobs"][0] == {"token_id": plain["token_ids"][0], "logprob": -0.5, "top": []}
+
+
 def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pdserve: Any) -> None:
     ran = pdserve("generate", "--token-ids", "1, 2,3", "--target", service.target, "--json", "--ignore-eos")
     assert ran.code == 0, ran.err
@@ -73,6 +90,9 @@ def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pd
     ("arguments", "code", "message"),
     [
         (["generate", "x", "--temperature", "-1"], 2, "error: temperature: "),
+        (["generate", "x", "--logit-bias", "7"], 2, "error: logit_bias: "),
+        (["generate", "x", "--logit-bias", "a=1"], 2, "error: logit_bias: "),
+        (["generate", "x", "--logprobs", "21"], 2, "error: logprobs: "),
         (["generate"], 2, "error: prompt: "),
         (["generate", "x", "--token-ids", "1"], 2, "error: prompt: "),
         (["generate", "--token-ids", "1,b"], 2, "error: token_ids: "),

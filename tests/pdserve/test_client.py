@@ -28,7 +28,7 @@ from core.errors import (
 )
 from core.timeline import Figure
 from pb import inference_pb2 as pb
-from pdserve import AsyncClient, Client, Generation
+from pdserve import AsyncClient, Client, Generation, TopLogprob
 from tests.pdserve.scripted_service import BLOCK_SIZE, KV_BYTES_PER_TOKEN, PREFILL_S, ScriptedService
 
 STATUSES = [
@@ -118,6 +118,37 @@ def test_to_dict_has_the_documented_keys_in_order(service: ScriptedService) -> N
     assert one.to_dict()["breakdown_ms"]["ttft_decode"] is None
     assert one.tpot_ms is None
     assert one.kv_bytes == one.kv_bytes_expected == 0
+
+
+def test_sampling_options_are_sent_as_given(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        client.generate(
+            "x",
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0,
+            logit_bias={7: -100, 9: 2.5},
+        ).result()
+    sent = service.servicer.requests[0].sampling
+    assert (sent.min_p, sent.repetition_penalty, sent.presence_penalty) == (0.25, 1.5, -0.5)
+    assert sent.HasField("frequency_penalty")
+    assert dict(sent.logit_bias) == {7: -100.0, 9: 2.5}
+    assert not sent.HasField("logprobs")
+
+
+def test_logprobs_are_in_the_tokens_and_the_json(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        stream = client.generate([1, 2, 3], max_tokens=3, logprobs=2)
+        streamed = tuple(stream)
+        generation = stream.result()
+    assert generation.tokens == streamed
+    assert all(token.logprob == -0.5 for token in streamed)
+    assert streamed[0].top_logprobs == (TopLogprob(0, "t0", -1.0), TopLogprob(1, "t1", -2.0))
+    plain = json.loads(json.dumps(generation.to_dict()))
+    assert list(plain) == [*ISSUE_KEYS, "logprobs"]
+    assert [entry["token_id"] for entry in plain["logprobs"]] == list(generation.token_ids)
+    assert plain["logprobs"][0]["top"][1] == {"token_id": 1, "text": "t1", "logprob": -2.0}
 
 
 @pytest.mark.parametrize(("code", "kind"), STATUSES)
@@ -224,6 +255,17 @@ async def test_async_cancel_reaches_the_service(service: ScriptedService) -> Non
         ("x", {"top_p": 0.0}, "top_p"),
         ("x", {"stop": [""]}, "stop"),
         ("x", {"stop": [7]}, "stop"),
+        ("x", {"min_p": 2}, "min_p"),
+        ("x", {"repetition_penalty": 0}, "repetition_penalty"),
+        ("x", {"presence_penalty": 3}, "presence_penalty"),
+        ("x", {"frequency_penalty": "much"}, "frequency_penalty"),
+        ("x", {"logit_bias": [1]}, "logit_bias"),
+        ("x", {"logit_bias": {"a": 1}}, "logit_bias"),
+        ("x", {"logit_bias": {-1: 1}}, "logit_bias"),
+        ("x", {"logit_bias": {1: None}}, "logit_bias"),
+        ("x", {"logit_bias": {1: 101}}, "logit_bias"),
+        ("x", {"logprobs": 21}, "logprobs"),
+        ("x", {"logprobs": -1}, "logprobs"),
         ("x", {"mode": "sideways"}, "mode"),
         ("x", {"timeout_s": 0}, "timeout_s"),
         ("x", {"maxtokens": 3}, "maxtokens"),

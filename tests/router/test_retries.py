@@ -73,6 +73,7 @@ async def test_a_continuation_sends_prompt_and_tokens_so_far_under_a_new_name(ma
     assert (first.request_id, tuple(first.token_ids), first.sampling.max_tokens) == ("r", (1, 2, 3, 4, 5), 6)
     assert (second.request_id, tuple(second.token_ids), second.sampling.max_tokens) == ("r#2", (1, 2, 3, 4, 5, 6, 7), 4)
     assert second.sampling.seed == first.sampling.seed
+    assert (first.num_prior_outputs, second.num_prior_outputs) == (0, 2)
 
 
 async def test_a_continuation_of_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:

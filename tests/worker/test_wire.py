@@ -7,6 +7,7 @@ import pytest
 from core.errors import LayoutMismatch, WorkerLost
 from core.handoff import KVDestination, KVEndpoint, TransferProof
 from core.kv_layout import KVLayout
+from core.logprobs import TokenLogprobs
 from core.sampling import FinishReason, SamplingParams
 from core.timeline import Event, EventKind
 from core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
@@ -33,11 +34,24 @@ def test_work_leaves_only_the_stop_strings_behind() -> None:
     assert back == Work("r", [1, 2, 3], SamplingParams(9, 0.5, 40, 0.9, 2**62, (), (1, 2), True), 12.5)
 
 
+@pytest.mark.parametrize("logprobs", [None, 0, 20])
+def test_work_with_everything_that_sampling_has(logprobs: int | None) -> None:
+    sampling = SamplingParams(
+        9, 0.5, seed=1, min_p=0.1, repetition_penalty=1.3, presence_penalty=-0.5, frequency_penalty=1.7,
+        logit_bias={0: -100.0, 4_000_000: 0.25}, logprobs=logprobs,
+    )  # fmt: skip
+    work = Work("r", [1, 2, 3], sampling, 12.5, num_prior_outputs=2)
+    message = pb.Submit.FromString(wire.work_to_proto(work).SerializeToString())
+    assert wire.work_from_proto(message) == work
+
+
 @pytest.mark.parametrize(
     "output",
     [
         TokenOutput(0),
         TokenOutput(5, FinishReason.LENGTH),
+        TokenOutput(5, logprobs=TokenLogprobs(-1.5)),
+        TokenOutput(5, logprobs=TokenLogprobs(-0.1, ((5, -0.1), (0, -3.25)))),
         TokenOutput(None, FinishReason.STOP, (Event(EventKind.KV_VERIFIED, "w", 1.25),), PROOF),
     ],
 )

@@ -1,0 +1,216 @@
+"""Penalties, filters and logprobs against transformers and against plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.batch import SampledToken, SamplerParams
+from engine.history import TokenHistory
+from engine.sampler import adjust, sample, weights
+
+VOCABULARY = 200
+PLAIN = SamplerParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
+GREEDY = replace(PLAIN, temperature=0.0)
+
+PARAMS = st.builds(
+    SamplerParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 50, 1000]),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.3, 10.0]),
+    presence_penalty=st.sampled_from([-2.0, 0.0, 0.7]),
+    frequency_penalty=st.sampled_from([-0.5, 0.0, 2.0]),
+    logit_bias=st.dictionaries(st.integers(0, VOCABULARY - 1), st.sampled_from([-100.0, -3.0, 2.5]), max_size=4),
+    logprobs=st.sampled_from([None, 0, 1, 20]),
+)
+TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=30)
+
+
+def noise(seed: int, rows: int = 1) -> torch.Tensor:
+    """Logits of about what a model has, in float64 so that the oracle does not round."""
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.4},
+        {"top_k": 7},
+        {"top_p": 0.6},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.1, "temperature": 1.7},
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.6, "top_p": 0.8},
+        {"repetition_penalty": 1.2, "temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_that_of_transformers(changes: dict[str, float]) -> None:
+    """The same tokens are kept, with the same probabilities."""
+    params = replace(PLAIN, **changes)  # type: ignore[arg-type]
+    prompt, outputs = [3, 9, 3, 150], [9, 77, 77]
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    for seed in range(20):
+        logits = noise(seed)
+        wanted = processors(torch.tensor([prompt + outputs]), logits.clone())[0].softmax(dim=-1)
+        history = TokenHistory(prompt + outputs, len(prompt))
+        weighed = weights(adjust(logits[0], params, history), params)
+        assert torch.equal(weighed > 0, wanted > 0)
+        torch.testing.assert_close(weighed / weighed.sum(), wanted)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.97, 1 - 1e-9])
+def test_top_p_over_a_large_vocabulary(top_p: float) -> None:
+    """Whether few tokens are enough or nearly all are needed."""
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits.clone())[0].softmax(dim=-1)
+    weighed = weights(logits[0], replace(PLAIN, top_p=top_p))
+    assert torch.equal(weighed > 0, wanted > 0)
+    torch.testing.assert_close(weighed / weighed.sum(), wanted)
+
+
+@given(seed=st.integers(0, 50), prompt=TOKENS, outputs=TOKENS, params=PARAMS)
+@settings(max_examples=100, deadline=None)
+def test_bias_and_penalties_are_the_arithmetic_of_their_definitions(
+    seed: int, prompt: list[int], outputs: list[int], params: SamplerParams
+) -> None:
+    logits = noise(seed)[0]
+    before = logits.clone()
+    counts = Counter(outputs)
+    wanted = []
+    for token_id, logit in enumerate(logits.tolist()):
+        bias = params.logit_bias.get(token_id, 0.0)
+        logit = -math.inf if bias == -100.0 else logit + bias
+        if token_id in prompt or token_id in outputs:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        logit -= params.presence_penalty * (counts[token_id] > 0) + params.frequency_penalty * counts[token_id]
+        wanted.append(logit)
+    got = adjust(logits, params, TokenHistory(prompt + outputs, len(prompt)))
+    torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64))
+    assert torch.equal(logits, before)
+
+
+@given(seed=st.integers(0, 50), prompt=TOKENS, outputs=TOKENS, params=PARAMS, others=st.lists(PARAMS, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_a_row_does_not_depend_on_the_others(
+    seed: int, prompt: list[int], outputs: list[int], params: SamplerParams, others: list[SamplerParams]
+) -> None:
+    row = noise(seed).float()
+    alone = sample(row, [params], [40], [TokenHistory(prompt + outputs, len(prompt))])
+    batch = torch.cat((noise(seed + 1, len(others)).float(), row))
+    histories = [TokenHistory([1, 2, i], 1) for i in range(len(others))]
+    together = sample(
+        batch,
+        [*others, params],
+        [*range(len(others)), 40],
+        [*histories, TokenHistory(prompt + outputs, len(prompt))],
+    )
+    assert together[-1:] == alone
+
+
+@given(tokens=TOKENS, first=st.integers(0, 30))
+def test_a_history_that_grew_is_one_that_was_given(tokens: list[int], first: int) -> None:
+    """So a resumed request, whose outputs come with its prompt, goes on with the same counts."""
+    num_prompt = min(first, len(tokens))
+    given_at_once = TokenHistory(tokens, num_prompt)
+    grown = TokenHistory(tokens[:num_prompt], num_prompt)
+    for token_id in tokens[num_prompt:]:
+        grown.append(token_id)
+    for history in (given_at_once, grown):
+        assert sorted(history.seen_ids) == sorted(set(tokens))
+        counts = dict(zip(history.output_ids, history.output_counts, strict=True))
+        assert counts == Counter(tokens[num_prompt:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
+def test_the_ends_of_logit_bias_force_and_forbid(temperature: float) -> None:
+    logits = noise(3).float() * 50
+    best = int(logits.argmax())
+    seeds = range(30)
+    forced = [replace(PLAIN, temperature=temperature, seed=s, logit_bias={5: 100.0}) for s in seeds]
+    assert {token_id(logits, params) for params in forced} == {5}
+    forbidden = [replace(PLAIN, temperature=temperature, seed=s, logit_bias={best: -100.0}) for s in seeds]
+    assert best not in {token_id(logits, params) for params in forbidden}
+    either = [replace(PLAIN, temperature=temperature, seed=s, logit_bias={5: 100.0, 6: 100.0, 7: 1.0}) for s in seeds]
+    assert {token_id(logits, params) for params in either} <= {5, 6}
+
+
+def token_id(logits: torch.Tensor, params: SamplerParams, history: TokenHistory | None = None) -> int:
+    return sample(logits, [params], [0], [history])[0].token_id
+
+
+def test_greedy_is_the_largest_after_bias_and_penalties() -> None:
+    logits = torch.tensor([[4.0, 3.9, -1.0, 1.0]])
+    assert token_id(logits, GREEDY) == 0
+    assert token_id(logits, replace(GREEDY, logit_bias={3: 3.5})) == 3
+    seen = TokenHistory([0, 2], 1)
+    assert token_id(logits, replace(GREEDY, repetition_penalty=1.1), seen) == 1
+    assert token_id(logits, replace(GREEDY, presence_penalty=2.0), seen) == 0, "0 is the prompt's"
+    assert token_id(logits, replace(GREEDY, presence_penalty=0.2), TokenHistory([2, 0], 1)) == 1
+    assert token_id(logits, replace(GREEDY, frequency_penalty=0.06), TokenHistory([2, 0], 1)) == 0
+    assert token_id(logits, replace(GREEDY, frequency_penalty=0.06), TokenHistory([2, 0, 0], 1)) == 1
+
+
+def test_penalties_without_a_history_are_a_bug_and_say_so() -> None:
+    with pytest.raises(ValueError, match="history"):
+        sample(noise(1), [replace(GREEDY, presence_penalty=1.0)], [0])
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20, 1000])
+def test_logprobs_are_the_models_own(num_top: int) -> None:
+    logits = noise(8)
+    wanted = logits[0].log_softmax(dim=-1)
+    params = replace(PLAIN, temperature=2.0, top_k=50, logit_bias={7: 5.0}, presence_penalty=1.0, logprobs=num_top)
+    (token,) = sample(logits, [params], [3], [TokenHistory([1, 2], 1)])
+    assert token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(float(wanted[token.token_id]))
+    ordered = sorted(range(VOCABULARY), key=lambda i: -float(wanted[i]))[:num_top]
+    assert [i for i, _ in token.logprobs.top] == ordered
+    assert [v for _, v in token.logprobs.top] == pytest.approx(wanted[ordered].tolist())
+    (greedy,) = sample(logits, [replace(GREEDY, logprobs=num_top)], [3])
+    assert greedy.token_id == int(logits.argmax())
+
+
+def test_of_equals_the_lower_id_is_told() -> None:
+    (token,) = sample(torch.zeros(1, 50), [replace(GREEDY, logprobs=3)], [0])
+    assert token.logprobs is not None
+    assert [i for i, _ in token.logprobs.top] == [0, 1, 2]
+
+
+def test_a_plain_batch_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> SampledToken:
+        raise AssertionError("a row was computed by itself")
+
+    monkeypatch.setattr("engine.sampler._sample_row", never)
+    logits = noise(1, 8)
+    params: Sequence[SamplerParams] = [replace(GREEDY, top_k=3, min_p=0.5)] * 8
+    assert [t.token_id for t in sample(logits, params, range(8))] == logits.argmax(dim=-1).tolist()
