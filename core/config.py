@@ -53,7 +53,7 @@ class EngineConfig(_Section):
     )
     num_blocks: Positive | None = Field(None, description="KV blocks of the pool; default: what kv_memory_mb holds")
     kv_memory_mb: Positive | None = Field(
-        None, description="memory of the KV pool in MiB; default 256 on a CPU, 80 % of what is free on a GPU"
+        None, description="memory of the KV pool in MiB; default 512 on a CPU, 80 % of what is free on a GPU"
     )
     max_num_batched_tokens: Positive = Field(512, description="token budget of one step; longer prompts are chunked")
     max_num_seqs: Positive = Field(64, description="requests that may run in one step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import dataclass
 
@@ -51,19 +52,19 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         head_dim=shape.head_dim,
     )
     _check_context(spec, shape)
-    if device.type == "cpu":
-        num_blocks = _num_blocks(spec, layout, DEFAULT_CPU_KV_BYTES)
-        weights = load_weights(source, TORCH_DTYPES[dtype], device)
-        pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
-    else:
-        weights = load_weights(source, TORCH_DTYPES[dtype], device)
-        num_blocks = _num_blocks(
-            spec, layout, int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
-        )
-        pool = KVPool.on_cuda(layout, num_blocks, device)
+    weights = load_weights(source, TORCH_DTYPES[dtype], device)
+    available = DEFAULT_CPU_KV_BYTES
+    if device.type == "cuda":
+        available = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
+    num_blocks = _num_blocks(spec, layout, available)
     # Without a limit of its own an engine promises no more than its pool can hold.
     max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)
     model = LlamaDecoder(weights, max_model_len)
+    _trim_heap()
+    if device.type == "cpu":
+        pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
+    else:
+        pool = KVPool.on_cuda(layout, num_blocks, device)
     runner = ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
     runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
     ready = Ready(
@@ -85,6 +86,14 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         eos_token_ids=shape.eos_token_ids,
     )
     return BuiltEngine(runner, limits, ready)
+
+
+def _trim_heap() -> None:
+    """Give back what the unpacked weights took: under the allocator settings of an engine process glibc would keep it.
+    Other C libraries have no such call, and need none."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _device(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from engine.batch import ScheduledSeq
 from engine.kv_pool import KVPool, LayerKV
 
 TILE_BYTES = 3 * 2**20  # keys and values of a decode tile: what the caches of one core hold
-SCORE_BYTES = 8 * 2**20  # scores of a strip
+SCORE_BYTES = 6 * 2**20  # scores of a strip
 STRIP_ROWS = 128
 LONG_STRIP_ROWS = 256  # beyond this context the triangle that a strip computes for nothing weighs less
 LONG_CONTEXT = 1024
@@ -64,7 +64,7 @@ class _ChunkTile:
 
 
 class _Scratch:
-    """A buffer that only grows; what it hands out is valid until the next call."""
+    """A buffer that only grows, by half at least; what it hands out is valid until the next call."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._buffer = torch.zeros(0, dtype=dtype)
@@ -75,7 +75,7 @@ class _Scratch:
         for n in size:
             numbers *= n
         if numbers > self._buffer.shape[0]:
-            self._buffer = torch.zeros(numbers, dtype=self._buffer.dtype)
+            self._buffer = torch.zeros(max(numbers, self._buffer.shape[0] * 3 // 2), dtype=self._buffer.dtype)
         return self._buffer[:numbers].view(size)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 DEFAULT_BLOCK_SIZE = 64
-DEFAULT_CPU_KV_BYTES = 256 * 2**20
+DEFAULT_CPU_KV_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
