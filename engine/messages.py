@@ -33,6 +33,7 @@ class Submit:
 
     ``max_tokens`` counts the tokens still wanted, including (for RECEIVE) the one that prefill samples.
     ``vocab_size`` bounds are the gateway's to check; the engine answers `Rejected` for what can never fit.
+    Requests share cached KV only with requests of the same ``salt``.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Submit:
     seed: int
     stop_token_ids: list[int]
     ignore_eos: bool
+    salt: str = ""
 
 
 @dataclass(slots=True)
@@ -115,6 +117,15 @@ class Reserved:
 
 
 @dataclass(slots=True)
+class PrefixFound:
+    """A LOCAL or PUSH request was admitted, and the KV of its first ``num_tokens`` tokens (at least one) was in the
+    pool already. Comes before the first step that computes the others."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(slots=True)
 class Rejected:
     """The engine will not take (or go on with) a request; its blocks are free. `core.errors.to_wire` of why."""
 
@@ -161,21 +172,28 @@ class Pong:
 
 @dataclass(slots=True)
 class Load:
-    """How full the engine is; sent whenever it has changed, after each step and each batch of commands."""
+    """How full the engine is; sent whenever it has changed, after each step and each batch of commands. The prefix
+    cache's: prompt tokens of all requests admitted so far, how many of those it held, and its findable blocks now."""
 
     free_blocks: int
     running: int
     waiting: int
     preemptions: int
+    prompt_tokens_looked_up: int = 0
+    prompt_tokens_cached: int = 0
+    cached_blocks: int = 0
 
 
 Command = Submit | KVReady | Release | Abort | Ping | Shutdown
-EngineEvent = Ready | Failed | Reserved | Rejected | Step | Pong | Load
+EngineEvent = Ready | Failed | Reserved | PrefixFound | Rejected | Step | Pong | Load
 
 _TYPES: dict[str, type[Any]] = {
     t.__name__: t
-    for t in (Submit, KVReady, Release, Abort, Ping, Shutdown, Ready, Failed, Reserved, Rejected, Step, Pong, Load)
-}
+    for t in (
+        Submit, KVReady, Release, Abort, Ping, Shutdown,
+        Ready, Failed, Reserved, PrefixFound, Rejected, Step, Pong, Load,
+    )
+}  # fmt: skip
 
 
 def encode(message: Command | EngineEvent) -> bytes:

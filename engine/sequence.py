@@ -9,6 +9,7 @@ from core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
 from core.sampling import FinishReason
 from engine.batch import SamplerParams
 from engine.messages import KVRole, Submit
+from engine.prefix_cache import PrefixDigests
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +20,8 @@ class Sequence:
     ``token_ids`` are prompt and outputs; the KV of the first ``num_computed_tokens`` is in the pool, in ``block_ids``.
     ``stop_token_ids`` include the model's end-of-sequence ids unless the request ignores them.
     ``first_scheduled_s`` begins the first step that computed anything for it (for RECEIVE: after its KV was there).
+    Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them. ``in_batch``: it may
+    run now (with static batching a request may have to wait for the next batch).
     """
 
     request_id: str
@@ -35,6 +38,9 @@ class Sequence:
     first_scheduled_s: float | None = None
     in_step: bool = False
     released: bool = False
+    prefix: PrefixDigests | None = None
+    num_published_blocks: int = 0
+    in_batch: bool = True
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:

@@ -14,7 +14,6 @@ def test_allocate_covers_the_tokens_and_no_more() -> None:
     assert manager.allocate("a", 9)
     assert manager.blocks("a") == [0, 1, 2]
     assert manager.free_blocks == 5
-    assert manager.num_cached_blocks("a") == 0
 
 
 def test_growth_extends_the_live_list_and_never_shrinks() -> None:
