@@ -57,6 +57,19 @@ class EngineConfig(_Section):
     )
     max_num_batched_tokens: Positive = Field(512, description="token budget of one step; longer prompts are chunked")
     max_num_seqs: Positive = Field(64, description="requests that may run in one step")
+    chunk_tokens: Positive | Literal["off"] | None = Field(
+        None,
+        description="most tokens of one prompt that a step computes; default: the budget. off: a prompt is never cut, "
+        "and one beyond the budget gets a step of its own",
+    )
+    batching: Literal["continuous", "static"] = Field(
+        "continuous",
+        description="continuous: requests join the running batch as soon as there is room; static: a batch is admitted "
+        "when nothing runs, and nobody joins until all of it has ended",
+    )
+    prefix_caching: bool = Field(
+        True, description="keep KV blocks of past prompts and reuse those of equal beginnings (within one salt)"
+    )
     hang_timeout_s: Seconds = Field(
         15.0, description="an engine that neither answers nor computes for this long is killed and started again"
     )

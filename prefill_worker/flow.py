@@ -64,7 +64,8 @@ class PrefillFlow(Flow):
         trailer = msgpack.packb([token.token_id, ends_here])
         self.incarnation.kv.send_blocks(self.request_id, self._num_queued, last, last=True, trailer=trailer)
         self._token_given = True
-        return TokenOutput(token.token_id, FinishReason.STOP if ends_here else None, self.prefill_events(token, step))
+        reason = FinishReason.STOP if ends_here else None
+        return TokenOutput(token.token_id, reason, self.prefill_events(token, step), cached_tokens=self.cached_tokens)
 
     async def _await_confirmation(self) -> None:
         try:

@@ -38,6 +38,7 @@ class Flow(ABC):
         self.deadline_s = received_s + work.timeout_s
         # Whatever comes later, the request's blocks are this engine's and no other's.
         self.incarnation = worker.incarnation
+        self.cached_tokens = 0  # of the prompt, found in this engine's prefix cache
 
     @property
     def request_id(self) -> str:
@@ -92,6 +93,7 @@ class Flow(ABC):
                 seed=sampling.seed or 0,
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=sampling.ignore_eos,
+                salt=self.work.salt,
             )
         )
 
@@ -127,14 +129,16 @@ class LocalFlow(Flow):
         """A token, with the events of the first or the second."""
         self._num_tokens += 1
         events: tuple[Event, ...] = ()
+        cached_tokens = 0
         if self._num_tokens == 1:
             events = self.prefill_events(token, step)
+            cached_tokens = self.cached_tokens
         elif self._num_tokens == 2:
             events = (
                 self.event(EventKind.DECODE_SCHEDULED, step.step_started_s),
                 self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s),
             )
-        return TokenOutput(token.token_id, finish_reason(token), events)
+        return TokenOutput(token.token_id, finish_reason(token), events, cached_tokens=cached_tokens)
 
 
 def finish_reason(token: TokenOut) -> FinishReason | None:

@@ -64,6 +64,7 @@ def work_to_proto(work: Work) -> pb.Submit:
             ignore_eos=sampling.ignore_eos,
         ),
         timeout_s=work.timeout_s,
+        salt=work.salt,
     )
 
 
@@ -83,6 +84,7 @@ def work_from_proto(message: pb.Submit) -> Work:
             ignore_eos=sampling.ignore_eos,
         ),
         timeout_s=message.timeout_s,
+        salt=message.salt,
     )
 
 
@@ -99,7 +101,9 @@ def error_from_proto(message: pb.Error) -> PdserveError:
 
 def output_to_proto(request_id: str, output: TokenOutput) -> pb.Output:
     """`TokenOutput` as a message; the events' worker is implied by the stream."""
-    message = pb.Output(request_id=request_id, finish_reason=output.finish_reason or "")
+    message = pb.Output(
+        request_id=request_id, finish_reason=output.finish_reason or "", cached_tokens=output.cached_tokens
+    )
     if output.token_id is not None:
         message.token_id = output.token_id
     for event in output.events:
@@ -116,6 +120,7 @@ def output_from_proto(worker_id: str, message: pb.Output) -> TokenOutput:
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         events=tuple(Event(EventKind(e.kind), worker_id, e.time_s) for e in message.events),
         proof=TransferProof(**_values(TransferProof, message.proof)) if message.HasField("proof") else None,
+        cached_tokens=message.cached_tokens,
     )
 
 

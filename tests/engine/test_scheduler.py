@@ -63,10 +63,11 @@ class Rig:
         role: KVRole = LOCAL,
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
+        salt: str = "",
     ) -> list[Reserved | PrefixFound | Rejected]:
         """Submit ``prompt`` tokens 1000, 1001, …, and tell what events that made."""
         tokens = list(range(1000, 1000 + prompt))
-        self.scheduler.submit(Submit(name, role, tokens, max_tokens, 0.5, 3, 0.9, 7, list(stop), ignore_eos))
+        self.scheduler.submit(Submit(name, role, tokens, max_tokens, 0.5, 3, 0.9, 7, list(stop), ignore_eos, salt))
         return self.scheduler.take_events()
 
     def schedule(self) -> tuple[SchedulerOutput, dict[str, int]]:

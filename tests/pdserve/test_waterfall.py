@@ -79,7 +79,7 @@ def test_the_overview_fits_eight_requests_into_80_columns() -> None:
 def test_proof_says_when_bytes_differ_were_skipped_or_retried() -> None:
     good = made_up(70)
     assert "≠ expected 1.3 MB (7 ≠ 1310720 bytes)" in proof(replace(good, kv_bytes=7))
-    assert "2 held already" in proof(replace(good, kv_blocks_skipped=2))
+    assert "2 held by decode already" in proof(replace(good, kv_blocks_skipped=2))
     assert "1.0 kB retried" in proof(replace(good, transfer=replace(good.transfer, kv_bytes_retried=1000)))
     assert proof(made_up(second_token=False)) == "kv not moved (nothing to hand over)"
 

@@ -38,6 +38,7 @@ def test_work_leaves_only_the_stop_strings_behind() -> None:
     [
         TokenOutput(0),
         TokenOutput(5, FinishReason.LENGTH),
+        TokenOutput(5, cached_tokens=128),
         TokenOutput(None, FinishReason.STOP, (Event(EventKind.KV_VERIFIED, "w", 1.25),), PROOF),
     ],
 )
@@ -55,7 +56,7 @@ def test_errors_keep_their_class() -> None:
 
 def test_info_and_load() -> None:
     assert wire.info_from_proto(wire.info_to_proto(INFO)) == INFO
-    load = WorkerLoad(1, 2, 3, 4, ("decode-0",))
+    load = WorkerLoad(1, 2, 3, 4, ("decode-0",), 2**40, 2**39, 5)
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
 
 
