@@ -29,8 +29,8 @@ def test_destination() -> None:
 
 def test_work_leaves_only_the_stop_strings_behind() -> None:
     sampling = SamplingParams(9, 0.5, 40, 0.9, 2**62, ("stop",), (1, 2), True)
-    back = wire.work_from_proto(wire.work_to_proto(Work("r", [1, 2, 3], sampling, 12.5)))
-    assert back == Work("r", [1, 2, 3], SamplingParams(9, 0.5, 40, 0.9, 2**62, (), (1, 2), True), 12.5)
+    back = wire.work_from_proto(wire.work_to_proto(Work("r", [1, 2, 3], sampling, 12.5, "tenant")))
+    assert back == Work("r", [1, 2, 3], SamplingParams(9, 0.5, 40, 0.9, 2**62, (), (1, 2), True), 12.5, "tenant")
 
 
 @pytest.mark.parametrize(
