@@ -118,11 +118,12 @@ class Reserved:
 
 @dataclass(slots=True)
 class PrefixFound:
-    """A LOCAL or PUSH request was admitted, and the KV of its first ``num_tokens`` tokens (at least one) was in the
-    pool already. Comes before the first step that computes the others."""
+    """A LOCAL or PUSH request was admitted, and the KV of its first ``num_tokens`` tokens was in the pool already, in
+    ``block_ids`` (one at least, all full). Comes before the first step that computes the other tokens."""
 
     request_id: str
     num_tokens: int
+    block_ids: list[int]
 
 
 @dataclass(slots=True)

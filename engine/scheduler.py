@@ -388,9 +388,10 @@ class Scheduler:
     def _start(self, head: Sequence) -> None:
         """Admit the first in line to compute its tokens here; it must be `_admissible`."""
         is_new = head.status is EngineStatus.WAITING
-        head.num_computed_tokens = self._admit(head) * self.config.block_size
-        if is_new and head.num_computed_tokens:
-            self._events.append(PrefixFound(head.request_id, head.num_computed_tokens))
+        cached = self._admit(head)
+        head.num_computed_tokens = cached * self.config.block_size
+        if is_new and cached:
+            self._events.append(PrefixFound(head.request_id, head.num_computed_tokens, head.block_ids[:cached]))
         head.transition(EngineStatus.RUNNING)
         head.in_batch = True
         insort(self._running, head, key=_rank)

@@ -15,7 +15,7 @@ from core.handoff import KVDestination
 from core.sampling import FinishReason
 from core.timeline import Event, EventKind
 from core.worker import TokenOutput, Work
-from engine.messages import Abort, KVRole, Progress, Reserved, Step, Submit, TokenOut
+from engine.messages import Abort, KVRole, PrefixFound, Progress, Reserved, Step, Submit, TokenOut
 
 if TYPE_CHECKING:
     from worker.outbox import Outbox
@@ -58,6 +58,10 @@ class Flow(ABC):
         self, reserved: Reserved
     ) -> None:
         """The engine has set blocks aside for the request."""
+
+    def on_prefix_found(self, found: PrefixFound) -> None:
+        """The engine begins with the prompt, and had the KV of its beginning."""
+        self.cached_tokens = found.num_tokens
 
     def on_progress(  # noqa: B027 - most flows have nothing to do
         self, progress: Progress

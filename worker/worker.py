@@ -241,7 +241,7 @@ class Worker:
                     flow.on_reserved(event)
             case PrefixFound():
                 if flow := self._flows.get(event.request_id):
-                    flow.cached_tokens = event.num_tokens
+                    flow.on_prefix_found(event)
             case Rejected():
                 if flow := self._flows.get(event.request_id):
                     self.fail(flow, from_wire(event.kind, event.message))

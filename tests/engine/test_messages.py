@@ -48,7 +48,7 @@ MESSAGES: list[Command | EngineEvent] = [
     Ready({"model_hash": "x", "num_layers": 2}, 128, {"kind": "shm", "name": "/p"}, 4096, 32000, "cpu", [0, 1], 1.25),
     Failed("ModelError", "no such folder"),
     Reserved("r1", [3, 1, 2], 1),
-    PrefixFound("r1", 128),
+    PrefixFound("r1", 128, [7, 2]),
     Rejected("r1", "CapacityExceeded", "too long"),
     Step(2.5, 2.25),
     Step(

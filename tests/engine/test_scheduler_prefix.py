@@ -25,7 +25,7 @@ def test_a_later_prompt_computes_only_what_is_new() -> None:
     (part,) = output.seqs
     assert (part.start, list(part.token_ids), part.sample) == (8, [1008, 1009, 1010], True)
     assert list(part.block_ids) == [0, 1, 2]
-    assert rig.scheduler.take_events() == [PrefixFound("a", 8)]
+    assert rig.scheduler.take_events() == [PrefixFound("a", 8, [0, 1])]
     rig.finish(output)
     load = rig.scheduler.load()
     assert (load.prompt_tokens_looked_up, load.prompt_tokens_cached, load.cached_blocks) == (21, 8, 2)
@@ -46,7 +46,8 @@ def test_another_salt_finds_nothing_and_its_own_again() -> None:
     for found in (0, 8):
         rig.submit("a", 10, 1, salt="tenant")
         rig.step(EOS)
-        assert rig.scheduler.take_events() == ([PrefixFound("a", found)] if found else [])
+        events = rig.scheduler.take_events()
+        assert events == ([PrefixFound("a", found, [2, 3])] if found else [])
 
 
 def test_without_prefix_caching_nothing_is_looked_up() -> None:

@@ -204,7 +204,8 @@ class World:
             elif isinstance(event, PrefixFound):
                 assert request.plan.role is not KVRole.RECEIVE
                 assert 0 < event.num_tokens < len(request.prompt)
-                assert event.num_tokens % self.config.block_size == 0
+                assert event.num_tokens == len(event.block_ids) * self.config.block_size
+                self._check_content(request.plan, request.prompt[: event.num_tokens], event.block_ids)
             else:
                 assert isinstance(event, Reserved)
                 assert request.plan.role is KVRole.RECEIVE
