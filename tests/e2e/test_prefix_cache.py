@@ -94,3 +94,17 @@ def test_prompts_grow_and_share_while_others_run(model: Path, cluster: LocalClus
                 if turn:
                     assert result.prefill_cached_tokens >= 2 * BLOCK
     assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+def test_what_a_request_received_is_kept_even_if_nothing_was_left_to_decode(model: Path, cluster: LocalCluster) -> None:
+    prompt = [(7 * index) % 307 for index in range(3 * BLOCK + 2)]
+    (stop,) = greedy_tokens(model, prompt, 1)
+    with Client(cluster.target) as client:
+        first, second = (
+            client.generate(prompt, max_tokens=4, stop_token_ids=[stop], mode="pd", salt="stop").result()
+            for _ in range(2)
+        )
+    assert first.token_ids == second.token_ids == (stop,)
+    assert (first.kv_blocks_skipped, second.kv_blocks_skipped) == (0, 3)
+    assert second.kv_bytes == second.kv_bytes_expected == first.kv_bytes // 4
+    assert leaked_blocks(cluster.wait_idle()) == 0

@@ -118,6 +118,7 @@ class World:
         if request.reserved is not None:  # the transfer breaks off half way: what came is garbage
             for block in request.reserved[request.num_cached_blocks :]:
                 self._put(block, 0, ("garbage", ()))
+            request.reserved = None
         self.scheduler.abort(Abort(request_id))
         request.over = True
         self._hear()
