@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from core.errors import ConfigError
 
@@ -57,10 +58,33 @@ class EngineConfig(_Section):
     )
     max_num_batched_tokens: Positive = Field(512, description="token budget of one step; longer prompts are chunked")
     max_num_seqs: Positive = Field(64, description="requests that may run in one step")
+    chunk_tokens: int | Literal["off"] | None = Field(
+        None,
+        description="most tokens of one prompt that a step computes; default: the budget. off: a prompt is never cut, "
+        "and one beyond the budget gets a step of its own",
+    )
+    batching: Literal["continuous", "static"] = Field(
+        "continuous",
+        description="continuous: requests join the running batch as soon as there is room; static: a batch is admitted "
+        "when nothing runs, and nobody joins until all of it has ended",
+    )
+    prefix_caching: bool = Field(
+        True, description="keep KV blocks of past prompts and reuse those of equal beginnings (within one salt)"
+    )
     hang_timeout_s: Seconds = Field(
         15.0, description="an engine that neither answers nor computes for this long is killed and started again"
     )
     max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
+
+    @field_validator("chunk_tokens", mode="before")
+    @classmethod
+    def _read_chunk_tokens(cls, value: object) -> object:
+        if value is False:
+            return "off"  # which YAML takes for a boolean
+        number = int(value) if isinstance(value, str) and value.isdecimal() else value
+        if value in (None, "off") or (isinstance(number, int) and number is not True and number >= 1):
+            return number
+        raise PydanticCustomError("chunk_tokens", "Input should be off or a whole number of at least 1")
 
 
 class TransferConfig(_Section):

@@ -82,7 +82,7 @@ class Request:
     """One generation request on its way through the router.
 
     ``deadline_s`` is a time on the gateway's monotonic clock. ``output_token_ids`` grows as tokens arrive, so that a
-    retry can go on from prompt + tokens so far.
+    retry can go on from prompt + tokens so far. Cached KV is shared within one ``salt`` only.
     """
 
     request_id: str
@@ -94,6 +94,7 @@ class Request:
     status: RequestStatus = RequestStatus.QUEUED
     output_token_ids: list[int] = field(default_factory=list)
     attempts: int = 0
+    salt: str = ""
 
     def transition(self, to: RequestStatus) -> None:
         """Move to ``to``; `IllegalTransition` if the table forbids it."""

@@ -49,26 +49,31 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker says of itself with every heartbeat."""
+    """What a worker says of itself with every heartbeat. Of its prefix cache: prompt tokens of all requests its engine
+    admitted, how many of those were cached, and the blocks that can be found now."""
 
     free_blocks: int = 0
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
     peers: tuple[str, ...] = ()
+    prompt_tokens_looked_up: int = 0
+    prompt_tokens_cached: int = 0
+    cached_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """A request as a worker gets it. ``token_ids`` are prompt and outputs so far (the last ``num_prior_outputs``),
     ``sampling.max_tokens`` counts what is still wanted, ``sampling.seed`` is set, ``timeout_s`` is what is left of the
-    deadline."""
+    deadline. Cached KV is shared within one ``salt`` only."""
 
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingParams
     timeout_s: float
     num_prior_outputs: int = 0
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,8 @@ class TokenOutput:
     KV_VERIFIED, DECODE_SCHEDULED, TOKEN_2_SAMPLED with token 2; colocated, the first three with its first token and
     DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last message
     has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
+    ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
+    in the prefix cache.
     """
 
     token_id: int | None
@@ -86,3 +93,4 @@ class TokenOutput:
     events: tuple[Event, ...] = ()
     proof: TransferProof | None = None
     logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0

@@ -62,8 +62,9 @@ class DecodeFlow(Flow):
         try:
             self._kv = await self.incarnation.kv.received(self.request_id)
             token_id, ends_here = msgpack.unpackb(self._kv.trailer)
+            # Even if nothing is left to decode, what came is verified: the prefix cache may keep it.
+            self.incarnation.engine.send(KVReady(self.request_id, token_id))
             if not ends_here:
-                self.incarnation.engine.send(KVReady(self.request_id, token_id))
                 return
         except PdserveError as error:
             self.worker.fail(self, error)  # without effect if the flow is over already

@@ -84,6 +84,9 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         block_size=layout.block_size,
         num_blocks=num_blocks,
         eos_token_ids=shape.eos_token_ids,
+        prefix_caching=spec.prefix_caching,
+        batching=spec.batching,
+        chunk_tokens=spec.chunk_tokens,
     )
     return BuiltEngine(runner, limits, ready)
 

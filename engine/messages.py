@@ -36,6 +36,7 @@ class Submit:
 
     ``max_tokens`` counts the tokens still wanted, including (for RECEIVE) the one that prefill samples.
     ``vocab_size`` bounds are the gateway's to check; the engine answers `Rejected` for what can never fit.
+    Requests share cached KV only with requests of the same ``salt``.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class Submit:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     num_prior_outputs: int = 0
+    salt: str = ""
 
 
 @dataclass(slots=True)
@@ -125,6 +127,16 @@ class Reserved:
 
 
 @dataclass(slots=True)
+class PrefixFound:
+    """A LOCAL or PUSH request was admitted, and the KV of its first ``num_tokens`` tokens was in the pool already, in
+    ``block_ids`` (one at least, all full). Comes before the first step that computes the other tokens."""
+
+    request_id: str
+    num_tokens: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
 class Rejected:
     """The engine will not take (or go on with) a request; its blocks are free. `core.errors.to_wire` of why."""
 
@@ -173,21 +185,28 @@ class Pong:
 
 @dataclass(slots=True)
 class Load:
-    """How full the engine is; sent whenever it has changed, after each step and each batch of commands."""
+    """How full the engine is; sent whenever it has changed, after each step and each batch of commands. The prefix
+    cache's: prompt tokens of all requests admitted so far, how many of those it held, and its findable blocks now."""
 
     free_blocks: int
     running: int
     waiting: int
     preemptions: int
+    prompt_tokens_looked_up: int = 0
+    prompt_tokens_cached: int = 0
+    cached_blocks: int = 0
 
 
 Command = Submit | KVReady | Release | Abort | Ping | Shutdown
-EngineEvent = Ready | Failed | Reserved | Rejected | Step | Pong | Load
+EngineEvent = Ready | Failed | Reserved | PrefixFound | Rejected | Step | Pong | Load
 
 _TYPES: dict[str, type[Any]] = {
     t.__name__: t
-    for t in (Submit, KVReady, Release, Abort, Ping, Shutdown, Ready, Failed, Reserved, Rejected, Step, Pong, Load)
-}
+    for t in (
+        Submit, KVReady, Release, Abort, Ping, Shutdown,
+        Ready, Failed, Reserved, PrefixFound, Rejected, Step, Pong, Load,
+    )
+}  # fmt: skip
 
 
 def encode(message: Command | EngineEvent) -> bytes:

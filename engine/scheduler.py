@@ -10,14 +10,30 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from core.clock import Clock
 from core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from core.request import EngineStatus
 from engine.batch import SampledToken, ScheduledSeq
 from engine.block_manager import BlockManager
-from engine.messages import Abort, KVReady, KVRole, Load, Progress, Rejected, Release, Reserved, Step, Submit, TokenOut
+from engine.messages import (
+    Abort,
+    KVReady,
+    KVRole,
+    Load,
+    PrefixFound,
+    Progress,
+    Rejected,
+    Release,
+    Reserved,
+    Step,
+    Submit,
+    TokenOut,
+)
+from engine.prefix_cache import PrefixDigests
 from engine.sequence import Sequence
+from engine.token_budget import ChunkTokens, TokenBudget
 
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept for the growth of what runs
 
@@ -26,7 +42,10 @@ WATERMARK_DIVISOR = 100  # 1 % of the pool is kept for the growth of what runs
 class SchedulerConfig:
     """The limits of one engine. ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step, ``max_model_len`` bounds
     prompt plus output of a request, ``num_blocks`` blocks of ``block_size`` tokens are the pool. All at least 1
-    (`ConfigError`). ``eos_token_ids`` end every request that does not ignore them."""
+    (`ConfigError`). ``eos_token_ids`` end every request that does not ignore them. With ``prefix_caching``, requests of
+    the same salt share the blocks of equal beginnings. ``batching``: requests join the running batch whenever there is
+    room (continuous), or a batch is admitted only when nothing runs (static). ``chunk_tokens`` bounds what a step
+    computes of one prompt; with ``off``, a prompt beyond the step's budget gets a step of its own."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -34,11 +53,18 @@ class SchedulerConfig:
     block_size: int
     num_blocks: int
     eos_token_ids: Collection[int] = ()
+    prefix_caching: bool = True
+    batching: Literal["continuous", "static"] = "continuous"
+    chunk_tokens: ChunkTokens = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name}: must be at least 1, got {getattr(self, name)}")
+        if self.batching not in ("continuous", "static"):
+            raise ConfigError(f"engine.batching: must be continuous or static, got {self.batching!r}")
+        if self.chunk_tokens is not None and self.chunk_tokens != "off" and self.chunk_tokens < 1:
+            raise ConfigError(f"engine.chunk_tokens: must be 'off' or at least 1, got {self.chunk_tokens}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +78,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over a paged pool; drives nothing itself.
+    """Batching with chunked prefill over a paged pool with a prefix cache; drives nothing itself.
 
     The engine loop feeds it commands, and alternates `schedule` and `update`. Commands may come in between: a request
     aborted while its step runs keeps its blocks until `update`, because that step may still write to them.
@@ -63,17 +89,32 @@ class Scheduler:
     it. Admission takes the blocks of all known tokens at once, so only decoding ever grows; it leaves a
     small watermark free while anything else may grow.
 
-    **Progress.** When a running request needs a block and none is free, the running request that came last is
-    preempted, unless it came before the needy one; then the needy one keeps its blocks and waits. PUSH requests are
-    exempt, and harmless: they never grow. Hence
-    (1) the most senior running request is never preempted, and every step computes at least one token of it, or else
-    every block it does not own belongs to a running PUSH request, the most senior of which then gets its token, or to a
-    WAITING_FOR_KV or held PUSH request (which end by `KVReady`, `Release` or `Abort`: the worker's leases bound them);
-    (2) it finishes after at most prompt + ``max_tokens`` of such steps, for recomputation is a loss of the junior ones
-    only, and then the next is the most senior;
+    **Prefix cache.** Admission takes over the blocks that hold the beginning of its tokens, owned by others or not, and
+    computes the rest: one token at least, since a token must come of it (a RECEIVE request awaits the rest, which may
+    be nothing). A full block becomes findable when the step that wrote it is done, or when `KVReady` says that it was
+    received and verified. It is never written again: requests write at positions that are not computed, and
+    those lie in blocks of their own.
+
+    **Static batching.** A batch is admitted when no request of the last one runs; none joins it. A RECEIVE request
+    whose KV comes meanwhile stands by with its blocks, ranks behind the whole batch, and is in the next one (or the one
+    after: ``max_num_seqs`` bounds a batch). A preempted request leaves its batch.
+
+    **Progress.** When a running request needs a block and none is free, running requests of lower rank are preempted,
+    the lowest first, until one is; but none is if all their blocks together have other owners as well: then the needy
+    one keeps its blocks and waits. PUSH requests are exempt, and harmless: they never grow. Hence
+    (1) the highest of the running requests is never preempted, and every step (every second one, where a prompt took
+    the last for its own) computes at least one token of it, or else every block it does not own has an owner among the
+    running PUSH requests, the highest of which then gets its tokens, or the WAITING_FOR_KV or held PUSH requests (which
+    end by `KVReady`, `Release` or `Abort`: the worker's leases bound them). That a block has several owners changes
+    nothing in this: it only makes some preemptions useless, and those are not done; and what a cached block saves at
+    admission can be taken from nobody, for a block that nobody owns counts as free whether it is cached or not;
+    (2) it finishes after at most prompt + ``max_tokens`` of such steps, for recomputation is a loss of lower ones
+    only, and then the next is the highest. With static batching nobody outranks the batch, and as it only shrinks, it
+    ends;
     (3) while anything is preempted or waiting, nothing that came later is admitted or reserved, so only finitely many
     requests run before it, and once those are gone it fits: `submit` refuses what exceeds an empty pool, and an idle
-    pool has no watermark. So nothing starves, and no cycle of preemptions can repeat for ever.
+    pool has no watermark. So nothing starves, and no cycle of preemptions can repeat for ever. A request admitted
+    in the step that preempted it could take the blocks back before they are used; so none is admitted in such a step.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
@@ -84,12 +125,16 @@ class Scheduler:
         self._seqs: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # by arrival
-        self._running: list[Sequence] = []  # by arrival
+        self._running: list[Sequence] = []  # by rank: the batch, then (static) who stands by
         self._receiving: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
-        self._events: list[Reserved | Rejected] = []
+        self._events: list[Reserved | PrefixFound | Rejected] = []
         self._arrivals = 0
         self._preemptions = 0
+        self._looked_up_tokens = 0
+        self._cached_tokens = 0
+        self._static = config.batching == "static"
+        self._last_was_alone = False  # the last step was a long prompt's own
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -101,6 +146,8 @@ class Scheduler:
             self._events.append(Rejected(submit.request_id, *to_wire(error)))
             return
         seq = Sequence.from_submit(submit, self._arrivals, self.config.eos_token_ids)
+        if self.config.prefix_caching:
+            seq.prefix = PrefixDigests(submit.salt, self.config.block_size)
         self._arrivals += 1
         self._seqs[seq.request_id] = seq
         self._waiting.append(seq)
@@ -113,9 +160,11 @@ class Scheduler:
         if seq is None:
             return
         seq.num_computed_tokens = seq.num_prompt_tokens
+        self._publish(seq)
         seq.transition(EngineStatus.RUNNING)
         if seq.append(ready.first_token_id) is None:
-            insort(self._running, seq, key=_arrival)
+            seq.in_batch = not self._static
+            insort(self._running, seq, key=_rank)
         else:
             self._finish(seq)
             self._reserve()
@@ -158,58 +207,31 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` would return anything to run now."""
-        running, block_size = self._running, self.config.block_size
-        # Of two, one can always run: a PUSH request needs no block, and of two others the senior takes the junior's.
-        if running and (
-            self.blocks.free_blocks
-            or len(running) > 1
-            or running[0].num_computed_tokens < len(running[0].block_ids) * block_size
-        ):
+        batch = self._batch() or self._running[: self.config.max_num_seqs]
+        if batch and self._can_run(batch):
             return True
-        head = self._head()
-        if head is None or self._awaits_kv(head):
+        if self._static and self._batch():
             return False
-        return len(running) < self.config.max_num_seqs and self._fits(head)
+        return self._admissible(len(batch)) is not None
 
     def schedule(self) -> SchedulerOutput:
         """The next step. AssertionError if the last one was not brought to `update`."""
         if self._in_step:
             raise AssertionError("schedule() was called while a step runs")
         started_s = self._clock.now()
-        config = self.config
-        seqs: list[ScheduledSeq] = []
-        preempted: list[str] = []
-        budget = config.max_num_batched_tokens
-        running = self._running[:]
-        spare = budget - sum(
-            len(seq.token_ids) - seq.num_computed_tokens == 1 for seq in running[: config.max_num_seqs]
-        )
-        for seq in running:
-            if len(seqs) == config.max_num_seqs:
-                break  # KVReady is not refused, so that more may run than fit into a step
-            if seq.status is not EngineStatus.RUNNING:
-                continue  # preempted in this very loop
-            num_tokens = len(seq.token_ids) - seq.num_computed_tokens
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, max(spare, 0 if seqs else 1))
-                spare -= num_tokens
-            num_tokens = min(num_tokens, budget)
-            if num_tokens > 0 and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
-                seqs.append(self._take(seq, num_tokens, started_s))
-                budget -= num_tokens
-        while not preempted:  # what has just been preempted must not be admitted to the blocks it was to make room in
+        is_open = not self._static or not self._batch()
+        if is_open and self._static:
+            self._form_batch()
+        if self._last_was_alone or (seq := self._oversized(is_open)) is None:
+            output = self._common_step(started_s, is_open)
+            if output.seqs or output.preempted or (seq := self._oversized(is_open)) is None:
+                self._last_was_alone = False
+                return output
+        self._last_was_alone = True
+        if seq.status is not EngineStatus.RUNNING:
+            self._start(seq)
             self._reserve()
-            head = self._head()
-            if head is None or self._awaits_kv(head) or budget < 1 or len(self._running) >= config.max_num_seqs:
-                break
-            if not self._admit(head):
-                break
-            head.transition(EngineStatus.RUNNING)
-            insort(self._running, head, key=_arrival)
-            num_tokens = min(head.num_uncomputed_tokens, budget)
-            seqs.append(self._take(head, num_tokens, started_s))
-            budget -= num_tokens
-        return SchedulerOutput(seqs, started_s, preempted)
+        return SchedulerOutput([self._take(seq, seq.num_uncomputed_tokens, started_s)], started_s, [])
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float) -> Step:
         """Take a step's results in: ``sampled`` has the next tokens, at least one, of each part that asked for any
@@ -225,6 +247,7 @@ class Scheduler:
                 any_ended = True
                 continue
             seq.num_computed_tokens += len(part.token_ids)
+            self._publish(seq)
             is_push = seq.kv_role is KVRole.PUSH
             if is_push:
                 step.progress.append(Progress(seq.request_id, seq.num_computed_tokens, list(seq.block_ids)))
@@ -249,22 +272,31 @@ class Scheduler:
     # --- looking in --------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """How full the engine is now. Requests that wait for their KV count as waiting, held PUSH requests as
-        neither; ``preemptions`` counts since the start."""
-        waiting = len(self._waiting) + len(self._preempted) + len(self._receiving)
-        return Load(self.blocks.free_blocks, len(self._running), waiting, self._preemptions)
+        """How full the engine is now. Requests that wait for their KV or for the next batch count as waiting, held PUSH
+        requests as neither; ``preemptions`` and prompt tokens count since the start."""
+        running = len(self._batch())
+        waiting = len(self._waiting) + len(self._preempted) + len(self._receiving) + len(self._running) - running
+        return Load(
+            self.blocks.free_blocks,
+            running,
+            waiting,
+            self._preemptions,
+            self._looked_up_tokens,
+            self._cached_tokens,
+            self.blocks.cached_blocks,
+        )
 
-    def take_events(self) -> list[Reserved | Rejected]:
+    def take_events(self) -> list[Reserved | PrefixFound | Rejected]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def check_integrity(self) -> None:
-        """AssertionError unless every block has exactly one owner, and that owner is a request that lives (or whose
-        step still runs)."""
+        """AssertionError unless every block is free or owned, and every owner is a request that lives (or whose step
+        still runs)."""
         self.blocks.check_integrity()
         owners = {seq.arrival: seq for seq in (*self._seqs.values(), *self._in_step)}
-        owned = sum(len(self.blocks.blocks(arrival)) for arrival in owners)
+        owned = len({block for arrival in owners for block in self.blocks.blocks(arrival)})
         if owned + self.blocks.free_blocks != self.blocks.num_blocks:
             raise AssertionError(f"{self.blocks.num_blocks - self.blocks.free_blocks - owned} blocks have no request")
         for seq in owners.values():
@@ -309,41 +341,152 @@ class Scheduler:
         """Whether it is to get its KV from elsewhere; once preempted, it computes it here."""
         return seq.kv_role is KVRole.RECEIVE and seq.status is EngineStatus.WAITING
 
+    def _batch(self) -> list[Sequence]:
+        """The running requests that may run now, highest first."""
+        return [seq for seq in self._running if seq.in_batch] if self._static else self._running
+
+    def _form_batch(self) -> None:
+        for seq in self._running[: self.config.max_num_seqs]:
+            seq.in_batch = True
+
+    def _can_run(self, batch: list[Sequence]) -> bool:
+        """Whether any of ``batch`` can have a block for its next token, or needs none."""
+        if self.blocks.free_blocks:
+            return True
+        size = self.config.block_size
+        if any(seq.num_computed_tokens < len(seq.block_ids) * size for seq in batch):
+            return True
+        # The highest can take from most others: if it gains nothing from them, nobody does.
+        return self.blocks.owned_only_by([seq.arrival for seq in self._running[1:] if seq.preemptible])
+
+    def _cached(self, seq: Sequence) -> list[int]:
+        """The blocks that hold the beginning of its tokens, as far as it can use them."""
+        if seq.prefix is None:
+            return []
+        usable = seq.num_prompt_tokens if self._awaits_kv(seq) else len(seq.token_ids) - 1
+        return self.blocks.find(seq.prefix.first(usable // self.config.block_size, seq.token_ids))
+
     def _fits(self, seq: Sequence) -> bool:
         kept = self._watermark if self._running or self._receiving else 0
-        return self.blocks.blocks_for(len(seq.token_ids)) + kept <= self.blocks.free_blocks
+        return self.blocks.cost(len(seq.token_ids), self._cached(seq)) + kept <= self.blocks.free_blocks
 
-    def _admit(self, head: Sequence) -> bool:
-        """Give the first in line the blocks of all its tokens, and take it out of the line."""
-        if not self._fits(head):
-            return False
-        self.blocks.allocate(head.arrival, len(head.token_ids))
+    def _admissible(self, num_running: int) -> Sequence | None:
+        """The first in line, if it can begin to compute now beside ``num_running`` others."""
+        head = self._head()
+        if head is None or self._awaits_kv(head) or num_running >= self.config.max_num_seqs:
+            return None
+        return head if self._fits(head) else None
+
+    def _admit(self, head: Sequence) -> int:
+        """Give the first in line the blocks of all its tokens, and take it out of the line; returns how many of them
+        hold the right content."""
+        cached = self._cached(head)
+        if not self.blocks.allocate(head.arrival, len(head.token_ids), cached):
+            raise AssertionError(f"{head.request_id} was admitted, but does not fit")
         head.block_ids = self.blocks.blocks(head.arrival)
+        head.num_published_blocks = len(cached)
         if head.status is EngineStatus.PREEMPTED:
             del self._preempted[0]
-        else:
-            self._waiting.popleft()
-        return True
+            return len(cached)
+        self._waiting.popleft()
+        if head.prefix is not None:
+            self._looked_up_tokens += head.num_prompt_tokens
+            self._cached_tokens += len(cached) * self.config.block_size
+        return len(cached)
+
+    def _start(self, head: Sequence) -> None:
+        """Admit the first in line to compute its tokens here; it must be `_admissible`."""
+        is_new = head.status is EngineStatus.WAITING
+        cached = self._admit(head)
+        head.num_computed_tokens = cached * self.config.block_size
+        if is_new and cached:
+            self._events.append(PrefixFound(head.request_id, head.num_computed_tokens, head.block_ids[:cached]))
+        head.transition(EngineStatus.RUNNING)
+        head.in_batch = True
+        insort(self._running, head, key=_rank)
 
     def _reserve(self) -> None:
         """Make room for the RECEIVE requests at the head of the line; to be called whenever the head or the free blocks
         have changed."""
-        while (head := self._head()) is not None and self._awaits_kv(head) and self._admit(head):
+        while (head := self._head()) is not None and self._awaits_kv(head) and self._fits(head):
+            cached = self._admit(head)
             head.transition(EngineStatus.WAITING_FOR_KV)
             self._receiving[head.request_id] = head
-            cached = self.blocks.num_cached_blocks(head.arrival)
             self._events.append(Reserved(head.request_id, list(head.block_ids), cached))
 
+    def _common_step(self, started_s: float, is_open: bool) -> SchedulerOutput:
+        """A step for all that run, and for new ones if it ``is_open`` to them."""
+        config = self.config
+        seqs: list[ScheduledSeq] = []
+        preempted: list[str] = []
+        batch = self._batch()[:]
+        budget = self._budget(batch[: config.max_num_seqs])
+        for seq in batch:
+            if len(seqs) == config.max_num_seqs:
+                break  # KVReady is not refused, so that more may run than fit into a step
+            if seq.status is not EngineStatus.RUNNING:
+                continue  # preempted in this very loop
+            num_tokens = budget.offer(seq.num_uncomputed_tokens, first=not seqs)
+            if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
+                seqs.append(self._take(seq, num_tokens, started_s))
+                budget.spend(num_tokens)
+        # What has just been preempted must not be admitted to the blocks it was to make room in.
+        while is_open and not preempted:
+            self._reserve()
+            head = self._admissible(len(self._batch()))
+            if head is None:
+                break
+            num_tokens = budget.offer_new(self._to_compute(head))
+            if not num_tokens and not self._static:  # a static batch is admitted as a whole
+                break
+            self._start(head)
+            if num_tokens:
+                seqs.append(self._take(head, num_tokens, started_s))
+                budget.spend(num_tokens)
+        return SchedulerOutput(seqs, started_s, preempted)
+
+    def _budget(self, batch: list[Sequence]) -> TokenBudget:
+        num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in batch)
+        return TokenBudget(self.config.max_num_batched_tokens, num_decodes, self.config.chunk_tokens)
+
+    def _to_compute(self, head: Sequence) -> int:
+        return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
+
+    def _oversized(self, is_open: bool) -> Sequence | None:
+        """The prompt whose turn it is, if it must not be cut and has no room beside the decodes: it needs a step of its
+        own."""
+        if self.config.chunk_tokens != "off":
+            return None
+        batch = self._batch()
+        seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1), None)
+        wanted = 0
+        if seq is not None:
+            wanted = seq.num_uncomputed_tokens
+        elif is_open and (seq := self._admissible(len(batch))) is not None:
+            wanted = self._to_compute(seq)
+        return seq if wanted > 1 and not self._budget(batch).offer(wanted, first=True) else None
+
+    def _publish(self, seq: Sequence) -> None:
+        """Let others find the blocks that are full of computed tokens; only when nothing writes to them any more."""
+        num_full = seq.num_computed_tokens // self.config.block_size
+        if seq.prefix is None or num_full <= seq.num_published_blocks:
+            return
+        digests = seq.prefix.first(num_full, seq.token_ids)
+        for index in range(seq.num_published_blocks, num_full):
+            self.blocks.publish(seq.block_ids[index], digests[index])
+        seq.num_published_blocks = num_full
+
     def _grow(self, seq: Sequence, num_tokens: int, preempted: list[str]) -> bool:
-        """Have ``seq``'s blocks cover ``num_tokens`` tokens, at the cost of juniors if need be; False: it must wait."""
+        """Have ``seq``'s blocks cover ``num_tokens`` tokens, at the cost of lower ranks if need be; False: it must
+        wait."""
         if num_tokens <= len(seq.block_ids) * self.config.block_size:
             return True
         while not self.blocks.allocate(seq.arrival, num_tokens):
-            victim = next((s for s in reversed(self._running) if s.preemptible), None)
-            if victim is None or victim.arrival <= seq.arrival:
+            lower = [s for s in self._running[self._running.index(seq) + 1 :] if s.preemptible]
+            if not self.blocks.owned_only_by([s.arrival for s in lower]):
                 return False
-            self._preempt(victim)
-            preempted.append(victim.request_id)
+            self._preempt(lower[-1])
+            preempted.append(lower[-1].request_id)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -385,7 +528,12 @@ class Scheduler:
     def _free(self, seq: Sequence) -> None:
         self.blocks.free(seq.arrival)
         seq.block_ids = []
+        seq.num_published_blocks = 0
 
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival
+
+
+def _rank(seq: Sequence) -> tuple[bool, int]:
+    return not seq.in_batch, seq.arrival

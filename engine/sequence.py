@@ -10,6 +10,7 @@ from core.sampling import FinishReason
 from engine.batch import SamplerParams
 from engine.history import TokenHistory
 from engine.messages import KVRole, Submit
+from engine.prefix_cache import PrefixDigests
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +22,8 @@ class Sequence:
     ``stop_token_ids`` include the model's end-of-sequence ids unless the request ignores them.
     ``first_scheduled_s`` begins the first step that computed anything for it (for RECEIVE: after its KV was there).
     ``history`` is kept for requests with penalties alone.
+    Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them. ``in_batch``: it may
+    run now (with static batching a request may have to wait for the next batch).
     """
 
     request_id: str
@@ -38,6 +41,9 @@ class Sequence:
     in_step: bool = False
     released: bool = False
     history: TokenHistory | None = None
+    prefix: PrefixDigests | None = None
+    num_published_blocks: int = 0
+    in_batch: bool = True
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:

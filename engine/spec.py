@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Literal
 
 DEFAULT_BLOCK_SIZE = 64
 DEFAULT_CPU_KV_BYTES = 512 * 2**20
@@ -31,6 +32,9 @@ class EngineSpec:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_model_len: int | None = None
+    chunk_tokens: int | Literal["off"] | None = None
+    batching: Literal["continuous", "static"] = "continuous"
+    prefix_caching: bool = True
     device_share: float = 1.0
     delay_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -38,6 +38,7 @@ def completion_to_proto(
         gateway_ttft_decode_ms=_stages_ms(timeline, Figure.TTFT_DECODE),
         attempts=result.attempts,
         token_ids=output.token_ids,
+        prefill_cached_tokens=result.prefill_cached_tokens,
     )
 
 

@@ -28,6 +28,7 @@ from gateway.validation import (
     read_mode,
     read_prompt,
     read_request_id,
+    read_salt,
     read_sampling,
 )
 from pb import inference_pb2 as pb
@@ -111,7 +112,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._in_use.discard(request_id)
 
     async def _read(self, message: pb.GenerateRequest, request_id: str, deadline_s: float) -> Request:
-        mode = read_mode(message)
+        mode, salt = read_mode(message), read_salt(message)
         sampling = read_sampling(message, self._tokenizer)
         limits = self._limits()
         if limits is None:
@@ -121,7 +122,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check_logit_bias(sampling, limits.vocab_size)
         prompt = await read_prompt(message, self._tokenizer, limits.vocab_size)
         sampling = fit_max_tokens(message, len(prompt), limits, sampling)
-        return Request(request_id, prompt, sampling, mode, deadline_s)
+        return Request(request_id, prompt, sampling, mode, deadline_s, salt=salt)
 
     async def _tokens(self, request: Request) -> AsyncGenerator[pb.GenerateResponse, None]:
         timeline, now = request.timeline, self._clock.now

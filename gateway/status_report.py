@@ -91,4 +91,7 @@ class StatusReport:
             cuda_visible_devices=info.cuda_visible_devices,
             cores=info.cores,
             transport_reason=info.transport_reason,
+            prompt_tokens_looked_up=load.prompt_tokens_looked_up,
+            prompt_tokens_cached=load.prompt_tokens_cached,
+            cached_blocks=load.cached_blocks,
         )

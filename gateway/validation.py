@@ -16,6 +16,7 @@ from pb import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 128
 MAX_STOP_CHARACTERS = 1024
+MAX_SALT_CHARACTERS = 256
 
 MODES: dict[int, Mode] = {
     pb.MODE_UNSPECIFIED: Mode.AUTO,
@@ -57,6 +58,15 @@ def read_mode(message: pb.GenerateRequest) -> Mode:
     if message.mode not in MODES:
         raise InvalidRequest(f"mode: {message.mode} is unknown; use MODE_AUTO, MODE_PD or MODE_COLOCATED")
     return MODES[message.mode]
+
+
+def read_salt(message: pb.GenerateRequest) -> str:
+    """The salt of its cached KV; empty is one as well."""
+    if len(message.salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequest(
+            f"salt: {len(message.salt)} characters are more than {MAX_SALT_CHARACTERS}; send a digest of it instead"
+        )
+    return message.salt
 
 
 def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> SamplingParams:

@@ -163,10 +163,15 @@ class GenerateRequest(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
+    SALT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """optional; made by the gateway if empty"""
     text: builtins.str
     mode: global___Mode.ValueType
+    salt: builtins.str
+    """Cached KV is shared between requests of the same salt only, at most 256 characters. Give each tenant one of its own,
+    and none can tell from a fast answer what another has asked; a random one makes a request find nothing.
+    """
     @property
     def token_ids(self) -> global___TokenIds: ...
     @property
@@ -179,9 +184,10 @@ class GenerateRequest(google.protobuf.message.Message):
         token_ids: global___TokenIds | None = ...,
         sampling: global___Sampling | None = ...,
         mode: global___Mode.ValueType = ...,
+        salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["mode", b"mode", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mode", b"mode", "prompt", b"prompt", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["prompt", b"prompt"]) -> typing.Literal["text", "token_ids"] | None: ...
 
 global___GenerateRequest = GenerateRequest
@@ -429,6 +435,7 @@ class Completion(google.protobuf.message.Message):
     GATEWAY_TTFT_DECODE_MS_FIELD_NUMBER: builtins.int
     ATTEMPTS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PREFILL_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     text: builtins.str
     """the whole text, stop strings trimmed"""
@@ -441,6 +448,8 @@ class Completion(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     output_tokens: builtins.int
     attempts: builtins.int
+    prefill_cached_tokens: builtins.int
+    """of the prompt: KV in the cache of the worker that ran it, hence not computed"""
     @property
     def transfer(self) -> global___Transfer: ...
     @property
@@ -475,9 +484,10 @@ class Completion(google.protobuf.message.Message):
         gateway_ttft_decode_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         attempts: builtins.int = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        prefill_cached_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["transfer", b"transfer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "events", b"events", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "events", b"events", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
 
 global___Completion = Completion
 
@@ -516,6 +526,9 @@ class WorkerStatus(google.protobuf.message.Message):
     CUDA_VISIBLE_DEVICES_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
     TRANSPORT_REASON_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_LOOKED_UP_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_CACHED_FIELD_NUMBER: builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
@@ -539,6 +552,12 @@ class WorkerStatus(google.protobuf.message.Message):
     cores: builtins.str
     transport_reason: builtins.str
     """why this transport"""
+    prompt_tokens_looked_up: builtins.int
+    """The prefix cache since the engine's start: tokens of all prompts, those found, and blocks that can be found now
+    (free ones count as free until they are needed).
+    """
+    prompt_tokens_cached: builtins.int
+    cached_blocks: builtins.int
     @property
     def peers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """decode workers this prefill worker is connected to"""
@@ -567,8 +586,11 @@ class WorkerStatus(google.protobuf.message.Message):
         cuda_visible_devices: builtins.str = ...,
         cores: builtins.str = ...,
         transport_reason: builtins.str = ...,
+        prompt_tokens_looked_up: builtins.int = ...,
+        prompt_tokens_cached: builtins.int = ...,
+        cached_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "peers", b"peers", "pid", b"pid", "preemptions", b"preemptions", "role", b"role", "running", b"running", "state", b"state", "transport", b"transport", "transport_reason", b"transport_reason", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "peers", b"peers", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transport", b"transport", "transport_reason", b"transport_reason", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

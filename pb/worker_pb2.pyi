@@ -210,11 +210,14 @@ class Submit(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
     NUM_PRIOR_OUTPUTS_FIELD_NUMBER: builtins.int
+    SALT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     timeout_s: builtins.float
     """what is left of the request's deadline"""
     num_prior_outputs: builtins.int
     """so many of the last token_ids are outputs of an earlier attempt"""
+    salt: builtins.str
+    """cached KV is shared within one salt only"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -227,9 +230,10 @@ class Submit(google.protobuf.message.Message):
         sampling: global___Sampling | None = ...,
         timeout_s: builtins.float = ...,
         num_prior_outputs: builtins.int = ...,
+        salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["num_prior_outputs", b"num_prior_outputs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_prior_outputs", b"num_prior_outputs", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]) -> None: ...
 
 global___Submit = Submit
 
@@ -407,10 +411,13 @@ class Output(google.protobuf.message.Message):
     EVENTS_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     token_id: builtins.int
     finish_reason: builtins.str
     """empty: goes on"""
+    cached_tokens: builtins.int
+    """with the first token of the worker that computed the prompt: how many had KV in its cache"""
     @property
     def error(self) -> global___Error:
         """set: the request ended in error here"""
@@ -433,9 +440,10 @@ class Output(google.protobuf.message.Message):
         events: collections.abc.Iterable[global___Event] | None = ...,
         proof: global___Proof | None = ...,
         logprobs: global___Logprobs | None = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_token_id", b"_token_id", "error", b"error", "logprobs", b"logprobs", "proof", b"proof", "token_id", b"token_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_token_id", b"_token_id", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "proof", b"proof", "request_id", b"request_id", "token_id", b"token_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_token_id", b"_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "proof", b"proof", "request_id", b"request_id", "token_id", b"token_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_token_id", b"_token_id"]) -> typing.Literal["token_id"] | None: ...
 
 global___Output = Output
@@ -664,10 +672,16 @@ class WorkerLoad(google.protobuf.message.Message):
     WAITING_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_LOOKED_UP_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_CACHED_FIELD_NUMBER: builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     free_blocks: builtins.int
     running: builtins.int
     waiting: builtins.int
     preemptions: builtins.int
+    prompt_tokens_looked_up: builtins.int
+    prompt_tokens_cached: builtins.int
+    cached_blocks: builtins.int
     @property
     def peers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -678,8 +692,11 @@ class WorkerLoad(google.protobuf.message.Message):
         waiting: builtins.int = ...,
         preemptions: builtins.int = ...,
         peers: collections.abc.Iterable[builtins.str] | None = ...,
+        prompt_tokens_looked_up: builtins.int = ...,
+        prompt_tokens_cached: builtins.int = ...,
+        cached_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["free_blocks", b"free_blocks", "peers", b"peers", "preemptions", b"preemptions", "running", b"running", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "peers", b"peers", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "running", b"running", "waiting", b"waiting"]) -> None: ...
 
 global___WorkerLoad = WorkerLoad
 

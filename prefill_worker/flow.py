@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgpack
 
@@ -13,7 +13,7 @@ from core.errors import InvalidRequest, PdserveError
 from core.handoff import KVDestination
 from core.sampling import FinishReason
 from core.worker import TokenOutput, Work
-from engine.messages import KVRole, Progress, Release, Step, TokenOut
+from engine.messages import KVRole, PrefixFound, Progress, Release, Step, TokenOut
 from worker.flow import Flow, LocalFlow
 from worker.outbox import Outbox
 from worker.worker import Worker
@@ -45,14 +45,22 @@ class PrefillFlow(Flow):
         self._confirmation = asyncio.get_running_loop().create_task(self._await_confirmation())
         self.submit(max_tokens=1)
 
+    def on_prefix_found(self, found: PrefixFound) -> None:
+        """Blocks that need not be computed can travel at once."""
+        super().on_prefix_found(found)
+        self._push(found.num_tokens, found.block_ids)
+
     def on_progress(self, progress: Progress) -> None:
-        """Push the blocks that are full by now, unless everything is to be sent at the end."""
+        """Push the blocks that are full by now."""
         self._progress = progress
-        if self.worker.spec.config.transfer.overlap == "none":
-            return
-        full = progress.num_computed_tokens // self.incarnation.layout.block_size
-        if progress.num_computed_tokens < len(self.work.token_ids) and full > self._num_queued:
-            blocks = progress.block_ids[self._num_queued : full]
+        if progress.num_computed_tokens < len(self.work.token_ids):
+            self._push(progress.num_computed_tokens, progress.block_ids)
+
+    def _push(self, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """The blocks that are full of the first ``num_tokens`` tokens, unless everything is to be sent at the end."""
+        full = num_tokens // self.incarnation.layout.block_size
+        if full > self._num_queued and self.worker.spec.config.transfer.overlap != "none":
+            blocks = block_ids[self._num_queued : full]
             self.incarnation.kv.send_blocks(self.request_id, self._num_queued, blocks)
             self._num_queued = full
 
@@ -65,7 +73,13 @@ class PrefillFlow(Flow):
         self.incarnation.kv.send_blocks(self.request_id, self._num_queued, last, last=True, trailer=trailer)
         self._token_given = True
         reason = FinishReason.STOP if ends_here else None
-        return TokenOutput(token.token_id, reason, self.prefill_events(token, step), logprobs=token.logprobs)
+        return TokenOutput(
+            token.token_id,
+            reason,
+            self.prefill_events(token, step),
+            logprobs=token.logprobs,
+            cached_tokens=self.cached_tokens,
+        )
 
     async def _await_confirmation(self) -> None:
         try:

@@ -70,7 +70,7 @@ class Attempt:
         colocated = self._placement.decode is None
         result.mode = Mode.COLOCATED if colocated else Mode.PD
         result.prefill_worker, result.decode_worker = prefill.worker_id, prefill.worker_id if colocated else ""
-        result.proof, result.kv_bytes_expected = None, 0
+        result.proof, result.kv_bytes_expected, result.prefill_cached_tokens = None, 0, 0
         result.block_size, result.attempts = prefill.info.layout.block_size, self._request.attempts
         self._note(EventKind.PAIR_CHOSEN)
         return self
@@ -195,8 +195,14 @@ class Attempt:
         request = self._request
         left = request.sampling.max_tokens - len(request.output_token_ids)
         sampling = replace(request.sampling, max_tokens=left)
-        so_far = request.token_ids_so_far
-        return Work(self._work_id, so_far, sampling, self._deadline.left_s, len(request.output_token_ids))
+        return Work(
+            self._work_id,
+            request.token_ids_so_far,
+            sampling,
+            self._deadline.left_s,
+            num_prior_outputs=len(request.output_token_ids),
+            salt=request.salt,
+        )
 
     async def _send(self, worker: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)
@@ -230,6 +236,8 @@ class Attempt:
         output, request = arrival.output, self._request
         if output.proof is not None:
             self._result.proof = output.proof
+        if output.cached_tokens:  # a retry's prompt has the outputs so far in it
+            self._result.prefill_cached_tokens = min(output.cached_tokens, len(request.prompt_token_ids))
         if worker.worker_id == self._result.decode_worker:
             self._decoded = True
         index = len(request.output_token_ids)

@@ -67,7 +67,8 @@ class FakeWorker:
 
     ``delay_s`` and ``failures`` are keyed by point: ``reserve``, ``prefill``, ``decode`` and ``run`` come before the
     first token there, ``decode_more`` and ``run_more`` before each later one. ``hangs`` are points never passed.
-    ``held`` names the requests on it, ``aborted`` those it was told to drop, ``works`` all it was sent.
+    ``held`` names the requests on it, ``aborted`` those it was told to drop, ``works`` all it was sent. It finds
+    ``cached_tokens`` of every prompt in its cache.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class FakeWorker:
         self.held: dict[str, _Held] = {}
         self.aborted: list[str] = []
         self.works: list[tuple[Point, Work]] = []
+        self.cached_tokens = 0
         self.connected: set[str] = set()
         self._time = clock or MonotonicClock()
         self._next_token = next_token
@@ -166,7 +168,7 @@ class FakeWorker:
         sampled = self._event(EventKind.TOKEN_1_SAMPLED)
         if destination is not None:
             self.fleet[destination.worker_id]._arrive(work.request_id, token_id, reason is not None)
-        yield TokenOutput(token_id, reason, (received, scheduled, sampled))
+        yield TokenOutput(token_id, reason, (received, scheduled, sampled), cached_tokens=self.cached_tokens)
 
     async def run(self, work: Work) -> AsyncIterator[TokenOutput]:
         """All tokens."""
@@ -183,7 +185,7 @@ class FakeWorker:
                 self.held.pop(work.request_id, None)
             if kinds:
                 events = (*events, self._event(kinds.pop(0)))
-            yield TokenOutput(token_id, reason, events)
+            yield TokenOutput(token_id, reason, events, cached_tokens=self.cached_tokens if len(kinds) == 1 else 0)
             if reason is not None:
                 return
             await self._pass("run_more")

@@ -23,7 +23,7 @@ class RoutedToken:
 class RoutingResult:
     """What became of a request, complete once its tokens are. ``decode_worker`` is empty if nothing was decoded
     elsewhere; ``kv_bytes_expected`` is 0 then, and when the client had enough before decode gave anything; else it is
-    what the last attempt's hand-off must weigh."""
+    what the last attempt's hand-off must weigh. ``prefill_cached_tokens`` of the prompt were cached where it ran."""
 
     mode: Mode | None = None
     prefill_worker: str = ""
@@ -32,3 +32,4 @@ class RoutingResult:
     kv_bytes_expected: int = 0
     block_size: int = 0
     attempts: int = 0
+    prefill_cached_tokens: int = 0

@@ -15,7 +15,7 @@ from core.handoff import KVDestination
 from core.sampling import FinishReason
 from core.timeline import Event, EventKind
 from core.worker import TokenOutput, Work
-from engine.messages import Abort, KVRole, Progress, Reserved, Step, Submit, TokenOut
+from engine.messages import Abort, KVRole, PrefixFound, Progress, Reserved, Step, Submit, TokenOut
 
 if TYPE_CHECKING:
     from worker.outbox import Outbox
@@ -38,6 +38,7 @@ class Flow(ABC):
         self.deadline_s = received_s + work.timeout_s
         # Whatever comes later, the request's blocks are this engine's and no other's.
         self.incarnation = worker.incarnation
+        self.cached_tokens = 0  # of the prompt, found in this engine's prefix cache
 
     @property
     def request_id(self) -> str:
@@ -57,6 +58,10 @@ class Flow(ABC):
         self, reserved: Reserved
     ) -> None:
         """The engine has set blocks aside for the request."""
+
+    def on_prefix_found(self, found: PrefixFound) -> None:
+        """The engine begins with the prompt, and had the KV of its beginning."""
+        self.cached_tokens = found.num_tokens
 
     def on_progress(  # noqa: B027 - most flows have nothing to do
         self, progress: Progress
@@ -99,6 +104,7 @@ class Flow(ABC):
                 logit_bias=dict(sampling.logit_bias),
                 logprobs=sampling.logprobs,
                 num_prior_outputs=self.work.num_prior_outputs,
+                salt=self.work.salt,
             )
         )
 
@@ -134,14 +140,18 @@ class LocalFlow(Flow):
         """A token, with the events of the first or the second."""
         self._num_tokens += 1
         events: tuple[Event, ...] = ()
+        cached_tokens = 0
         if self._num_tokens == 1:
             events = self.prefill_events(token, step)
+            cached_tokens = self.cached_tokens
         elif self._num_tokens == 2:
             events = (
                 self.event(EventKind.DECODE_SCHEDULED, step.step_started_s),
                 self.event(EventKind.TOKEN_2_SAMPLED, step.sampled_s),
             )
-        return TokenOutput(token.token_id, finish_reason(token), events, logprobs=token.logprobs)
+        return TokenOutput(
+            token.token_id, finish_reason(token), events, logprobs=token.logprobs, cached_tokens=cached_tokens
+        )
 
 
 def finish_reason(token: TokenOut) -> FinishReason | None:

@@ -105,6 +105,9 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
+        chunk_tokens=config.chunk_tokens,
+        batching=config.batching,
+        prefix_caching=config.prefix_caching,
         device_share=spec.device_share,
         delay_s={stage: ms / 1e3 for stage, ms in spec.config.testing.delay_ms.items()},
     )

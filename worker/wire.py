@@ -72,6 +72,7 @@ def work_to_proto(work: Work) -> pb.Submit:
         ),
         timeout_s=work.timeout_s,
         num_prior_outputs=work.num_prior_outputs,
+        salt=work.salt,
     )
 
 
@@ -98,6 +99,7 @@ def work_from_proto(message: pb.Submit) -> Work:
         ),
         timeout_s=message.timeout_s,
         num_prior_outputs=message.num_prior_outputs,
+        salt=message.salt,
     )
 
 
@@ -114,7 +116,9 @@ def error_from_proto(message: pb.Error) -> PdserveError:
 
 def output_to_proto(request_id: str, output: TokenOutput) -> pb.Output:
     """`TokenOutput` as a message; the events' worker is implied by the stream."""
-    message = pb.Output(request_id=request_id, finish_reason=output.finish_reason or "")
+    message = pb.Output(
+        request_id=request_id, finish_reason=output.finish_reason or "", cached_tokens=output.cached_tokens
+    )
     if output.token_id is not None:
         message.token_id = output.token_id
     for event in output.events:
@@ -136,6 +140,7 @@ def output_from_proto(worker_id: str, message: pb.Output) -> TokenOutput:
         events=tuple(Event(EventKind(e.kind), worker_id, e.time_s) for e in message.events),
         proof=TransferProof(**_values(TransferProof, message.proof)) if message.HasField("proof") else None,
         logprobs=_logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        cached_tokens=message.cached_tokens,
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from core.clock import Clock, MonotonicClock, clock_id
 from core.errors import (
@@ -27,7 +27,7 @@ from core.errors import (
 )
 from core.handoff import KVDestination
 from core.worker import Work, WorkerInfo, WorkerLoad
-from engine.messages import EngineEvent, Failed, KVRole, Load, Pong, Ready, Rejected, Reserved, Step
+from engine.messages import EngineEvent, Failed, KVRole, Load, Pong, PrefixFound, Ready, Rejected, Reserved, Step
 from worker.flow import Flow
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
@@ -235,10 +235,13 @@ class Worker:
             case Step():
                 self._on_step(event)
             case Load():
-                incarnation.load = WorkerLoad(event.free_blocks, event.running, event.waiting, event.preemptions)
+                incarnation.load = WorkerLoad(**asdict(event))
             case Reserved():
                 if flow := self._flows.get(event.request_id):
                     flow.on_reserved(event)
+            case PrefixFound():
+                if flow := self._flows.get(event.request_id):
+                    flow.on_prefix_found(event)
             case Rejected():
                 if flow := self._flows.get(event.request_id):
                     self.fail(flow, from_wire(event.kind, event.message))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ BOTH = "both"
 @dataclass(frozen=True, slots=True)
 class Load:
     """``requests`` of random tokens, either ``concurrency`` at a time or at ``rate`` a second (Poisson arrivals).
-    ``mode`` is auto, pd, colocated, or both: then each prompt is sent in either mode, one after the other."""
+    ``mode`` is auto, pd, colocated, or both: then each prompt is sent in either mode, one after the other. Each request
+    has a salt of its own, so that none finds KV in a prefix cache: not of its pair, nor of an earlier run."""
 
     requests: int
     input_len: int
@@ -98,7 +100,12 @@ async def run_load(
     async def one(index: int) -> Outcome:
         prompt, mode = load.prompt_of(index), load.mode_of(index)
         stream = client.generate(
-            prompts[prompt], max_tokens=load.output_len, ignore_eos=True, mode=mode, timeout_s=load.timeout_s
+            prompts[prompt],
+            max_tokens=load.output_len,
+            ignore_eos=True,
+            mode=mode,
+            timeout_s=load.timeout_s,
+            salt=secrets.token_hex(8),
         )
         try:
             outcome = Outcome(index, prompt, mode, await stream.result())

@@ -35,7 +35,10 @@ def bench(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a load on the service and report latencies, throughput, goodput, failures and leaked blocks."""
+    """Put a load on the service and report latencies, throughput, goodput, failures and leaked blocks.
+
+    No request finds anything in a prefix cache: each has a salt of its own.
+    """
     from pdserve.bench.load import Load
     from pdserve.bench.slo import SLO
     from pdserve.cli.console import stdout_console

@@ -21,7 +21,10 @@ def demo(
     png: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/demo/waterfall.png"),
     rounds: Annotated[int, typer.Option(min=1, max=100, help="rounds of the paired comparison")] = 5,
 ) -> None:
-    """Send 8 prompts of very different lengths at once, show each one's waterfall, and what the hand-off cost."""
+    """Send 8 prompts of very different lengths at once, show each one's waterfall, and what the hand-off cost.
+
+    No request finds anything in a prefix cache: each has a salt of its own.
+    """
     import asyncio
     import json
 

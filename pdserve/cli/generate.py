@@ -45,6 +45,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
     timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
+    salt: Annotated[str | None, typer.Option(help="share cached KV only with requests of the same salt")] = None,
     as_json: JsonOption = False,
     png: Annotated[Path | None, typer.Option(help="save the waterfall as a picture as well")] = None,
 ) -> None:
@@ -66,6 +67,7 @@ def generate(
         "stop": stop,
         "ignore_eos": ignore_eos,
         "timeout_s": timeout,
+        "salt": salt,
     }
     if as_json:
         import json

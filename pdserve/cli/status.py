@@ -49,7 +49,7 @@ def _workers(answer: ServiceStatus) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("worker", "role", "state", "node", "device"):
         table.add_column(column, no_wrap=True)
-    for column in ("pids", "free", "run", "wait", "preempted", "restarts", "heard"):
+    for column in ("pids", "free", "cached", "prefix hits", "run", "wait", "preempted", "restarts", "heard"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("sends KV to", overflow="fold")
     for w in answer.workers:
@@ -57,7 +57,12 @@ def _workers(answer: ServiceStatus) -> Table:
         table.add_row(
             w.worker_id, w.role, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", w.node,
             f"{w.device} {slot}".strip(), f"{w.pid} {w.engine_pid}", f"{w.free_blocks}/{w.num_blocks}",
+            str(w.cached_blocks), _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
             str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
             ", ".join(w.peers),
         )  # fmt: skip
     return table
+
+
+def _hits(cached: int, looked_up: int) -> str:
+    return f"{100 * cached / looked_up:.0f} %" if looked_up else "–"

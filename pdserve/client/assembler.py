@@ -65,6 +65,7 @@ class Assembler:
             kv_bytes_expected=transfer.kv_bytes_expected,
             kv_blocks_sent=transfer.blocks_sent,
             kv_blocks_skipped=transfer.blocks_skipped,
+            prefill_cached_tokens=completion.prefill_cached_tokens,
             transfer=TransferDetails(
                 wire_ms=transfer.wire_ms,
                 exposed_ms=transfer.exposed_ms,

@@ -50,7 +50,8 @@ class TransferDetails:
 class Generation:
     """A finished request. Times are the client's own: ``ttft_ms`` to token 1 (to the end of the stream if it had no
     token at all), ``ttft_decode_ms`` to token 2 (None if there was none), ``itl_ms`` the gaps between tokens.
-    ``breakdowns`` has a figure only where its token was written. Bytes are whole blocks.
+    ``breakdowns`` has a figure only where its token was written. Bytes are whole blocks. From prefix caches:
+    ``prefill_cached_tokens`` of the prompt were not computed, ``kv_blocks_skipped`` not sent.
 
     ``tokens`` are those of ``token_ids``, in step with them: as they were streamed, less the last ones if a stop string
     trimmed them."""
@@ -70,6 +71,7 @@ class Generation:
     kv_bytes_expected: int
     kv_blocks_sent: int
     kv_blocks_skipped: int
+    prefill_cached_tokens: int
     transfer: TransferDetails
     ttft_ms: float
     ttft_decode_ms: float | None
@@ -109,6 +111,7 @@ class Generation:
             "kv_bytes_expected": self.kv_bytes_expected,
             "kv_blocks_sent": self.kv_blocks_sent,
             "kv_blocks_skipped": self.kv_blocks_skipped,
+            "prefill_cached_tokens": self.prefill_cached_tokens,
             "ttft_ms": self.ttft_ms,
             "ttft_decode_ms": self.ttft_decode_ms,
             "breakdown_ms": {

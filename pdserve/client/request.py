@@ -22,7 +22,8 @@ _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalt
 class GenerateOptions(TypedDict, total=False):
     """What `generate` takes beside the prompt; what is left out (or None) is the service's default.
 
-    ``timeout_s`` is the request's deadline, ``mode`` auto, pd or colocated; the others are those of `SamplingParams`.
+    ``timeout_s`` is the request's deadline, ``mode`` auto, pd or colocated, ``salt`` keeps cached KV apart: requests
+    share it only within one (256 characters at most; default: the empty one). The others are those of `SamplingParams`.
     """
 
     max_tokens: int | None
@@ -42,6 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     mode: Mode | str
     request_id: str | None
     timeout_s: float | None
+    salt: str | None
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -52,6 +54,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     request = pb.GenerateRequest(
         request_id=_text("request_id", options.get("request_id") or ""),
         mode=_MODES[_mode(options.get("mode", Mode.AUTO))],
+        salt=_text("salt", options.get("salt") or ""),
     )
     if isinstance(prompt, str):
         request.text = _text("prompt", prompt)

@@ -10,7 +10,8 @@ from pb import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ServiceWorker:
-    """One worker as the router last heard of it, ``heartbeat_age_s`` ago."""
+    """One worker as the router last heard of it, ``heartbeat_age_s`` ago. Of its prefix cache: tokens of all prompts
+    since its engine's start, how many of those were cached, and the blocks that can be found now."""
 
     worker_id: str
     role: str
@@ -33,6 +34,9 @@ class ServiceWorker:
     cuda_visible_devices: str
     cores: str
     transport_reason: str
+    prompt_tokens_looked_up: int
+    prompt_tokens_cached: int
+    cached_blocks: int
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:
@@ -59,6 +63,9 @@ class ServiceWorker:
             cuda_visible_devices=worker.cuda_visible_devices,
             cores=worker.cores,
             transport_reason=worker.transport_reason,
+            prompt_tokens_looked_up=worker.prompt_tokens_looked_up,
+            prompt_tokens_cached=worker.prompt_tokens_cached,
+            cached_blocks=worker.cached_blocks,
         )
 
 

@@ -1,8 +1,12 @@
-"""The demo against a running service: prompts at once with live text, waterfalls, and the paired colocated figure."""
+"""The demo against a running service: prompts at once with live text, waterfalls, and the paired colocated figure.
+
+Each request has a salt of its own: a prefix cache would make each prompt's later rounds incomparable with its first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +68,9 @@ async def _at_once(client: AsyncClient, prompts: Sequence[DemoPrompt], report: D
 
         async def one(index: int, prompt: DemoPrompt) -> Generation | None:
             try:
-                stream = client.generate(prompt.text, max_tokens=MAX_TOKENS, ignore_eos=True, mode=Mode.PD)
+                stream = client.generate(
+                    prompt.text, max_tokens=MAX_TOKENS, ignore_eos=True, mode=Mode.PD, salt=secrets.token_hex(8)
+                )
                 async for token in stream:
                     texts.token(index, token)
                 generation = await stream.result()
@@ -93,7 +99,9 @@ async def _rounds(
             done: dict[Mode, Generation] = {}
             for mode in order:
                 try:
-                    stream = client.generate(prompt.text, max_tokens=max_tokens, ignore_eos=True, mode=mode)
+                    stream = client.generate(
+                        prompt.text, max_tokens=max_tokens, ignore_eos=True, mode=mode, salt=secrets.token_hex(8)
+                    )
                     done[mode] = await stream.result()
                 except PdserveError as error:
                     report.errors.append(error)

@@ -75,9 +75,20 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
+def reused(generation: Generation) -> str:
+    """One line that says what prefix caches saved: 'prefix cache: 128 of 200 prompt tokens not computed, …'."""
+    parts = []
+    if generation.prefill_cached_tokens:
+        parts.append(f"{generation.prefill_cached_tokens} of {generation.prompt_tokens} prompt tokens not computed")
+    if generation.kv_blocks_skipped:
+        total = generation.kv_blocks_skipped + generation.kv_blocks_sent
+        parts.append(f"{generation.kv_blocks_skipped} of {total} blocks not sent")
+    return "prefix cache: " + (", ".join(parts) or "nothing found")
+
+
 def proof(generation: Generation) -> str:
     """One line that says whether the KV cache moved as it must: 'kv 1.2 MB = expected, 5 blocks over grpc_stream'."""
-    if not generation.kv_bytes and not generation.kv_bytes_expected:
+    if not generation.kv_bytes and not generation.kv_bytes_expected and not generation.kv_blocks_skipped:
         why = "colocated" if generation.mode == "colocated" else "nothing to hand over"
         return f"kv not moved ({why})"
     parts = [f"kv {human_bytes(generation.kv_bytes)}"]
@@ -89,7 +100,7 @@ def proof(generation: Generation) -> str:
     blocks = "block" if generation.kv_blocks_sent == 1 else "blocks"
     parts.append(f"{generation.kv_blocks_sent} {blocks} over {generation.transport}")
     if generation.kv_blocks_skipped:
-        parts.append(f"{generation.kv_blocks_skipped} held already")
+        parts.append(f"{generation.kv_blocks_skipped} held by decode already")
     if generation.transfer.kv_bytes_retried:
         parts.append(f"{human_bytes(generation.transfer.kv_bytes_retried)} retried")
     if generation.transfer.checksum:

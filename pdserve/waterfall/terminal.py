@@ -10,7 +10,7 @@ from rich.text import Text
 
 from core.timeline import Figure
 from pdserve.client.generation import Generation
-from pdserve.waterfall.bars import COLORS, FIGURE_TITLES, Bar, bars, longest, proof
+from pdserve.waterfall.bars import COLORS, FIGURE_TITLES, Bar, bars, longest, proof, reused
 
 _BAR_WIDTH = 44
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -96,6 +96,7 @@ def _headline(generation: Generation) -> Text:
 def _proof_line(generation: Generation) -> Text:
     equal = generation.kv_bytes == generation.kv_bytes_expected
     text = Text(proof(generation), style="" if equal else "bold red")
+    text.append(f"\n{reused(generation)}", "dim")
     if generation.kv_bytes:
         transfer = generation.transfer
         text.append(

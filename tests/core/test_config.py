@@ -58,6 +58,25 @@ def test_dumped_and_parsed_it_is_the_same() -> None:
     assert PdserveConfig.parse(config.model_dump()) == config
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("off", "off"), ("'off'", "off"), ("64", 64), ("'64'", 64), ("null", None), ("false", "off")]
+)
+def test_chunk_tokens_is_a_number_or_off_even_though_yaml_takes_that_for_a_boolean(
+    tmp_path: Path, text: str, value: int | str | None
+) -> None:
+    config = PdserveConfig.load(write(tmp_path, f"engine: {{chunk_tokens: {text}}}\n"))
+    assert config.engine.chunk_tokens == value
+    assert PdserveConfig.parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "on", "1.5", "never", "[1]"])
+def test_other_chunk_tokens_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine\.chunk_tokens: Input should be off or a whole number of at least 1"
+    ):
+        PdserveConfig.load(write(tmp_path, f"engine: {{chunk_tokens: {text}}}\n"))
+
+
 @pytest.mark.parametrize("key", ["num_blocks", "max_num_seqs"])
 def test_it_cannot_be_changed(key: str) -> None:
     with pytest.raises(ValueError, match="frozen"):

@@ -221,7 +221,8 @@ def test_torch_dist_carries_the_blocks_too(model: Path, overlap: str) -> None:
     transfer = {"transport": "torch_dist", "overlap": overlap}
     with local_cluster(settings(model, transfer=transfer)) as cluster, Client(cluster.target) as client:
         for length in (5, 64, 200):
-            result = client.generate(PROMPT * 3 if length > len(PROMPT) * 2 else PROMPT[:length], max_tokens=6).result()
+            prompt = PROMPT * 3 if length > len(PROMPT) * 2 else PROMPT[:length]
+            result = client.generate(prompt, max_tokens=6, salt=str(length)).result()  # all its blocks travel
             assert result.transport == "torch_dist"
             assert result.kv_bytes == result.kv_bytes_expected > 0
         assert list(result.token_ids) == greedy_tokens(model, PROMPT * 3, 6)

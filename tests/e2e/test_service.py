@@ -72,7 +72,7 @@ def test_generate_prints_one_json_object(service: RunningService) -> None:
     assert set(result) == {
         "request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport",
         "block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped", "ttft_ms",
-        "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms",
+        "prefill_cached_tokens", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms",
     }  # fmt: skip
     assert result["mode"] == "pd"
     assert result["transport"] == "grpc_stream"

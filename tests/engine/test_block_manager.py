@@ -14,7 +14,6 @@ def test_allocate_covers_the_tokens_and_no_more() -> None:
     assert manager.allocate("a", 9)
     assert manager.blocks("a") == [0, 1, 2]
     assert manager.free_blocks == 5
-    assert manager.num_cached_blocks("a") == 0
 
 
 def test_growth_extends_the_live_list_and_never_shrinks() -> None:
@@ -122,3 +121,124 @@ def test_blocks_are_conserved(num_blocks: int, block_size: int, operations: list
     for owner in list(held):
         manager.free(owner)
     assert manager.free_blocks == num_blocks
+
+
+# --- shared and kept blocks ------------------------------------------------------------------------------------------
+
+
+def published(num_blocks: int = 6) -> BlockManager:
+    """Owner "a" has blocks 0 to 2 of one token each, findable as b"0" to b"2"."""
+    manager = BlockManager(num_blocks, 1)
+    assert manager.allocate("a", 3)
+    for block in manager.blocks("a"):
+        manager.publish(block, b"%d" % block)
+    return manager
+
+
+def test_blocks_of_a_running_owner_are_shared_and_freed_with_the_last() -> None:
+    manager = published()
+    found = manager.find([b"0", b"1"])
+    assert manager.cost(3, found) == 1
+    assert manager.allocate("b", 3, found)
+    assert manager.blocks("b") == [0, 1, 3]
+    assert manager.free_blocks == 2
+    manager.check_integrity()
+    assert manager.free("a") == 3
+    assert manager.free_blocks == 3  # block 2
+    manager.check_integrity()
+    assert manager.free("b") == 3
+    assert (manager.free_blocks, manager.cached_blocks) == (6, 3)
+    manager.check_integrity()
+
+
+def test_kept_blocks_are_found_until_no_other_is_free_and_then_go_end_first() -> None:
+    manager = published()
+    manager.free("a")
+    assert manager.allocate("b", 4)
+    assert manager.blocks("b") == [3, 4, 5, 2]
+    assert manager.find([b"0", b"1", b"2"]) == [0, 1]
+    assert (manager.free_blocks, manager.cached_blocks) == (2, 2)
+    assert manager.allocate("b", 6)
+    assert manager.blocks("b") == [3, 4, 5, 2, 1, 0]
+    assert manager.find([b"0"]) == []
+    manager.check_integrity()
+
+
+def test_what_is_shared_is_not_evicted_for_the_rest() -> None:
+    manager = published(3)
+    manager.free("a")
+    found = manager.find([b"0", b"1"])
+    assert manager.cost(3, found) == 3
+    assert manager.allocate("b", 3, found)
+    assert manager.blocks("b") == [0, 1, 2]
+    assert manager.cached_blocks == 2
+    manager.check_integrity()
+
+
+def test_too_few_blocks_beside_the_shared_ones_change_nothing() -> None:
+    manager = published(4)
+    manager.free("a")
+    assert not manager.allocate("b", 5, manager.find([b"0", b"1"]))
+    assert (manager.free_blocks, manager.cached_blocks, manager.blocks("b")) == (4, 3, [])
+    manager.check_integrity()
+
+
+def test_only_a_new_owner_shares() -> None:
+    manager = published()
+    with pytest.raises(ValueError, match="has blocks already"):
+        manager.allocate("a", 5, [0])
+
+
+def test_whose_blocks_would_be_free() -> None:
+    manager = published()
+    assert manager.allocate("b", 2, manager.find([b"0", b"1"]))
+    assert manager.owned_only_by(["a"])  # block 2
+    assert not manager.owned_only_by(["b"])
+    assert not manager.owned_only_by([])
+    assert manager.owned_only_by(["b", "a"])
+
+
+def test_integrity_sees_a_wrong_count_and_a_shared_block_that_is_not_findable() -> None:
+    manager = published()
+    manager._owners[0] = 2
+    with pytest.raises(AssertionError, match=r"blocks \[0\] have another number of owners"):
+        manager.check_integrity()
+    manager = BlockManager(4, 1)
+    assert manager.allocate("a", 1)
+    assert manager.allocate("b", 2, [0])
+    with pytest.raises(AssertionError, match="block 0 belongs to owner 'a' and to owner 'b'"):
+        manager.check_integrity()
+
+
+PREFIXES = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+
+
+@given(st.integers(1, 10), st.lists(st.one_of(st.tuples(OWNERS, PREFIXES), OWNERS), max_size=40))
+def test_a_block_found_by_a_prefix_was_published_for_it(
+    num_blocks: int, operations: list[tuple[str, list[int]] | str]
+) -> None:
+    """Blocks of one token; the model remembers what each block was last filled with."""
+    manager = BlockManager(num_blocks, 1)
+    content: dict[int, bytes] = {}
+    owned: dict[str, list[int]] = {}
+    for operation in operations:
+        if isinstance(operation, str):
+            assert manager.free(operation) == len(owned.pop(operation, []))
+        elif operation[0] not in owned:
+            owner, tokens = operation
+            digests = [bytes(tokens[: i + 1]) for i in range(len(tokens))]
+            shared = manager.find(digests)
+            assert [content[block] for block in shared] == digests[: len(shared)]
+            in_use = {block for blocks in owned.values() for block in blocks}
+            fits = len(in_use | set(shared)) + len(tokens) - len(shared) <= num_blocks
+            assert (manager.cost(len(tokens), shared) <= manager.free_blocks) == fits
+            assert manager.allocate(owner, len(tokens), shared) is fits
+            if fits:
+                owned[owner] = list(manager.blocks(owner))
+                assert owned[owner][: len(shared)] == shared
+                assert not in_use & set(owned[owner][len(shared) :])
+                for block, digest in list(zip(owned[owner], digests, strict=True))[len(shared) :]:
+                    content[block] = digest
+                    manager.publish(block, digest)
+        manager.check_integrity()
+        assert manager.free_blocks == num_blocks - len({block for blocks in owned.values() for block in blocks})

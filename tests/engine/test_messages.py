@@ -22,6 +22,7 @@ from engine.messages import (
     Load,
     Ping,
     Pong,
+    PrefixFound,
     Progress,
     Ready,
     Rejected,
@@ -36,7 +37,7 @@ from engine.messages import (
 )
 
 MESSAGES: list[Command | EngineEvent] = [
-    Submit("r1", KVRole.RECEIVE, [1, 2, 3], 16, 0.7, 40, 0.95, 2**63 - 1, [5, 6], True),
+    Submit("r1", KVRole.RECEIVE, [1, 2, 3], 16, 0.7, 40, 0.95, 2**63 - 1, [5, 6], True, salt="tenant ü"),
     Submit("r2", KVRole.LOCAL, [0], 1, 0.0, 0, 1.0, 0, [], False),
     Submit("ü/3", KVRole.PUSH, list(range(2000)), 1, 0.0, 0, 1.0, 7, [], False),
     Submit("r4", KVRole.LOCAL, [1, 2], 1, 0.5, 0, 1.0, 0, [], False, 0.1, 1.5, -0.5, 2.0, {7: -100.0, 9: 0.5}, 0, 1),
@@ -49,6 +50,7 @@ MESSAGES: list[Command | EngineEvent] = [
     Ready({"model_hash": "x", "num_layers": 2}, 128, {"kind": "shm", "name": "/p"}, 4096, 32000, "cpu", [0, 1], 1.25),
     Failed("ModelError", "no such folder"),
     Reserved("r1", [3, 1, 2], 1),
+    PrefixFound("r1", 128, [7, 2]),
     Rejected("r1", "CapacityExceeded", "too long"),
     Step(2.5, 2.25),
     Step(
@@ -61,7 +63,7 @@ MESSAGES: list[Command | EngineEvent] = [
         ],
         [Progress("r3", 64, [0, 1]), Progress("r4", 1, [9])],
     ),
-    Load(10, 2, 3, 1),
+    Load(10, 2, 3, 1, 2**40, 2**39, 5),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from core.clock import FakeClock
@@ -14,6 +16,7 @@ from engine.messages import (
     KVReady,
     KVRole,
     Load,
+    PrefixFound,
     Progress,
     Rejected,
     Release,
@@ -23,6 +26,7 @@ from engine.messages import (
     TokenOut,
 )
 from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from engine.token_budget import ChunkTokens
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
 EOS = 99
@@ -39,10 +43,16 @@ class Rig:
         max_len: int = 256,
         block_size: int = 4,
         num_blocks: int = 32,
+        prefix_caching: bool = False,
+        batching: Literal["continuous", "static"] = "continuous",
+        chunk_tokens: ChunkTokens = None,
     ) -> None:
         self.clock = FakeClock(10.0)
         self.scheduler = Scheduler(
-            SchedulerConfig(budget, max_seqs, max_len, block_size, num_blocks, (EOS,)), self.clock
+            SchedulerConfig(
+                budget, max_seqs, max_len, block_size, num_blocks, (EOS,), prefix_caching, batching, chunk_tokens
+            ),
+            self.clock,
         )
         self.next_token = 1
 
@@ -54,10 +64,11 @@ class Rig:
         role: KVRole = LOCAL,
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
-    ) -> list[Reserved | Rejected]:
+        salt: str = "",
+    ) -> list[Reserved | PrefixFound | Rejected]:
         """Submit ``prompt`` tokens 1000, 1001, …, and tell what events that made."""
         tokens = list(range(1000, 1000 + prompt))
-        self.scheduler.submit(Submit(name, role, tokens, max_tokens, 0.5, 3, 0.9, 7, list(stop), ignore_eos))
+        self.scheduler.submit(Submit(name, role, tokens, max_tokens, 0.5, 3, 0.9, 7, list(stop), ignore_eos, salt=salt))
         return self.scheduler.take_events()
 
     def schedule(self) -> tuple[SchedulerOutput, dict[str, int]]:

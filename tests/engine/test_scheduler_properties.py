@@ -2,7 +2,8 @@
 
 The engine around the scheduler is played by a `World`: a pool that remembers which token's KV lies in which slot, a
 sampler whose draw is a function of all tokens before it, and two peers that fill RECEIVE requests' blocks and take
-PUSH requests' blocks away. So a request that read another's block, or a stale one, draws a wrong token at once.
+PUSH requests' blocks away. What a slot holds is a token, all tokens before it and the salt it was computed under, so a
+request that attends to anything but its own beginning, or to another tenant's, is noticed at once.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from hypothesis import strategies as st
 
 from core.clock import FakeClock
 from engine.batch import SampledToken, ScheduledSeq
-from engine.messages import Abort, KVReady, KVRole, Rejected, Release, Reserved, Submit
+from engine.messages import Abort, KVReady, KVRole, PrefixFound, Rejected, Release, Reserved, Submit
 from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 
 EOS = 0
 VOCABULARY = 13
 
 
-def draw(salt: int, tokens: Sequence[int]) -> int:
+def draw(seed: int, tokens: Sequence[int]) -> int:
     """The next token after ``tokens``: depends on every one of them and on where it stands."""
-    state = salt
+    state = seed
     for position, token in enumerate(tokens):
         state = (state * 31 + token * 7 + position) % 1_000_003
     return state % VOCABULARY
@@ -32,7 +33,8 @@ def draw(salt: int, tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request and how its peers will treat it; ``patience`` is how many ticks they take."""
+    """A request and how its peers will treat it; ``patience`` is how many ticks they take. Requests of one ``topic``
+    have the same tokens as far as they go."""
 
     role: KVRole
     prompt_tokens: int
@@ -41,20 +43,22 @@ class Plan:
     stop_token_ids: tuple[int, ...]
     patience: int
     abort_after: int | None
+    topic: int = 0
+    salt: str = ""
 
-    def outputs(self, salt: int) -> list[int]:
+    @property
+    def prompt(self) -> list[int]:
+        return [(self.topic * 5 + i * 3 + 1) % VOCABULARY for i in range(self.prompt_tokens)]
+
+    def outputs(self) -> list[int]:
         """All its output tokens, by the definition of `Submit`."""
-        prompt = prompt_of(salt, self.prompt_tokens)
+        prompt = self.prompt
         tokens: list[int] = []
         while len(tokens) < (1 if self.role is KVRole.PUSH else self.max_tokens):
-            tokens.append(draw(salt, prompt + tokens))
+            tokens.append(draw(self.topic, prompt + tokens))
             if tokens[-1] in self.stop_token_ids or (tokens[-1] == EOS and not self.ignore_eos):
                 break
         return tokens
-
-
-def prompt_of(salt: int, length: int) -> list[int]:
-    return [(salt * 5 + i * 3 + 1) % VOCABULARY for i in range(length)]
 
 
 @dataclass
@@ -62,11 +66,11 @@ class Live:
     """What the world knows of a request."""
 
     plan: Plan
-    salt: int
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     reserved: list[int] | None = None
+    num_cached_blocks: int = 0
     held: list[int] | None = None
     due: int = 0
     computed: int = 0
@@ -81,7 +85,8 @@ class World:
         self.burst = burst
         self.clock = FakeClock(100.0)
         self.scheduler = Scheduler(config, self.clock)
-        self.pool: dict[tuple[int, int], tuple[str, int, int]] = {}  # (block, slot) → (request, position, token)
+        self.pool: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (block, slot) → salt, tokens up to there
+        self.batch: set[str] = set()
         self.live: dict[str, Live] = {}
         self.rejected: dict[str, str] = {}
         self.reserved_order: list[str] = []
@@ -89,9 +94,8 @@ class World:
         self.in_step: set[int] = set()  # blocks that the step which runs just now may write to
 
     def submit(self, plan: Plan) -> None:
-        salt = len(self.live)
-        request = Live(plan, salt, prompt_of(salt, plan.prompt_tokens))
-        request_id = f"r{salt}"
+        request = Live(plan, plan.prompt)
+        request_id = f"r{len(self.live)}"
         self.live[request_id] = request
         self.scheduler.submit(
             Submit(
@@ -102,16 +106,22 @@ class World:
                 0.0,
                 0,
                 1.0,
-                salt,
+                7,
                 list(plan.stop_token_ids),
                 plan.ignore_eos,
+                salt=plan.salt,
             )
         )
         self._hear()
 
     def abort(self, request_id: str) -> None:
+        request = self.live[request_id]
+        if request.reserved is not None:  # the transfer breaks off half way: what came is garbage
+            for block in request.reserved[request.num_cached_blocks :]:
+                self._put(block, 0, ("garbage", ()))
+            request.reserved = None
         self.scheduler.abort(Abort(request_id))
-        self.live[request_id].over = True
+        request.over = True
         self._hear()
 
     def tick(self, abort_in_step: Sequence[str] = ()) -> bool:
@@ -151,7 +161,7 @@ class World:
             assert request.plan.role is KVRole.PUSH
             assert progress.num_computed_tokens > request.computed
             request.computed = progress.num_computed_tokens
-            self._check_content(progress.request_id, request.prompt[: request.computed], progress.block_ids)
+            self._check_content(request.plan, request.prompt[: request.computed], progress.block_ids)
             if request.computed == len(request.prompt):
                 assert [t.request_id for t in step.tokens].count(progress.request_id) == 1
                 request.held = progress.block_ids
@@ -169,14 +179,16 @@ class World:
                 self.abort(request_id)
                 acted = True
             elif request.reserved is not None and self.ticks >= request.due:
-                self._write(request_id, 0, request.prompt, request.reserved)
+                start = request.num_cached_blocks * self.config.block_size
+                self._check_content(request.plan, request.prompt[:start], request.reserved)
+                self._write(request.plan, start, request.prompt, request.reserved)
                 request.reserved = None
-                request.tokens.append(draw(request.salt, request.prompt))
-                request.over = request.plan.outputs(request.salt) == request.tokens
+                request.tokens.append(draw(request.plan.topic, request.prompt))
+                request.over = request.plan.outputs() == request.tokens
                 self.scheduler.kv_ready(KVReady(request_id, request.tokens[0]))
                 acted = True
             elif request.held is not None and self.ticks >= request.due:
-                self._check_content(request_id, request.prompt, request.held)
+                self._check_content(request.plan, request.prompt, request.held)
                 self.scheduler.release(Release(request_id))
                 request.over = True
                 acted = True
@@ -192,23 +204,44 @@ class World:
             if isinstance(event, Rejected):
                 self.rejected[event.request_id] = event.kind
                 request.over = True
+            elif isinstance(event, PrefixFound):
+                assert request.plan.role is not KVRole.RECEIVE
+                assert 0 < event.num_tokens < len(request.prompt)
+                assert event.num_tokens == len(event.block_ids) * self.config.block_size
+                self._check_content(request.plan, request.prompt[: event.num_tokens], event.block_ids)
             else:
                 assert isinstance(event, Reserved)
                 assert request.plan.role is KVRole.RECEIVE
-                assert not self.in_step & set(event.block_ids), "a peer would write where a step still writes"
+                written = event.block_ids[event.num_cached_blocks :]
+                assert not self.in_step & set(written), "a peer would write where a step still writes"
+                assert event.num_cached_blocks * self.config.block_size <= len(request.prompt)
+                request.num_cached_blocks = event.num_cached_blocks
                 assert len(event.block_ids) == -(-len(request.prompt) // self.config.block_size)
                 request.reserved = event.block_ids
                 request.due = self.ticks + request.plan.patience
                 self.reserved_order.append(event.request_id)
 
     def _check_limits(self, output: SchedulerOutput) -> None:
-        assert len(output.seqs) <= self.config.max_num_seqs
-        assert sum(len(part.token_ids) for part in output.seqs) <= self.config.max_num_batched_tokens
+        config = self.config
+        assert len(output.seqs) <= config.max_num_seqs
+        num_tokens = sum(len(part.token_ids) for part in output.seqs)
+        if config.chunk_tokens == "off":
+            assert all(part.sample for part in output.seqs), "a prompt was cut"
+            assert num_tokens <= config.max_num_batched_tokens or len(output.seqs) == 1
+        else:
+            assert num_tokens <= config.max_num_batched_tokens
+            assert all(len(part.token_ids) <= (config.chunk_tokens or num_tokens) for part in output.seqs)
         assert all(part.token_ids for part in output.seqs)
         names = [part.request_id for part in output.seqs]
         assert len(set(names)) == len(names)
         assert not set(names) & set(output.preempted)
         assert all(self.live[name].plan.role is not KVRole.PUSH for name in output.preempted)
+        if config.batching == "static":
+            batch = {seq.request_id for seq in self.scheduler._batch()}
+            assert len(batch) <= config.max_num_seqs
+            assert set(names) <= batch
+            assert batch <= self.batch or not batch & self.batch, "somebody joined a running batch"
+            self.batch = batch
 
     def _compute(self, part: ScheduledSeq) -> list[SampledToken]:
         request = self.live[part.request_id]
@@ -216,22 +249,30 @@ class World:
         end = part.start + len(part.token_ids)
         assert list(part.token_ids) == known[part.start : end]
         assert part.sample == (end == len(known))
-        self._write(part.request_id, part.start, part.token_ids, part.block_ids)
-        self._check_content(part.request_id, known[:end], part.block_ids)
+        self._write(request.plan, part.start, known[:end], part.block_ids)
+        self._check_content(request.plan, known[:end], part.block_ids)
         tokens = known[:end]
         for _ in range(self.burst):
-            tokens.append(draw(request.salt, tokens))
+            tokens.append(draw(request.plan.topic, tokens))
         return [SampledToken(token) for token in tokens[end:]]
 
-    def _write(self, request_id: str, start: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def _write(self, plan: Plan, start: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """The KV of ``tokens`` from position ``start`` on."""
         size = self.config.block_size
-        for position, token in enumerate(tokens, start):
-            self.pool[blocks[position // size], position % size] = (request_id, position, token)
+        for position in range(start, len(tokens)):
+            self._put(blocks[position // size], position % size, (plan.salt, tuple(tokens[: position + 1])))
 
-    def _check_content(self, request_id: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def _put(self, block: int, slot: int, content: tuple[str, tuple[int, ...]]) -> None:
+        blocks = self.scheduler.blocks
+        assert not blocks._cache.knows(block), "a findable block is written"
+        assert blocks._owners[block] == 1, "a block that nobody or several own is written"
+        self.pool[block, slot] = content
+
+    def _check_content(self, plan: Plan, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         size = self.config.block_size
-        for position, token in enumerate(tokens):
-            assert self.pool[blocks[position // size], position % size] == (request_id, position, token)
+        for position in range(len(tokens)):
+            held = self.pool[blocks[position // size], position % size]
+            assert held == (plan.salt, tuple(tokens[: position + 1]))
 
 
 ROLES = st.sampled_from(KVRole)
@@ -245,6 +286,8 @@ PLANS = st.builds(
     stop_token_ids=st.lists(st.integers(1, VOCABULARY - 1), max_size=1).map(tuple),
     patience=st.integers(0, 6),
     abort_after=st.sampled_from([None] * 5 + [3, 7, 12, 20]),
+    topic=st.sampled_from([0, 0, 0, 1]),
+    salt=st.sampled_from(["", "", "", "other"]),
 )
 CONFIGS = st.builds(
     SchedulerConfig,
@@ -254,6 +297,9 @@ CONFIGS = st.builds(
     block_size=st.integers(1, 4),
     num_blocks=st.integers(4, 14),
     eos_token_ids=st.just((EOS,)),
+    prefix_caching=st.sampled_from([True, True, True, False]),
+    batching=st.sampled_from(["continuous", "static"]),
+    chunk_tokens=st.one_of(st.none(), st.just("off"), st.integers(1, 6)),
 )
 
 
@@ -264,7 +310,7 @@ def most_ticks(world: World) -> int:
         2 * (r.plan.prompt_tokens + r.plan.max_tokens) + r.plan.patience + (r.plan.abort_after or 0) + 4
         for r in world.live.values()
     ]
-    return sum(alone) * (len(alone) + 1) + 10
+    return 2 * sum(alone) * (len(alone) + 1) + 10  # twice: every second step may be a long prompt's own
 
 
 def drain(world: World) -> None:
@@ -290,7 +336,7 @@ def check_end(world: World) -> None:
             assert world.rejected.get(name) == "CapacityExceeded"
         else:
             assert name not in world.rejected
-            expected = request.plan.outputs(request.salt)
+            expected = request.plan.outputs()
             if request.plan.abort_after is None:
                 assert request.tokens == expected
             else:
@@ -331,7 +377,7 @@ def test_aborts_while_a_step_runs(config: SchedulerConfig, plans: list[Plan], vi
     for name in {f"r{victim}" for victim in victims} & set(world.live):
         request = world.live[name]
         assert request.over
-        expected = request.plan.outputs(request.salt) if request.plan.prompt_tokens else []
+        expected = request.plan.outputs() if request.plan.prompt_tokens else []
         assert request.tokens == expected[: len(request.tokens)]
         request.plan = Plan(**{**vars(request.plan), "abort_after": 0})
     drain(world)

@@ -40,6 +40,16 @@ async def refused(service: Service, code: grpc.StatusCode, **fields: Any) -> tup
     return caught.value.details() or "", dict(metadata)["pdserve-error"]
 
 
+async def test_the_salt_reaches_the_workers_and_their_finds_the_client(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["p0"].cached_tokens = 4
+    _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), salt="tenant")
+    assert completion.prefill_cached_tokens == 4
+    assert {work.salt for worker in service.fleet.values() for _, work in worker.works} == {"tenant"}
+    message, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, token_ids=PROMPT, salt="x" * 257)
+    assert message.startswith("salt: 257 characters are more than 256")
+
+
 async def test_tokens_then_one_complete_account(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     tokens, completion = await service.generate(

@@ -16,6 +16,7 @@ from gateway.validation import (
     read_mode,
     read_prompt,
     read_request_id,
+    read_salt,
     read_sampling,
 )
 from pb import inference_pb2 as pb
@@ -44,6 +45,12 @@ def test_bad_request_ids(name: str) -> None:
 def test_request_id_in_use() -> None:
     with pytest.raises(InvalidRequest, match=r"^request_id: 'a' is in use"):
         read_request_id(message(request_id="a"), {"a"})
+
+
+def test_salts() -> None:
+    assert [read_salt(message(salt=salt)) for salt in ("", "tenant ü", "x" * 256)] == ["", "tenant ü", "x" * 256]
+    with pytest.raises(InvalidRequest, match=r"^salt: 257 characters are more than 256; send a digest"):
+        read_salt(message(salt="x" * 257))
 
 
 def test_modes() -> None:

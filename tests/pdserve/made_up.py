@@ -53,6 +53,7 @@ def made_up(
         kv_bytes_expected=blocks * 16 * 16_384,
         kv_blocks_sent=blocks,
         kv_blocks_skipped=0,
+        prefill_cached_tokens=0,
         transfer=TransferDetails(2.0, 1.5, 12.0, "xxh3-64 verified" if blocks else "", 2 if blocks else 0, 0),
         ttft_ms=ttft_ms,
         ttft_decode_ms=ttft_decode_ms,

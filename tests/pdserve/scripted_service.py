@@ -146,6 +146,9 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
                     device="cpu",
                     num_blocks=64,
                     free_blocks=self.free_blocks,
+                    prompt_tokens_looked_up=200,
+                    prompt_tokens_cached=150,
+                    cached_blocks=37,
                     peers=["decode-0"] if role == "prefill" else [],
                 )
                 for role in ("prefill", "decode")

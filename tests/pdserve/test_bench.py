@@ -131,6 +131,7 @@ async def test_run_load_against_a_service(service: ScriptedService, pace: Any) -
         assert generation.mode == load.mode_of(index)
     assert {len(request.token_ids.ids) for request in service.servicer.requests} == {20}
     assert all(request.sampling.ignore_eos for request in service.servicer.requests)
+    assert len({request.salt for request in service.servicer.requests} - {""}) == 10, "each must find a cold cache"
 
 
 async def test_leaked_blocks_waits_for_them_to_come_back(service: ScriptedService) -> None:

@@ -132,9 +132,23 @@ def test_status(service: ScriptedService, pdserve: Any) -> None:
     assert ran.code == 0
     assert "prefill-0" in ran.out
     assert "64/64" in ran.out
+    assert "37" in ran.out
+    assert "75 %" in ran.out
     plain = pdserve("status", "--target", service.target, "--json").json
     assert plain["ready"] is True
     assert [worker["worker_id"] for worker in plain["workers"]] == ["prefill-0", "decode-0"]
+    (figures,) = {
+        (w["prompt_tokens_looked_up"], w["prompt_tokens_cached"], w["cached_blocks"]) for w in plain["workers"]
+    }
+    assert figures == (200, 150, 37)
+
+
+def test_generate_passes_the_salt_on(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve("generate", "x", "--salt", "tenant", "--target", service.target)
+    assert ran.code == 0, ran.err
+    assert "prefix cache: nothing found" in ran.out
+    assert pdserve("generate", "x", "--target", service.target, "--json").json["prefill_cached_tokens"] == 0
+    assert [request.salt for request in service.servicer.requests] == ["tenant", ""]
 
 
 def test_bench(service: ScriptedService, pdserve: Any) -> None:

@@ -41,6 +41,8 @@ def test_the_demo_ends_with_its_findings(
     assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
     assert "one request at a time" in out
     assert "kv_exposed" in out
+    measured = service.servicer.requests[2:]  # the others warm up
+    assert len({request.salt for request in measured} - {""}) == len(measured) == 3 * 8, "each must find a cold cache"
 
 
 @pytest.mark.parametrize(("fault", "key"), [("tokens", "tokens_equal_colocated"), ("bytes", "kv_bytes_equal_expected")])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from core.timeline import STAGE_NAMES, UNATTRIBUTED, Breakdown, Figure
-from pdserve.waterfall.bars import COLORS, WHAT, bars, human_bytes, longest, proof
+from pdserve.waterfall.bars import COLORS, WHAT, bars, human_bytes, longest, proof, reused
 from pdserve.waterfall.picture import save_waterfalls
 from pdserve.waterfall.terminal import overview, waterfall
 from tests.pdserve.made_up import made_up
@@ -79,9 +79,20 @@ def test_the_overview_fits_eight_requests_into_80_columns() -> None:
 def test_proof_says_when_bytes_differ_were_skipped_or_retried() -> None:
     good = made_up(70)
     assert "≠ expected 1.3 MB (7 ≠ 1310720 bytes)" in proof(replace(good, kv_bytes=7))
-    assert "2 held already" in proof(replace(good, kv_blocks_skipped=2))
+    assert "2 held by decode already" in proof(replace(good, kv_blocks_skipped=2))
+    held = replace(good, kv_bytes=0, kv_bytes_expected=0, kv_blocks_sent=0, kv_blocks_skipped=2)
+    assert "kv 0 B = expected, 0 blocks over grpc_stream, 2 held by decode already" in proof(held)
     assert "1.0 kB retried" in proof(replace(good, transfer=replace(good.transfer, kv_bytes_retried=1000)))
     assert proof(made_up(second_token=False)) == "kv not moved (nothing to hand over)"
+
+
+def test_what_prefix_caches_saved() -> None:
+    good = made_up(70)
+    assert reused(good) == "prefix cache: nothing found"
+    found = replace(good, prefill_cached_tokens=64, kv_blocks_sent=1, kv_blocks_skipped=4)
+    assert reused(found) == "prefix cache: 64 of 70 prompt tokens not computed, 4 of 5 blocks not sent"
+    assert reused(found) in printed(waterfall(found))
+    assert found.to_dict()["prefill_cached_tokens"] == 64
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1_234_567, "1.2 MB"), (5e15, "5000.0 TB")])

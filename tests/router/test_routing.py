@@ -54,6 +54,22 @@ async def test_the_timeline_has_every_event_and_the_stages_leave_no_gap(make_clu
         assert breakdown.stages_ms["reserve"] >= 9
 
 
+@pytest.mark.parametrize(("mode", "cached", "told"), [(Mode.PD, 4, 4), (Mode.COLOCATED, 4, 4), (Mode.PD, 99, 5)])
+async def test_the_salt_goes_to_every_worker_and_what_prefill_found_comes_back(
+    make_cluster: MakeCluster, mode: Mode, cached: int, told: int
+) -> None:
+    cluster = make_cluster()
+    request = cluster.request(mode=mode)
+    request.salt = "tenant"
+    for worker in cluster.fleet.values():
+        worker.cached_tokens = cached
+    generation = cluster.router.generate(request)
+    assert len([token async for token in generation]) == 4
+    assert generation.result.prefill_cached_tokens == told  # never more than the prompt has
+    works = [work for worker in cluster.fleet.values() for _, work in worker.works]
+    assert [work.salt for work in works] == ["tenant"] * (2 if mode is Mode.PD else 1)
+
+
 async def test_one_token_needs_no_reservation(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     generation = cluster.router.generate(cluster.request(max_tokens=1))

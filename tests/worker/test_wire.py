@@ -30,8 +30,8 @@ def test_destination() -> None:
 
 def test_work_leaves_only_the_stop_strings_behind() -> None:
     sampling = SamplingParams(9, 0.5, 40, 0.9, 2**62, ("stop",), (1, 2), True)
-    back = wire.work_from_proto(wire.work_to_proto(Work("r", [1, 2, 3], sampling, 12.5)))
-    assert back == Work("r", [1, 2, 3], SamplingParams(9, 0.5, 40, 0.9, 2**62, (), (1, 2), True), 12.5)
+    back = wire.work_from_proto(wire.work_to_proto(Work("r", [1, 2, 3], sampling, 12.5, salt="tenant")))
+    assert back == Work("r", [1, 2, 3], SamplingParams(9, 0.5, 40, 0.9, 2**62, (), (1, 2), True), 12.5, salt="tenant")
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 20])
@@ -52,6 +52,7 @@ def test_work_with_everything_that_sampling_has(logprobs: int | None) -> None:
         TokenOutput(5, FinishReason.LENGTH),
         TokenOutput(5, logprobs=TokenLogprobs(-1.5)),
         TokenOutput(5, logprobs=TokenLogprobs(-0.1, ((5, -0.1), (0, -3.25)))),
+        TokenOutput(5, cached_tokens=128),
         TokenOutput(None, FinishReason.STOP, (Event(EventKind.KV_VERIFIED, "w", 1.25),), PROOF),
     ],
 )
@@ -69,7 +70,7 @@ def test_errors_keep_their_class() -> None:
 
 def test_info_and_load() -> None:
     assert wire.info_from_proto(wire.info_to_proto(INFO)) == INFO
-    load = WorkerLoad(1, 2, 3, 4, ("decode-0",))
+    load = WorkerLoad(1, 2, 3, 4, ("decode-0",), 2**40, 2**39, 5)
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
 
 

@@ -1,0 +1,183 @@
+"""What the scheduler does with cached blocks, case by case."""
+
+from __future__ import annotations
+
+from engine.messages import Abort, KVReady, KVRole, PrefixFound, Progress, Release, Reserved
+from tests.engine.test_scheduler import EOS, Rig
+
+LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
+
+
+def warm(budget: int = 64) -> Rig:
+    """A rig of blocks of 4 tokens that has computed 10 tokens of the one prompt there is: two blocks."""
+    rig = Rig(prefix_caching=True, budget=budget)
+    rig.submit("warm", 10, 1)
+    while rig.busy():
+        rig.step(EOS)
+    assert rig.scheduler.load().cached_blocks == 2
+    return rig
+
+
+def test_a_later_prompt_computes_only_what_is_new() -> None:
+    rig = warm()
+    rig.submit("a", 11, 4)
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    assert (part.start, list(part.token_ids), part.sample) == (8, [1008, 1009, 1010], True)
+    assert list(part.block_ids) == [0, 1, 2]
+    assert rig.scheduler.take_events() == [PrefixFound("a", 8, [0, 1])]
+    rig.finish(output)
+    load = rig.scheduler.load()
+    assert (load.prompt_tokens_looked_up, load.prompt_tokens_cached, load.cached_blocks) == (21, 8, 2)
+
+
+def test_of_a_prompt_that_is_held_in_full_the_last_block_is_computed_again() -> None:
+    rig = warm()
+    rig.submit("a", 8, 4)
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    assert (part.start, len(part.token_ids), list(part.block_ids)) == (4, 4, [0, 2])
+    rig.finish(output)
+    assert rig.scheduler.load().cached_blocks == 2  # the second copy stays unknown
+
+
+def test_another_salt_finds_nothing_and_its_own_again() -> None:
+    rig = warm()
+    for found in (0, 8):
+        rig.submit("a", 10, 1, salt="tenant")
+        rig.step(EOS)
+        events = rig.scheduler.take_events()
+        assert events == ([PrefixFound("a", found, [2, 3])] if found else [])
+
+
+def test_without_prefix_caching_nothing_is_looked_up() -> None:
+    rig = Rig(prefix_caching=False)
+    for _ in range(2):
+        rig.submit("a", 10, 1)
+        assert rig.step(EOS)[0] == {"a": 10}
+    load = rig.scheduler.load()
+    assert (load.prompt_tokens_looked_up, load.prompt_tokens_cached, load.cached_blocks) == (0, 0, 0)
+
+
+def test_blocks_of_a_running_request_are_found_once_their_step_is_done() -> None:
+    rig = Rig(prefix_caching=True, budget=16)
+    rig.submit("a", 10, 9)
+    rig.submit("b", 10, 9)  # in the same step: computes its own
+    assert rig.step()[0] == {"a": 10, "b": 6}
+    rig.submit("c", 10, 9)
+    output, parts = rig.schedule()
+    assert parts == {"a": 1, "b": 4, "c": 2}
+    shared = output.seqs[0].block_ids[:2]
+    assert list(output.seqs[2].block_ids[:2]) == list(shared)
+    rig.finish(output)
+
+
+def test_a_chunk_that_ends_within_a_block_does_not_publish_it() -> None:
+    rig = Rig(prefix_caching=True, budget=6)
+    rig.submit("a", 12, 1)
+    rig.step()
+    assert rig.scheduler.load().cached_blocks == 1
+    rig.step()
+    assert rig.scheduler.load().cached_blocks == 3
+
+
+def test_output_is_found_as_well() -> None:
+    rig = Rig(prefix_caching=True)
+    rig.submit("a", 7, 3)
+    for token in (1007, 1008, 1009):
+        rig.step(token)
+    rig.submit("b", 12, 1)  # a's prompt and outputs, and a bit
+    assert rig.step()[0] == {"b": 4}
+
+
+def test_push_reports_the_blocks_it_found_with_its_first_progress() -> None:
+    rig = warm(budget=4)
+    rig.submit("p", 15, 4, PUSH)
+    assert rig.step()[1].progress == [Progress("p", 12, [0, 1, 2, 3])]
+    assert rig.step()[1].progress == [Progress("p", 15, [0, 1, 2, 3])]
+    rig.scheduler.release(Release("p"))
+    assert rig.free == 32
+
+
+def test_a_reservation_says_how_many_blocks_are_held() -> None:
+    rig = warm()
+    assert rig.submit("r", 15, 4, RECEIVE) == [Reserved("r", [0, 1, 2, 3], 2)]
+    rig.scheduler.kv_ready(KVReady("r", 50))
+    assert rig.scheduler.load().cached_blocks == 3
+    assert rig.step()[0] == {"r": 1}
+
+
+def test_all_blocks_of_a_reservation_may_be_held() -> None:
+    rig = warm()
+    assert rig.submit("r", 8, 4, RECEIVE) == [Reserved("r", [0, 1], 2)]
+    rig.scheduler.kv_ready(KVReady("r", 50))
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    assert (part.start, list(part.token_ids), list(part.block_ids)) == (8, [50], [0, 1, 2])
+    rig.finish(output)
+
+
+def test_a_hand_off_that_fails_leaves_nothing_to_find() -> None:
+    rig = Rig(prefix_caching=True)
+    rig.submit("r", 8, 4, RECEIVE)
+    rig.scheduler.abort(Abort("r"))
+    assert rig.scheduler.load().cached_blocks == 0
+    assert rig.submit("s", 8, 4, RECEIVE) == [Reserved("s", [0, 1], 0)]
+
+
+def test_a_request_whose_first_token_is_its_last_still_leaves_what_it_received() -> None:
+    rig = Rig(prefix_caching=True)
+    rig.submit("r", 8, 4, RECEIVE)
+    rig.scheduler.kv_ready(KVReady("r", EOS))
+    assert rig.submit("s", 9, 4, RECEIVE) == [Reserved("s", [0, 1, 2], 2)]
+
+
+def test_what_is_aborted_in_its_step_is_not_published() -> None:
+    rig = Rig(prefix_caching=True, budget=8)
+    rig.submit("a", 12, 4)
+    rig.step()
+    output, _ = rig.schedule()
+    rig.scheduler.abort(Abort("a"))
+    rig.finish(output)
+    assert rig.scheduler.load().cached_blocks == 2
+    assert rig.free == 32
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    rig = Rig(prefix_caching=True, block_size=2, num_blocks=8)
+    rig.submit("a", 3, 9, salt="a")
+    rig.submit("b", 6, 9, salt="b")
+    rig.step()
+    while "b" not in (output := rig.scheduler.schedule()).preempted:
+        rig.finish(output)
+    rig.finish(output)
+    rig.scheduler.abort(Abort("a"))
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    assert part.request_id == "b"
+    assert part.start > 0
+    rig.finish(output)
+    assert rig.scheduler.take_events() == []
+    assert rig.scheduler.load().prompt_tokens_cached == 0  # its prompt was looked up once
+
+
+def test_nobody_is_preempted_who_has_no_block_to_give() -> None:
+    """All blocks of the junior are a held PUSH's as well."""
+    rig = Rig(prefix_caching=True, block_size=2, num_blocks=5)
+    rig.submit("p", 4, 1, PUSH)
+    rig.step()
+    for name in ("r", "s"):
+        assert rig.submit(name, 4, 5, RECEIVE) == [Reserved(name, [0, 1], 2)]
+    rig.submit("x", 3, 1, PUSH, salt="x")
+    rig.step()
+    for name in ("r", "s"):
+        rig.scheduler.kv_ready(KVReady(name, 50))
+    for _ in range(2):
+        assert rig.step()[0] == {"r": 1}
+    assert rig.free == 0
+    assert not rig.busy()
+    assert rig.scheduler.schedule().preempted == []
+    rig.scheduler.release(Release("p"))  # still shared by both
+    assert not rig.busy()
+    rig.scheduler.release(Release("x"))
+    assert rig.step()[0] == {"r": 1, "s": 1}
