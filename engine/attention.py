@@ -23,9 +23,10 @@ class AttentionStep(ABC):
         """Put ``keys_values`` (``[rows, 2 * kv_heads, head_dim]``: keys, then values) into the pool."""
 
     @abstractmethod
-    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         """What ``query`` (``[rows, heads, head_dim]``) makes of the pool, ``[rows, heads * head_dim]``. Each row sees
-        itself and what came before it, with a window of w only the last w of these."""
+        itself and what came before it, with a window of w only the last w of these. Scores are multiplied by
+        ``scale`` (1 if the queries come scaled)."""
 
 
 class Attention(ABC):

@@ -19,9 +19,7 @@ from engine.kv_pool import KVPool, LayerKV
 
 TILE_BYTES = 3 * 2**20  # keys and values of a decode tile: what the caches of one core hold
 SCORE_BYTES = 6 * 2**20  # scores of a strip
-STRIP_ROWS = 128
-LONG_STRIP_ROWS = 256  # beyond this context the triangle that a strip computes for nothing weighs less
-LONG_CONTEXT = 1024
+STRIP_ROWS = 128  # higher ones compute more for nothing above the diagonal, lower ones make less of a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,6 @@ class CPUAttention(Attention):
         layout = pool.layout
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, layout.num_kv_heads, layout.head_dim
         self.block_size = layout.block_size
-        self.scale = layout.head_dim**-0.5
         self.fused = bool(torch.cpu._is_amx_tile_supported()) if fused is None else fused
         self.keys_values = _Scratch(pool.tensor.dtype)
         self.scores = _Scratch(pool.tensor.dtype)
@@ -100,7 +97,7 @@ class CPUAttention(Attention):
         self._windows = frozenset(windows)
         self._pages_per_block = pool.pages_per_block
         self._heads = torch.arange(2 * self.num_kv_heads)
-        self._triangle = torch.full((LONG_STRIP_ROWS, LONG_STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
+        self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
 
     def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
         """Decodes by their context, then chunks."""
@@ -183,9 +180,8 @@ class CPUAttention(Attention):
         return tiles
 
     def _strips(self, start: int, rows: int, row: int, origin: int, window: int | None) -> list[_Strip]:
-        context = start + rows
-        height = LONG_STRIP_ROWS if context > LONG_CONTEXT else STRIP_ROWS
-        height = max(1, min(height, SCORE_BYTES // (self.num_heads * context * self._dtype.itemsize)))
+        row_bytes = self.num_heads * (start + rows) * self._dtype.itemsize
+        height = max(1, min(STRIP_ROWS, SCORE_BYTES // row_bytes))
         strips: list[_Strip] = []
         for begin in range(0, rows, rows if self.fused else height):
             end = rows if self.fused else min(rows, begin + height)
@@ -223,17 +219,17 @@ class _CPUStep(AttentionStep):
     def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
         layer.vectors.index_copy_(0, self._slots, keys_values.reshape(-1, self._attention.head_dim))
 
-    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype)
         decodes, chunks = self._plans[window]
         for tile in decodes:
-            self._decode(query, layer, tile, out)
+            self._decode(query, layer, tile, scale, out)
         for chunk in chunks:
             keys, values = self._fetch(layer, chunk.pages, 1)
             for strip in chunk.strips:
                 columns = slice(strip.first, strip.last)
                 attend = self._fused if self._attention.fused else self._strip
-                attend(query, keys[:, columns], values[:, columns], strip, out)
+                attend(query, keys[:, columns], values[:, columns], strip, scale, out)
         return out.flatten(1)
 
     def _fetch(self, layer: LayerKV, pages: torch.Tensor, rows: int) -> torch.Tensor:
@@ -243,26 +239,38 @@ class _CPUStep(AttentionStep):
         torch.index_select(layer.pages, 0, pages, out=fetched)
         return fetched.view(2, rows * attention.num_kv_heads, -1, attention.head_dim)
 
-    def _decode(self, query: torch.Tensor, layer: LayerKV, tile: _DecodeTile, out: torch.Tensor) -> None:
+    def _decode(self, query: torch.Tensor, layer: LayerKV, tile: _DecodeTile, scale: float, out: torch.Tensor) -> None:
         attention, rows = self._attention, tile.end - tile.begin
         keys, values = self._fetch(layer, tile.pages, rows)
         folded = query[tile.begin : tile.end].reshape(keys.shape[0], -1, attention.head_dim)
-        scores = attention.scores.take(folded.shape[0], folded.shape[1], keys.shape[1])
-        torch.baddbmm(scores, folded, keys.transpose(1, 2), beta=0, alpha=attention.scale, out=scores)
+        scores = self._scores(folded, keys, scale)
         for mask in tile.masks:
             scores.view(rows, -1, keys.shape[1])[:, :, mask.begin : mask.end].add_(mask.values)
         torch.softmax(scores, -1, out=scores)
         torch.bmm(scores, values, out=out[tile.begin : tile.end].view(folded.shape))
 
+    def _scores(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+        """Products of ``query`` (``[n, rows, head_dim]``) and ``keys`` (``[n, columns, head_dim]``), in scratch memory:
+        ``[n, rows, columns]``."""
+        scores = self._attention.scores.take(query.shape[0], query.shape[1], keys.shape[1])
+        if scale == 1.0:
+            return torch.bmm(query, keys.transpose(1, 2), out=scores)
+        return torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
+
     def _strip(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, strip: _Strip, out: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        strip: _Strip,
+        scale: float,
+        out: torch.Tensor,
     ) -> None:
         attention, rows = self._attention, strip.end - strip.begin
         kv_heads, columns, head_dim = keys.shape
         split = (rows, kv_heads, attention.num_heads // kv_heads, head_dim)
         folded = query[strip.begin : strip.end].view(split).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-        scores = attention.scores.take(kv_heads, folded.shape[1], columns)
-        torch.baddbmm(scores, folded, keys.transpose(1, 2), beta=0, alpha=attention.scale, out=scores)
+        scores = self._scores(folded, keys, scale)
         for mask in strip.masks:
             scores.view(-1, rows, columns)[:, :, mask.begin : mask.end].add_(mask.values)
         torch.softmax(scores, -1, out=scores)
@@ -270,7 +278,13 @@ class _CPUStep(AttentionStep):
         out[strip.begin : strip.end].view(split).copy_(attended.permute(2, 0, 1, 3))
 
     def _fused(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, strip: _Strip, out: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        strip: _Strip,
+        scale: float,
+        out: torch.Tensor,
     ) -> None:
         attended = functional.scaled_dot_product_attention(
             query[strip.begin : strip.end].transpose(0, 1).unsqueeze(0),
@@ -278,6 +292,7 @@ class _CPUStep(AttentionStep):
             values.unsqueeze(0),
             attn_mask=strip.masks[0].values if strip.masks else None,
             is_causal=not strip.masks,
+            scale=scale,
             enable_gqa=True,
         )
         out[strip.begin : strip.end] = attended.squeeze(0).transpose(0, 1)

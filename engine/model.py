@@ -12,7 +12,7 @@ from engine.attention import AttentionStep
 from engine.kv_pool import KVPool, LayerKV
 from engine.linear import Linear, linear
 from engine.model_weights import LayerWeights, ModelWeights
-from engine.rope import rope_tables, rotate_
+from engine.rope import rope_tables, rotate_, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def decoder_layer(
     wanted: torch.Tensor | None = None,
     wanted_attention: AttentionStep | None = None,
 ) -> torch.Tensor:
-    """One layer over ``x`` (``[rows, hidden]``), whose keys and values go into ``kv``. ``angles`` are the cosines and
-    sines of its rows (see `engine.rope`). The result has all rows, or those of ``wanted``, which attend by
+    """One layer over ``x`` (``[rows, hidden]``), whose keys and values go into ``kv``. ``angles`` turn and scale its
+    rows (see `engine.rope.spread`). The result has all rows, or those of ``wanted``, which attend by
     ``wanted_attention``. A native kernel may take the place of the whole of it."""
     rotated = layer.heads + layer.kv_heads
     qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(x.shape[0], -1, layer.head_dim)
@@ -73,7 +73,7 @@ def decoder_layer(
         attention, query, x = wanted_attention, query[wanted], x[wanted]
         if not x.shape[0]:
             return x
-    x = layer.out.plus(attention.attend(query, kv, layer.window), x)
+    x = layer.out.plus(attention.attend(query, kv, layer.window, 1.0), x)
     normed = rms_norm(x, layer.post_norm, eps)
     return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
 
@@ -108,7 +108,8 @@ class LlamaDecoder:
     def forward(self, step: ModelStep, pool: KVPool) -> torch.Tensor:
         """Hidden states ``[wanted rows, hidden]`` after the last norm; the keys and values of all rows are in the pool
         then."""
-        angles = self._cos[step.positions], self._sin[step.positions]
+        shape, cos, sin = self.shape, self._cos[step.positions], self._sin[step.positions]
+        angles = spread(cos, sin, shape.num_heads, shape.num_kv_heads, shape.head_dim**-0.5)
         x = functional.embedding(step.token_ids, self._embedding)
         for layer, kv in zip(self._layers[:-1], pool.layers[:-1], strict=True):
             x = decoder_layer(x, layer, self._eps, angles, kv, step.attention)

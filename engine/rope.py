@@ -20,8 +20,19 @@ def rope_tables(
     return cos.to(device, dtype).unsqueeze(1), sin.to(device, dtype).unsqueeze(1)
 
 
+def spread(
+    cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The angles of a step's rows (``[rows, 1, head_dim]``) for each head (``[rows, heads + kv_heads, head_dim]``), so
+    that `rotate_` runs over whole rows at a time; turned by them, the queries (the first ``heads``) are also multiplied
+    by ``scale``."""
+    repeats = torch.tensor([heads, kv_heads], device=cos.device)
+    factors = torch.tensor([scale, 1.0], device=cos.device).repeat_interleave(repeats).view(1, -1, 1)
+    return (cos * factors).to(cos.dtype), (sin * factors).to(sin.dtype)
+
+
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn ``x`` (``[rows, heads, head_dim]``) in place by the angles of its rows (``[rows, 1, head_dim]``): number i
+    """Turn ``x`` (``[rows, heads, head_dim]``) in place by the angles of its rows (the same shape, or 1 head): number i
     of a head pairs with number i + head_dim / 2."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     x.mul_(cos).addcmul_(swapped, sin)

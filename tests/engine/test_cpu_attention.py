@@ -18,6 +18,7 @@ from tests.engine.harness import GREEDY
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 6, 2, 16, 3
 LAYER = 1
+SCALE = HEAD_DIM**-0.5
 
 
 def _pool(num_blocks: int, block_size: int, dtype: str = "float32") -> KVPool:
@@ -50,7 +51,7 @@ def _written_out(query: torch.Tensor, pool: KVPool, seqs: Sequence[ScheduledSeq]
         )
         for position in range(seq.start, context):
             first = 0 if window is None else max(0, position + 1 - window)
-            scores = torch.einsum("hd,hkd->hk", query[row], keys[:, first : position + 1]) * HEAD_DIM**-0.5
+            scores = torch.einsum("hd,hkd->hk", query[row], keys[:, first : position + 1]) * SCALE
             out.append(torch.einsum("hk,hkd->hd", scores.softmax(-1), values[:, first : position + 1]).flatten())
             row += 1
     return torch.stack(out)
@@ -63,7 +64,7 @@ def _written_out(query: torch.Tensor, pool: KVPool, seqs: Sequence[ScheduledSeq]
     [
         [(0, 300)],  # several strips
         [(5, 130), (0, 2), (77, 64)],
-        [(1100, 200)],  # a context beyond which strips are higher
+        [(1100, 200)],
         [(3, 1), (200, 1), (64, 1), (63, 1), (0, 1), (500, 1)],
         [(3, 1), (90, 1), (31, 33), (0, 40), (9, 1)],
     ],
@@ -94,8 +95,18 @@ def test_what_attention_is(
             row += 1
     assert torch.equal(pool.tensor, before)  # and nothing else was written
     query = torch.randn(rows, HEADS + 3, HEAD_DIM)[:, :HEADS]  # a view, as in the model
-    out = step.attend(query, pool.layers[LAYER], window)
+    out = step.attend(query, pool.layers[LAYER], window, SCALE)
     torch.testing.assert_close(out, _written_out(query, pool, seqs, window), rtol=1e-4, atol=1e-4)
+
+
+def test_queries_may_come_scaled() -> None:
+    torch.manual_seed(0)
+    seqs = _seqs([(40, 1), (0, 200)], 16)
+    pool = _pool(sum(len(s.block_ids) for s in seqs), 16)
+    attention = CPUAttention(pool, HEADS, {None})
+    query = torch.randn(201, HEADS, HEAD_DIM)
+    out = attention.plan(seqs).attend(query * SCALE, pool.layers[LAYER], None, 1.0)
+    torch.testing.assert_close(out, _written_out(query, pool, seqs, None), rtol=1e-4, atol=1e-4)
 
 
 def test_strips_of_scores_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +116,7 @@ def test_strips_of_scores_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = _pool(len(seqs[0].block_ids), 32)
     attention = CPUAttention(pool, HEADS, {None}, fused=False)
     query = torch.randn(300, HEADS, HEAD_DIM)
-    out = attention.plan(seqs).attend(query, pool.layers[LAYER], None)
+    out = attention.plan(seqs).attend(query, pool.layers[LAYER], None, SCALE)
     torch.testing.assert_close(out, _written_out(query, pool, seqs, None), rtol=1e-4, atol=1e-4)
     assert attention.scores.take(1).untyped_storage().nbytes() <= 1.5 * cpu_attention.SCORE_BYTES
 
@@ -117,7 +128,7 @@ def test_bfloat16_is_as_close_as_its_scores_allow() -> None:
     pool = _pool(sum(len(s.block_ids) for s in seqs), 16, "bfloat16")
     attention = CPUAttention(pool, HEADS, {None}, fused=False)
     query = torch.randn(201, HEADS, HEAD_DIM).bfloat16()
-    out = attention.plan(seqs).attend(query, pool.layers[LAYER], None)
+    out = attention.plan(seqs).attend(query, pool.layers[LAYER], None, SCALE)
     exact_pool = _pool(pool.num_blocks, 16)
     exact_pool.tensor.copy_(pool.tensor)
     exact = _written_out(query.float(), exact_pool, seqs, None)
