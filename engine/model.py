@@ -12,6 +12,7 @@ from engine.attention import AttentionStep
 from engine.kv_pool import KVPool, LayerKV
 from engine.linear import Linear, linear
 from engine.model_weights import LayerWeights, ModelWeights
+from engine.norm import RMSNorm
 from engine.rope import rope_tables, rotate_, spread
 
 
@@ -34,11 +35,13 @@ class ModelStep:
 class DecoderLayer:
     """One layer, ready to run."""
 
-    def __init__(self, weights: LayerWeights, heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
-        self.input_norm = weights.input_norm
+    def __init__(
+        self, weights: LayerWeights, heads: int, kv_heads: int, head_dim: int, window: int | None, eps: float
+    ) -> None:
+        self.input_norm = RMSNorm(weights.input_norm, eps)
         self.qkv = linear(weights.qkv, weights.qkv_bias)
         self.out = linear(weights.out, weights.out_bias)
-        self.post_norm = weights.post_norm
+        self.post_norm = RMSNorm(weights.post_norm, eps)
         self.gate, self.up = _halves(weights.gate_up, weights.gate_up_bias)
         self.down = linear(weights.down, weights.down_bias)
         self.qk_norm: torch.Tensor | None = None  # [heads + kv_heads, head_dim]
@@ -46,13 +49,13 @@ class DecoderLayer:
             repeats = torch.tensor([heads, kv_heads], device=weights.qk_norm.device)
             self.qk_norm = weights.qk_norm.repeat_interleave(repeats, dim=0)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.eps = eps
         self.window = window
 
 
 def decoder_layer(
     x: torch.Tensor,
     layer: DecoderLayer,
-    eps: float,
     angles: tuple[torch.Tensor, torch.Tensor],
     kv: LayerKV,
     attention: AttentionStep,
@@ -63,9 +66,9 @@ def decoder_layer(
     rows (see `engine.rope.spread`). The result has all rows, or those of ``wanted``, which attend by
     ``wanted_attention``. A native kernel may take the place of the whole of it."""
     rotated = layer.heads + layer.kv_heads
-    qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(x.shape[0], -1, layer.head_dim)
+    qkv = layer.qkv(layer.input_norm(x)).view(x.shape[0], -1, layer.head_dim)
     if layer.qk_norm is not None:
-        qkv[:, :rotated] = functional.rms_norm(qkv[:, :rotated], (layer.head_dim,), eps=eps) * layer.qk_norm
+        qkv[:, :rotated] = functional.rms_norm(qkv[:, :rotated], (layer.head_dim,), eps=layer.eps) * layer.qk_norm
     rotate_(qkv[:, :rotated], *angles)
     attention.write(qkv[:, layer.heads :], kv)
     query = qkv[:, : layer.heads]
@@ -74,13 +77,8 @@ def decoder_layer(
         if not x.shape[0]:
             return x
     x = layer.out.plus(attention.attend(query, kv, layer.window, 1.0), x)
-    normed = rms_norm(x, layer.post_norm, eps)
+    normed = layer.post_norm(x)
     return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x`` (``[rows, hidden]``), each row divided by its root mean square, times ``weight`` (``[hidden]``)."""
-    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 class LlamaDecoder:
@@ -90,13 +88,13 @@ class LlamaDecoder:
     def __init__(self, weights: ModelWeights, max_positions: int) -> None:
         shape = weights.shape
         self.shape = shape
-        self._eps = shape.rms_norm_eps
         self._embedding = weights.embedding
         self._layers: list[DecoderLayer] = []
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         for window in shape.layer_windows:
             layer = weights.layers.pop(0)
-            self._layers.append(DecoderLayer(layer, shape.num_heads, shape.num_kv_heads, shape.head_dim, window))
-        self._final_norm = weights.norm
+            self._layers.append(DecoderLayer(layer, *heads, window, shape.rms_norm_eps))
+        self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps)
         self._head = linear(weights.head)
         self._cos, self._sin = rope_tables(shape, max_positions, weights.norm.dtype, weights.norm.device)
 
@@ -112,10 +110,10 @@ class LlamaDecoder:
         angles = spread(cos, sin, shape.num_heads, shape.num_kv_heads, shape.head_dim**-0.5)
         x = functional.embedding(step.token_ids, self._embedding)
         for layer, kv in zip(self._layers[:-1], pool.layers[:-1], strict=True):
-            x = decoder_layer(x, layer, self._eps, angles, kv, step.attention)
+            x = decoder_layer(x, layer, angles, kv, step.attention)
         layer, kv = self._layers[-1], pool.layers[-1]
-        x = decoder_layer(x, layer, self._eps, angles, kv, step.attention, step.wanted, step.wanted_attention)
-        return rms_norm(x, self._final_norm, self._eps)
+        x = decoder_layer(x, layer, angles, kv, step.attention, step.wanted, step.wanted_attention)
+        return self._final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocabulary]`` of hidden states ``[rows, hidden]``, in the model's dtype."""
