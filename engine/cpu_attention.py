@@ -18,6 +18,7 @@ from engine.batch import ScheduledSeq
 from engine.kv_pool import KVPool, LayerKV
 
 TILE_BYTES = 3 * 2**20  # keys and values of a decode tile: what the caches of one core hold
+SHORT_CONTEXT = 256  # up to this a single row is done faster by one call than by the products
 SCORE_BYTES = 6 * 2**20  # scores of a strip
 STRIP_ROWS = 128  # higher ones compute more for nothing above the diagonal, lower ones make less of a product
 
@@ -34,10 +35,13 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeTile:
-    """Rows ``begin`` to ``end`` of the step, one token each, all padded to the same number of blocks."""
+    """Rows ``begin`` to ``end`` of the step, one token each, all padded to the same number of blocks. All of them see
+    columns ``first`` to ``last`` of the tile; the masks tell who sees what beside them."""
 
     begin: int
     end: int
+    first: int
+    last: int
     pages: torch.Tensor  # [2 * rows * kv_heads * blocks]
     masks: list[_Mask]
 
@@ -165,7 +169,7 @@ class CPUAttention(Attention):
             columns = torch.arange(min(highs), blocks * size)
             hidden = columns >= torch.tensor(highs)[:, None]
             masks.append(_Mask(min(highs), blocks * size, self._hide(hidden)[:, None]))
-        return _DecodeTile(begin, begin + len(seqs), self._pages(tables), masks)
+        return _DecodeTile(begin, begin + len(seqs), max(lows), min(highs), self._pages(tables), masks)
 
     def _chunk_tiles(self, seqs: Sequence[ScheduledSeq], row: int, window: int | None) -> list[_ChunkTile]:
         size = self.block_size
@@ -243,6 +247,12 @@ class _CPUStep(AttentionStep):
         attention, rows = self._attention, tile.end - tile.begin
         keys, values = self._fetch(layer, tile.pages, rows)
         folded = query[tile.begin : tile.end].reshape(keys.shape[0], -1, attention.head_dim)
+        if rows == 1 and tile.last - tile.first <= SHORT_CONTEXT:
+            columns = slice(tile.first, tile.last)
+            out[tile.begin] = functional.scaled_dot_product_attention(
+                folded.unsqueeze(0), keys[None, :, columns], values[None, :, columns], scale=scale
+            ).view(-1, attention.head_dim)
+            return
         scores = self._scores(folded, keys, scale)
         for mask in tile.masks:
             scores.view(rows, -1, keys.shape[1])[:, :, mask.begin : mask.end].add_(mask.values)

@@ -1,0 +1,34 @@
+"""The norm against itself in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.norm import RMSNorm
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 3e4])
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm(dtype: torch.dtype, rows: int, scale: float) -> None:
+    """In bfloat16 the result is rounded once: half a unit of its 8 bits."""
+    torch.manual_seed(rows)
+    x = (scale * torch.randn(rows, 577) + scale / 3).to(dtype)
+    weight = (1 + 0.3 * torch.randn(577)).to(dtype)
+    eps = 1e-5
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    result = RMSNorm(weight, eps)(x)
+    assert result.dtype is dtype
+    assert result.is_contiguous()
+    tolerance = 2**-8 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_argument_stays_as_it_is(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 64).to(dtype)
+    before = x.clone()
+    RMSNorm(torch.ones(64, dtype=dtype), 1e-6)(x)
+    assert torch.equal(x, before)
