@@ -4,6 +4,7 @@ states out. The shape says where a family differs: biases, norms of queries and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -61,7 +62,8 @@ def decoder_layer(
 ) -> torch.Tensor:
     """One layer over ``x`` (``[rows, hidden]``), whose keys and values go into ``kv``. ``angles`` are the cosines and
     sines of its rows (see `engine.rope`). The result has all rows, or those of ``wanted``, which attend by
-    ``wanted_attention``. A native kernel may take the place of the whole of it."""
+    ``wanted_attention``. A native kernel may take the place of the whole of it (see `LayerForm`); ``x`` is then its
+    own, to be overwritten."""
     rotated = layer.heads + layer.kv_heads
     qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(x.shape[0], -1, layer.head_dim)
     if layer.qk_norm is not None:
@@ -78,6 +80,45 @@ def decoder_layer(
     return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
 
 
+class MakeLayer(Protocol):
+    """Makes a layer of its weights, for so many heads and KV heads of a size and a window (None: none)."""
+
+    def __call__(
+        self, weights: LayerWeights, heads: int, kv_heads: int, head_dim: int, window: int | None
+    ) -> DecoderLayer:
+        """The layer, ready to run."""
+        ...
+
+
+class RunLayer(Protocol):
+    """`decoder_layer`, or what takes its place."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layer: DecoderLayer,
+        eps: float,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv: LayerKV,
+        attention: AttentionStep,
+        wanted: torch.Tensor | None = None,
+        wanted_attention: AttentionStep | None = None,
+    ) -> torch.Tensor:
+        """One layer over ``x``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """How a device runs the decoder's layers."""
+
+    make: MakeLayer
+    run: RunLayer
+
+
+PLAIN_FORM = LayerForm(DecoderLayer, decoder_layer)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x`` (``[rows, hidden]``), each row divided by its root mean square, times ``weight`` (``[hidden]``)."""
     return functional.rms_norm(x, weight.shape, weight, eps)
@@ -85,17 +126,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 class LlamaDecoder:
     """Runs the model on a flat batch; positions up to ``max_positions`` - 1. It takes ``weights`` over (their layers
-    are gone afterwards), so that packed weights don't stay in memory twice."""
+    are gone afterwards), so that packed weights don't stay in memory twice. ``form`` is how its layers run."""
 
-    def __init__(self, weights: ModelWeights, max_positions: int) -> None:
+    def __init__(self, weights: ModelWeights, max_positions: int, form: LayerForm = PLAIN_FORM) -> None:
         shape = weights.shape
+        self._run_layer = form.run
         self.shape = shape
         self._eps = shape.rms_norm_eps
         self._embedding = weights.embedding
         self._layers: list[DecoderLayer] = []
         for window in shape.layer_windows:
             layer = weights.layers.pop(0)
-            self._layers.append(DecoderLayer(layer, shape.num_heads, shape.num_kv_heads, shape.head_dim, window))
+            self._layers.append(form.make(layer, shape.num_heads, shape.num_kv_heads, shape.head_dim, window))
         self._final_norm = weights.norm
         self._head = linear(weights.head)
         self._cos, self._sin = rope_tables(shape, max_positions, weights.norm.dtype, weights.norm.device)
@@ -111,9 +153,9 @@ class LlamaDecoder:
         angles = self._cos[step.positions], self._sin[step.positions]
         x = functional.embedding(step.token_ids, self._embedding)
         for layer, kv in zip(self._layers[:-1], pool.layers[:-1], strict=True):
-            x = decoder_layer(x, layer, self._eps, angles, kv, step.attention)
+            x = self._run_layer(x, layer, self._eps, angles, kv, step.attention)
         layer, kv = self._layers[-1], pool.layers[-1]
-        x = decoder_layer(x, layer, self._eps, angles, kv, step.attention, step.wanted, step.wanted_attention)
+        x = self._run_layer(x, layer, self._eps, angles, kv, step.attention, step.wanted, step.wanted_attention)
         return rms_norm(x, self._final_norm, self._eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
