@@ -126,7 +126,7 @@ class CUDAAttention(Attention):
             host.numpy()[begin : begin + array.size] = array.ravel()
             begin += size
         # PyTorch keeps the pinned memory until the copy is done, even if nobody else does.
-        parts = host.to(self.device, non_blocking=True).split(sizes)
+        parts = torch.split(host.to(self.device, non_blocking=True), sizes)
         return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 

@@ -50,7 +50,8 @@ class DecodeGraphs:
         self._device = pool.tensor.device
         self._inputs = torch.zeros((_HEADER + max_blocks) * max_seqs, dtype=torch.int32, device=self._device)
         self._steps = {size: self._step(size) for size in self.sizes}
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: torch.Tensor | None = None  # [max_seqs, vocabulary]: one place for the results of all graphs
 
     def fits(self, seqs: Sequence[ScheduledSeq]) -> bool:
         """Whether this step is one for `logits`: decodes alone, all of which want a token."""
@@ -64,11 +65,10 @@ class DecodeGraphs:
         overwrites."""
         size = next(size for size in self.sizes if size >= len(seqs))
         self._load(seqs, size)
-        if size not in self._graphs:
+        if self._logits is None or size not in self._graphs:
             return self._compute(size)[: len(seqs)]
-        graph, logits = self._graphs[size]
-        graph.replay()
-        return logits[: len(seqs)]
+        self._graphs[size].replay()
+        return self._logits[: len(seqs)]
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -76,19 +76,21 @@ class DecodeGraphs:
         memory pool; the largest goes first, so that the others find room in what it took."""
         started_s = time.monotonic()
         memory = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         free_bytes = torch.cuda.mem_get_info(self._device)[0]
         for size in reversed(self.sizes):
             self._load([], size)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                self._compute(size)  # compiles kernels and makes workspaces, which a capture must not
+                logits = self._compute(size)  # compiles kernels and makes workspaces, which a capture must not
+                if self._logits is None:
+                    self._logits = torch.empty_like(logits)
             torch.cuda.current_stream(self._device).wait_stream(stream)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory, stream=stream):
-                logits = self._compute(size)
-            self._graphs[size] = graph, logits
+                self._logits[:size].copy_(self._compute(size))
+            self._graphs[size] = graph
             log.info("CUDA graph of %d sequences after %.1f s", size, time.monotonic() - started_s)
         taken_mib = (free_bytes - torch.cuda.mem_get_info(self._device)[0]) / 2**20
         log.info("%d CUDA graphs in %.1f s, %.0f MiB", len(self.sizes), time.monotonic() - started_s, taken_mib)
