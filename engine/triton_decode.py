@@ -13,6 +13,7 @@ import triton.language as tl
 
 COLUMNS = 64  # keys and values of one tile
 LOG2_E = 1.4426950408889634
+FUSED = {"enable_fp_fusion": True}  # Triton 3.10 takes another default, of which 3.9 warns
 
 
 @triton.jit
@@ -170,6 +171,7 @@ def attend_decodes(
         DIMS=dims,
         num_warps=4,
         num_stages=3,
+        **FUSED,
     )
     _combine_splits[(rows, heads)](
         partials,
@@ -183,4 +185,5 @@ def attend_decodes(
         COLUMNS=columns,
         DIMS=dims,
         num_warps=4,
+        **FUSED,
     )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.triton_decode import FUSED
+
 _HEADS = 8  # heads of one program of the rope kernel
 _SILU_COLUMNS = 1024
 
@@ -118,7 +120,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     columns = triton.next_power_of_2(size)
     warps = 4 if columns <= 2048 else 8
-    _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, COLUMNS=columns, num_warps=warps)
+    _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, COLUMNS=columns, num_warps=warps, **FUSED)
     return out
 
 
@@ -127,7 +129,7 @@ def silu_times(x: torch.Tensor) -> torch.Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     columns = min(_SILU_COLUMNS, triton.next_power_of_2(size))
-    _silu_times[(rows, triton.cdiv(size, columns))](x, out, SIZE=size, COLUMNS=columns, num_warps=4)
+    _silu_times[(rows, triton.cdiv(size, columns))](x, out, SIZE=size, COLUMNS=columns, num_warps=4, **FUSED)
     return out
 
 
@@ -166,6 +168,7 @@ def rotate_and_write(
         HEADS=_HEADS,
         HALF=triton.next_power_of_2(head_dim // 2),
         num_warps=4,
+        **FUSED,
     )
     return qkv[:, :heads]
 
@@ -187,4 +190,5 @@ def write(keys_values: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, va
         BLOCK_SIZE=block_size,
         DIMS=triton.next_power_of_2(head_dim),
         num_warps=1,
+        **FUSED,
     )

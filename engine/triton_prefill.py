@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.triton_decode import LOG2_E
+from engine.triton_decode import FUSED, LOG2_E
 
 
 @triton.jit
@@ -186,4 +186,5 @@ def attend_chunks(
         WINDOWED=window is not None,
         num_warps=8 if rows == 128 else 4,
         num_stages=3,
+        **FUSED,
     )
