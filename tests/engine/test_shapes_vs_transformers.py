@@ -76,11 +76,12 @@ def test_a_config_is_read_like_transformers_reads_it(family: str, more: str) -> 
 
 
 def _their_windows(family: str, model: Any) -> tuple[int | None, ...]:
+    layers = model.model.layers
     if family == "llama":
-        return (None,) * PLAIN["num_hidden_layers"]
+        return (None,) * len(layers)
     if family == "mistral":
-        return (model.config.sliding_window,) * PLAIN["num_hidden_layers"]
-    return tuple(layer.self_attn.sliding_window for layer in model.model.layers)
+        return (model.config.sliding_window,) * len(layers)
+    return tuple(layer.self_attn.sliding_window for layer in layers)
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {

@@ -102,7 +102,7 @@ def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.de
             block, offset = seq.block_ids[position // shape.block_size], position % shape.block_size
             written = torch.cat((kv.k[block, :, offset], kv.v[block, :, offset]))
             torch.testing.assert_close(written, qkv[row, shape.heads :], rtol=0, atol=0)
-            before[block, LAYER, :, :, offset] = written.unflatten(0, (2, -1))
+            before[block, LAYER, :, :, offset] = written.view(2, -1, shape.head_dim)
             expected = reference(qkv[row, : shape.heads], kv, list(seq.block_ids), position, shape.window)
             tolerance = TOLERANCES[dtype]
             torch.testing.assert_close(out[row], expected, rtol=tolerance, atol=tolerance)
@@ -155,7 +155,7 @@ def test_rope_and_write(shape: Shape, normed: bool, dtype: str, device: torch.de
     expected_pool = pool.tensor.clone()
     for row, slot in enumerate(slots):
         if slot != NO_SLOT:
-            written = expected[row, shape.heads :].unflatten(0, (2, -1)).to(expected_pool.dtype)
+            written = expected[row, shape.heads :].view(2, -1, shape.head_dim).to(expected_pool.dtype)
             expected_pool[slot // size, LAYER, :, :, slot % size] = written
     slot_tensor = torch.tensor(slots, dtype=torch.int32, device=device)
     query = rotate_and_write(qkv, cos, sin, norm, 1e-5, slot_tensor, kv.k, kv.v)
