@@ -93,8 +93,10 @@ class CUDAAttention(Attention):
 
     def splits(self, decodes: int) -> int:
         """Programs that share one decode's context: enough of them in a step to fill the device, and always some, so
-        that one long context among short ones is not left to a single program."""
-        wanted = _PROGRAMS_PER_PROCESSOR * self._processors // max(1, decodes * self._kv_heads)
+        that one long context among short ones is not left to a single program. Few different numbers come of it, as
+        each is a kernel to compile: those of the powers of 2, which a ladder of graphs has compiled."""
+        rows = 1 << max(0, decodes - 1).bit_length()
+        wanted = _PROGRAMS_PER_PROCESSOR * self._processors // (rows * self._kv_heads)
         splits = _MIN_SPLITS
         while splits < min(wanted, _MAX_SPLITS):
             splits *= 2

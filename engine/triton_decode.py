@@ -3,6 +3,8 @@
 A program takes one row, one KV head and one split of the context. The query heads that share the KV head are the rows
 of one tile, so that keys and values are read once. How many programs there are depends on the batch alone, never on
 the contexts: a launch can be replayed by a CUDA graph, and programs without work leave at once.
+
+Kernels are not specialised to arguments whose values or alignment change between steps: each change would compile anew.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def _split_of(context, window, split, SPLITS: tl.constexpr, COLUMNS: tl.constexp
     return first, begin, tl.minimum(begin + size, context)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "contexts", "table_row", "table_column"])
 def _attend_split(
     query,  # [rows, heads, head_dim]
     keys,  # [blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], the blocks ``block_stride`` apart
@@ -93,7 +95,7 @@ def _attend_split(
     tl.store(totals + place, total, mask=heads < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["contexts"])
 def _combine_splits(
     partials,
     maxima,

@@ -33,7 +33,7 @@ def _silu_times(x, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
     tl.store(out + row * SIZE + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _rotate_and_write(
     qkv,  # [rows, heads + 2 * kv_heads, HEAD_DIM]
     cos,  # [rows, HEAD_DIM]
@@ -89,7 +89,7 @@ def _rotate_and_write(
         tl.store(to + half, second, mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _write(
     keys_values,  # [rows, 2 * kv_heads, HEAD_DIM], the rows ``row_stride`` apart
     slots,

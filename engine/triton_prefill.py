@@ -69,7 +69,7 @@ def _columns(
     return acc, largest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "tiles", "table_row", "table_column"])
 def _attend_tile(
     query,  # [rows, heads, head_dim]
     keys,  # [blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], the blocks ``block_stride`` apart

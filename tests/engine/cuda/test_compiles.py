@@ -49,14 +49,11 @@ class Recorder:
         attributes: dict[tuple[int], list[list[Any]]] = {}
         for i, (name, value) in enumerate(zip(names, args, strict=False)):
             if isinstance(value, torch.Tensor):
-                signature[name] = TYPES[value.dtype]
-                attributes[i,] = [["tt.divisibility", 16]]
-            elif isinstance(value, int):
-                signature[name] = "i32"
-                if value % 16 == 0:
-                    attributes[i,] = [["tt.divisibility", 16]]
+                signature[name], divisible = TYPES[value.dtype], value.dtype is not torch.int32
             else:
-                signature[name] = "fp32"
+                signature[name], divisible = ("i32", value % 16 == 0) if isinstance(value, int) else ("fp32", False)
+            if divisible:
+                attributes[i,] = [["tt.divisibility", 16]]
         source = ASTSource(self._kernel, {name: signature[name] for name in names}, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", self._capability, 32), options=keywords)
         assert compiled.metadata.shared <= SHARED_BYTES[self._capability]
