@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,5 +36,6 @@ def test_blocks_are_read_and_written_by_another_process(device: torch.device) ->
     torch.cuda.synchronize()
     share = [f"x{v.hex()}" if isinstance(v, bytes) else v for v in pool.handle["share"]]
     told = json.dumps([LAYOUT.to_wire(), BLOCKS, pool.handle | {"share": share}])
-    subprocess.run([sys.executable, "-c", PEER, told], check=True, timeout=100)
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", PEER, told], cwd=root, check=True, timeout=100)
     assert torch.equal(pool.tensor[[1, 6, 7]], pool.tensor[[3, 4, 8]])
