@@ -40,6 +40,7 @@ def _rotate_and_write(
     sin,
     norm,  # [heads + kv_heads, HEAD_DIM]
     slots,  # [rows], int32
+    query,  # [rows, QUERY_HEADS, HEAD_DIM]
     keys,  # [blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], the blocks ``block_stride`` apart
     values,
     eps,
@@ -59,7 +60,6 @@ def _rotate_and_write(
     rotated = QUERY_HEADS + KV_HEADS
     mask = (heads < rotated + KV_HEADS)[:, None] & (dims < half)[None, :]
     place = (row * (rotated + KV_HEADS) + heads)[:, None] * HEAD_DIM + dims[None, :]
-    # Each thread holds both numbers that turn together, so that writing in place is no race.
     first = tl.load(qkv + place, mask=mask, other=0.0)
     second = tl.load(qkv + place + half, mask=mask, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
@@ -73,9 +73,10 @@ def _rotate_and_write(
     s = tl.load(sin + row * HEAD_DIM + half + dims, mask=dims < half, other=0.0).to(tl.float32)[None, :]
     turned_x = (x * c - y * s).to(first.dtype)
     turned_y = (y * c + x * s).to(first.dtype)
-    queries = mask & (heads < QUERY_HEADS)[:, None]
-    tl.store(qkv + place, turned_x, mask=queries)
-    tl.store(qkv + place + half, turned_y, mask=queries)
+    is_query = mask & (heads < QUERY_HEADS)[:, None]
+    to = query + (row * QUERY_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to, turned_x, mask=is_query)
+    tl.store(to + half, turned_y, mask=is_query)
     slot = tl.load(slots + row)
     if slot >= 0:
         base = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + slot % BLOCK_SIZE * HEAD_DIM
@@ -145,17 +146,18 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Norm (if ``norm``, ``[heads + kv_heads, head_dim]``, is given) and turn the queries and keys of ``qkv``
     (``[rows, heads + 2 * kv_heads, head_dim]``, contiguous) by the angles of their rows (see `engine.rope`), and put
-    keys and values where `write` would. The turned queries, ``[rows, heads, head_dim]``, are a view of ``qkv``, whose
-    keys stay as they were."""
+    keys and values where `write` would. Returns the turned queries, ``[rows, heads, head_dim]``."""
     rows, all_heads, head_dim = qkv.shape
     _, kv_heads, block_size, _ = keys.shape
     heads = all_heads - 2 * kv_heads
+    query = torch.empty((rows, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _rotate_and_write[(rows, triton.cdiv(all_heads, _HEADS))](
         qkv,
         cos,
         sin,
         qkv if norm is None else norm,
         slots,
+        query,
         keys,
         values,
         eps,
@@ -170,7 +172,7 @@ def rotate_and_write(
         num_warps=4,
         **FUSED,
     )
-    return qkv[:, :heads]
+    return query
 
 
 def write(keys_values: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
