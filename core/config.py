@@ -75,6 +75,9 @@ class EngineConfig(_Section):
         15.0, description="an engine that neither answers nor computes for this long is killed and started again"
     )
     max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
+    cuda_graphs: bool = Field(
+        True, description="on a GPU, record decode steps as CUDA graphs at start-up: slower to start, faster to decode"
+    )
 
     @field_validator("chunk_tokens", mode="before")
     @classmethod

@@ -17,6 +17,7 @@ from engine.loader import load_weights
 from engine.messages import Ready
 from engine.model import LlamaDecoder
 from engine.model_source import resolve_model
+from engine.model_weights import ModelWeights
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
@@ -59,14 +60,15 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
     num_blocks = _num_blocks(spec, layout, available)
     # Without a limit of its own an engine promises no more than its pool can hold.
     max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)
-    model = LlamaDecoder(weights, max_model_len)
-    _trim_heap()
     if device.type == "cpu":
+        model = LlamaDecoder(weights, max_model_len)
+        _trim_heap()
         pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
+        runner = ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
+        runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
     else:
         pool = KVPool.on_cuda(layout, num_blocks, device)
-    runner = ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
-    runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
+        runner = _cuda_runner(spec, weights, pool, max_model_len)
     ready = Ready(
         layout=layout.to_wire(),
         num_blocks=num_blocks,
@@ -105,6 +107,26 @@ def _device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("cluster.device: cuda was asked for, but torch sees no GPU in the engine process")
     return torch.device("cuda", 0)
+
+
+def _cuda_runner(spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_model_len: int) -> ModelRunner:
+    """The runner of a GPU, warm and with its graphs recorded. `ConfigError` if Triton is missing."""
+    try:  # only here: engines on CPUs do without Triton
+        from engine.cuda_attention import CUDAAttention
+        from engine.cuda_graphs import DecodeGraphs
+        from engine.cuda_layer import CUDA_FORM
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
+    model = LlamaDecoder(weights, max_model_len, CUDA_FORM)
+    attention = CUDAAttention(pool, model.shape.num_heads)
+    graphs = None
+    if spec.cuda_graphs:
+        max_blocks = pool.layout.blocks_for(max_model_len)
+        graphs = DecodeGraphs(model, attention, pool, spec.max_num_seqs, max_blocks)
+        graphs.capture()
+    runner = ModelRunner(model, attention, pool, graphs)
+    runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
+    return runner
 
 
 def _check_context(spec: EngineSpec, shape: ModelShape) -> None:

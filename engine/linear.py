@@ -47,6 +47,12 @@ class PlainLinear(Linear):
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self(x).add_(residual)
 
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the product of ``x`` to ``total`` (``[rows, out]``) in place: a GPU's product does it by the way."""
+        total.addmm_(x, self._weight.t())
+        if self._bias is not None:
+            total.add_(self._bias)
+
 
 class PackedLinear(Linear):
     """oneDNN's product with a bfloat16 weight that was copied into oneDNN's own order once: otherwise every call would

@@ -70,7 +70,9 @@ class MappedPool:
         itself, on CUDA staged copies. ValueError for block ids outside the pool."""
         size = self._layout.block_bytes
         found = list(runs(block_ids, self._num_blocks))
-        return [self._store.read(start * size, count * size) for start, count in found]
+        buffers = [self._store.read(start * size, count * size) for start, count in found]
+        self._store.flush()
+        return buffers
 
     def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
         """Copy ``data`` (whole blocks, in order) into the pool; returns when it is there. ValueError for block ids
@@ -116,6 +118,9 @@ class _HostStore:
 
 
 class _CudaStore:
+    """Copies run on a stream of their own, through pinned memory: they neither wait for other work nor hold it up.
+    What `read` hands out is filled, and what `write` got is in the pool, once `flush` has returned."""
+
     def __init__(self, handle: Mapping[str, Any], size: int) -> None:
         import torch
 
@@ -123,6 +128,7 @@ class _CudaStore:
         storage = torch.UntypedStorage._new_shared_cuda(*handle["share"])
         device = torch.device("cuda", handle["share"][0])
         self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:size]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _pool(self) -> torch.Tensor:
         if self._bytes is None:
@@ -131,16 +137,18 @@ class _CudaStore:
 
     def read(self, offset: int, size: int) -> Buffer:
         staged = self._torch.empty(size, dtype=self._torch.uint8, pin_memory=True)
-        staged.copy_(self._pool()[offset : offset + size])
+        with self._torch.cuda.stream(self._stream):
+            staged.copy_(self._pool()[offset : offset + size], non_blocking=True)
         return staged.numpy().data
 
     def write(self, offset: int, data: memoryview) -> None:
         staged = self._torch.empty(data.nbytes, dtype=self._torch.uint8, pin_memory=True)
         np.copyto(staged.numpy(), np.frombuffer(data, dtype=np.uint8))
-        self._pool()[offset : offset + data.nbytes].copy_(staged, non_blocking=True)
+        with self._torch.cuda.stream(self._stream):
+            self._pool()[offset : offset + data.nbytes].copy_(staged, non_blocking=True)
 
     def flush(self) -> None:
-        self._torch.cuda.synchronize(self._pool().device)
+        self._stream.synchronize()
 
     def close(self) -> None:
         self._bytes = None

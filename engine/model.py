@@ -4,6 +4,7 @@ states out. The shape says where a family differs: biases, norms of queries and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -64,7 +65,8 @@ def decoder_layer(
 ) -> torch.Tensor:
     """One layer over ``x`` (``[rows, hidden]``), whose keys and values go into ``kv``. ``angles`` turn and scale its
     rows (see `engine.rope.spread`). The result has all rows, or those of ``wanted``, which attend by
-    ``wanted_attention``. A native kernel may take the place of the whole of it."""
+    ``wanted_attention``. A native kernel may take the place of the whole of it (see `LayerForm`); ``x`` is then its
+    own, to be overwritten."""
     rotated = layer.heads + layer.kv_heads
     qkv = layer.qkv(layer.input_norm(x)).view(x.shape[0], -1, layer.head_dim)
     if layer.qk_norm is not None:
@@ -81,19 +83,61 @@ def decoder_layer(
     return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
 
 
+class MakeLayer(Protocol):
+    """Makes a layer of its weights, for so many heads and KV heads of a size, a window (None: none) and the norms'
+    epsilon."""
+
+    def __call__(
+        self, weights: LayerWeights, heads: int, kv_heads: int, head_dim: int, window: int | None, eps: float
+    ) -> DecoderLayer:
+        """The layer, ready to run."""
+        ...
+
+
+class RunLayer(Protocol):
+    """`decoder_layer`, or what takes its place."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layer: DecoderLayer,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv: LayerKV,
+        attention: AttentionStep,
+        wanted: torch.Tensor | None = None,
+        wanted_attention: AttentionStep | None = None,
+    ) -> torch.Tensor:
+        """One layer over ``x``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """How a device runs the decoder's layers. ``spread``: whether the angles of a step's rows come for each head, with
+    the queries' scale in them (`engine.rope.spread`), or as they stand in the tables."""
+
+    make: MakeLayer
+    run: RunLayer
+    spread: bool
+
+
+PLAIN_FORM = LayerForm(DecoderLayer, decoder_layer, spread=True)
+
+
 class LlamaDecoder:
     """Runs the model on a flat batch; positions up to ``max_positions`` - 1. It takes ``weights`` over (their layers
-    are gone afterwards), so that packed weights don't stay in memory twice."""
+    are gone afterwards), so that packed weights don't stay in memory twice. ``form`` is how its layers run."""
 
-    def __init__(self, weights: ModelWeights, max_positions: int) -> None:
+    def __init__(self, weights: ModelWeights, max_positions: int, form: LayerForm = PLAIN_FORM) -> None:
         shape = weights.shape
+        self._form = form
         self.shape = shape
         self._embedding = weights.embedding
         self._layers: list[DecoderLayer] = []
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         for window in shape.layer_windows:
             layer = weights.layers.pop(0)
-            self._layers.append(DecoderLayer(layer, *heads, window, shape.rms_norm_eps))
+            self._layers.append(form.make(layer, *heads, window, shape.rms_norm_eps))
         self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps)
         self._head = linear(weights.head)
         self._cos, self._sin = rope_tables(shape, max_positions, weights.norm.dtype, weights.norm.device)
@@ -106,13 +150,14 @@ class LlamaDecoder:
     def forward(self, step: ModelStep, pool: KVPool) -> torch.Tensor:
         """Hidden states ``[wanted rows, hidden]`` after the last norm; the keys and values of all rows are in the pool
         then."""
-        shape, cos, sin = self.shape, self._cos[step.positions], self._sin[step.positions]
-        angles = spread(cos, sin, shape.num_heads, shape.num_kv_heads, shape.head_dim**-0.5)
+        shape, angles = self.shape, (self._cos[step.positions], self._sin[step.positions])
+        if self._form.spread:
+            angles = spread(*angles, shape.num_heads, shape.num_kv_heads, shape.head_dim**-0.5)
         x = functional.embedding(step.token_ids, self._embedding)
         for layer, kv in zip(self._layers[:-1], pool.layers[:-1], strict=True):
-            x = decoder_layer(x, layer, angles, kv, step.attention)
+            x = self._form.run(x, layer, angles, kv, step.attention)
         layer, kv = self._layers[-1], pool.layers[-1]
-        x = decoder_layer(x, layer, angles, kv, step.attention, step.wanted, step.wanted_attention)
+        x = self._form.run(x, layer, angles, kv, step.attention, step.wanted, step.wanted_attention)
         return self._final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ dies, however that dies.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -156,6 +157,7 @@ def main() -> None:
     """Entry of the process; returns its exit by SystemExit: 0 when told to end, 1 after `Failed`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
     end_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec_json, commands_fd, events_fd, memory_fd = sys.argv[1:]
     pipe = WorkerPipe(int(commands_fd), int(events_fd))
     try:

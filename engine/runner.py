@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,14 +14,20 @@ from engine.kv_pool import KVPool
 from engine.model import LlamaDecoder, ModelStep
 from engine.sampler import sample
 
+if TYPE_CHECKING:
+    from engine.cuda_graphs import DecodeGraphs
+
 _GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
 
 
 class ModelRunner:
-    """Joins model, attention, pool and sampler; holds no state of requests."""
+    """Joins model, attention, pool and sampler; holds no state of requests. ``graphs`` take the steps that fit them."""
 
-    def __init__(self, model: LlamaDecoder, attention: Attention, pool: KVPool) -> None:
+    def __init__(
+        self, model: LlamaDecoder, attention: Attention, pool: KVPool, graphs: DecodeGraphs | None = None
+    ) -> None:
+        self._graphs = graphs
         self._model = model
         self._attention = attention
         self._pool = pool
@@ -30,14 +37,17 @@ class ModelRunner:
     def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, list[SampledToken]]:
         """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
         each request that wants any, by request id."""
-        ordered = self._attention.order(seqs)
-        step, wanted = self._step(ordered)
-        hidden = self._model.forward(step, self._pool)
-        if not wanted:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read
-            return {}
-        logits = self._model.logits(hidden)
+        wanted = ordered = self._attention.order(seqs)
+        if self._graphs is not None and self._graphs.fits(ordered):
+            logits = self._graphs.logits(ordered)
+        else:
+            step, wanted = self._step(ordered)
+            hidden = self._model.forward(step, self._pool)
+            if not wanted:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read
+                return {}
+            logits = self._model.logits(hidden)
         positions = [s.start + len(s.token_ids) for s in wanted]
         drawn = sample(logits, [s.params for s in wanted], positions, [s.history for s in wanted])
         return {seq.request_id: [token] for seq, token in zip(wanted, drawn, strict=True)}

@@ -19,7 +19,8 @@ class EngineSpec:
     ``model`` is what `engine.model_source.resolve_model` takes; ``dtype`` is auto, float32 or bfloat16; ``device`` is
     cpu or cuda. The engine binds itself to ``cores`` (none: it is not bound, and uses one thread). ``num_blocks`` wins
     over ``kv_memory_bytes``. ``device_share`` is the part of its device that is its own: of a GPU's free memory it
-    takes no more by default. ``delay_s`` plants delays for tests (see `engine.planted`).
+    takes no more by default. ``delay_s`` plants delays for tests (see `engine.planted`). ``cuda_graphs`` has a GPU run
+    decode steps as recorded graphs.
     """
 
     model: str
@@ -37,6 +38,7 @@ class EngineSpec:
     prefix_caching: bool = True
     device_share: float = 1.0
     delay_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    cuda_graphs: bool = True
 
     @property
     def threads(self) -> int:

@@ -110,4 +110,5 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         prefix_caching=config.prefix_caching,
         device_share=spec.device_share,
         delay_s={stage: ms / 1e3 for stage, ms in spec.config.testing.delay_ms.items()},
+        cuda_graphs=config.cuda_graphs,
     )

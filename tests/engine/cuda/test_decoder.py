@@ -1,0 +1,147 @@
+"""The decoder as GPUs run it, padded decode steps included, against transformers token for token in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from core.kv_layout import KVLayout
+from engine.batch import ScheduledSeq
+from engine.cuda_attention import CUDAAttention
+from engine.cuda_graphs import DecodeGraphs, ladder
+from engine.cuda_layer import CUDA_FORM
+from engine.kv_pool import KVPool
+from engine.loader import load_weights
+from engine.model import LlamaDecoder
+from engine.model_source import resolve_model
+from engine.runner import ModelRunner
+from tests.engine.harness import BLOCK, GREEDY, generate
+from tests.random_models import save_random
+
+BASE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 2 * BLOCK + 3},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": BLOCK + 3},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 1},
+}
+LENGTHS = (1, BLOCK, 37)
+TOKENS = 5
+MAX_SEQS = 5
+NUM_BLOCKS = 64
+
+
+class CountingGraphs(DecodeGraphs):
+    """Notes the batch sizes that it was given."""
+
+    def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+        self.batches = [*getattr(self, "batches", []), len(seqs)]
+        return super().logits(seqs)
+
+
+def make_engine(folder: Path, device: torch.device, block_size: int) -> tuple[ModelRunner, CountingGraphs]:
+    """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU."""
+    source = resolve_model(str(folder))
+    shape = source.shape
+    layout = KVLayout(source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
+    weights = load_weights(source, torch.float32, device)
+    model = LlamaDecoder(weights, shape.max_position_embeddings, CUDA_FORM)
+    attention = CUDAAttention(pool, shape.num_heads)
+    graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
+    if device.type == "cuda":
+        graphs.capture()
+        assert not pool.tensor.any()
+    return ModelRunner(model, attention, pool, graphs), graphs
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """A model folder and prompts of several lengths."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_random(folder, BASE | FAMILIES[request.param], seed=5)
+    return folder, {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def expected(case: tuple[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
+    """What transformers makes of the prompts."""
+    folder, prompts = case
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        given = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                use_cache=False,
+            )
+        tokens[name] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize(("chunk", "block_size"), [(100, BLOCK), (20, 64)])
+def test_tokens_are_those_of_transformers(
+    case: tuple[Path, dict[str, list[int]]],
+    expected: dict[str, list[int]],
+    chunk: int,
+    block_size: int,
+    device: torch.device,
+) -> None:
+    """Prompts whole, and in chunks beside decodes; the decodes at the end in a padded batch."""
+    folder, prompts = case
+    runner, graphs = make_engine(folder, device, block_size)
+    assert generate(runner, prompts, TOKENS, chunk=chunk, stagger=1) == expected
+    assert 3 in graphs.batches  # padded to 4
+
+
+def test_a_padded_step_writes_its_own_tokens_alone(
+    case: tuple[Path, dict[str, list[int]]], device: torch.device
+) -> None:
+    folder, _ = case
+    runner, graphs = make_engine(folder, device, BLOCK)
+    pool = runner._pool
+    rows = [(3, [9], "a"), (BLOCK, [7, 30], "b"), (0, [50], "c")]
+    runner.execute([ScheduledSeq(name, [11], start, blocks, True, GREEDY) for start, blocks, name in rows])
+    assert graphs.batches == [3]
+    written = pool.tensor.abs().sum(dim=(1, 2, 3, 5)).nonzero().tolist()
+    assert written == [[9, 3], [30, 0], [50, 0]]
+
+
+def test_what_fits_a_graph(case: tuple[Path, dict[str, list[int]]], device: torch.device) -> None:
+    folder, _ = case
+    _, graphs = make_engine(folder, device, BLOCK)
+    decode = ScheduledSeq("a", [1], 3, [0], True, GREEDY)
+    assert graphs.fits([decode])
+    assert graphs.fits([decode] * MAX_SEQS)
+    assert not graphs.fits([])
+    assert not graphs.fits([decode] * (MAX_SEQS + 1))
+    assert not graphs.fits([decode, ScheduledSeq("b", [1, 2], 0, [1], True, GREEDY)])
+    assert not graphs.fits([ScheduledSeq("c", [1], 0, [1], False, GREEDY)])
+
+
+@pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 33, 64, 100, 256, 1000])
+def test_the_ladder_ends_where_it_should(max_seqs: int) -> None:
+    sizes = ladder(max_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == max_seqs
+    assert ladder(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]

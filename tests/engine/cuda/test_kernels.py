@@ -1,0 +1,183 @@
+"""Each kernel against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from core.kv_layout import KVLayout
+from engine.batch import ScheduledSeq
+from engine.cuda_attention import NO_SLOT, CUDAAttention
+from engine.kv_pool import TORCH_DTYPES, KVPool, LayerKV
+from engine.rope import rotate_
+from engine.triton_decode import attend_decodes
+from engine.triton_layer import rms_norm, rotate_and_write, silu_times
+from tests.engine.cuda.conftest import INTERPRETED
+from tests.engine.harness import GREEDY
+
+TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+NUM_BLOCKS = 64
+LAYERS, LAYER = 2, 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads, KV heads, head dim, block size and window."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None = None
+
+
+SHAPES = [
+    Shape(8, 2, 16, 16),
+    Shape(4, 4, 24, 16, window=20),
+    Shape(6, 2, 12, 20, window=70),
+    Shape(6, 1, 64, 64),
+    Shape(4, 2, 32, 64, window=1),
+    Shape(2, 1, 128, 128, window=64),
+]
+
+
+def dtypes(number: int) -> list[str]:
+    """Dtypes for one of the shapes. The interpreter is slow, and multiplies bfloat16 matrices as if they were
+    integers."""
+    return [["float32", "float16"][number % 2]] if INTERPRETED else list(TOLERANCES)
+
+
+def make_pool(shape: Shape, dtype: str, device: torch.device) -> KVPool:
+    """A pool full of random numbers."""
+    layout = KVLayout("m", dtype, shape.block_size, LAYERS, shape.kv_heads, shape.head_dim)
+    size = NUM_BLOCKS * layout.block_bytes // TORCH_DTYPES[dtype].itemsize
+    return KVPool(layout, NUM_BLOCKS, torch.randn(size).to(device, TORCH_DTYPES[dtype]), {})
+
+
+def reference(query: torch.Tensor, kv: LayerKV, blocks: list[int], position: int, window: int | None) -> torch.Tensor:
+    """What ``query`` (``[heads, head_dim]``) at ``position`` makes of its context, in float64 on the CPU."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    group = query.shape[0] // kv.k.shape[1]
+    keys, values = (
+        part[blocks].double().cpu().transpose(0, 1).flatten(1, 2)[:, first : position + 1].repeat_interleave(group, 0)
+        for part in (kv.k, kv.v)
+    )
+    scores = torch.einsum("hd,hcd->hc", query.double().cpu(), keys) * query.shape[1] ** -0.5
+    return torch.einsum("hc,hcd->hd", scores.softmax(-1), values)
+
+
+def scattered(shape: Shape, *tokens: int) -> list[list[int]]:
+    """Block tables for sequences of so many tokens."""
+    free = random.Random(3).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    return [[free.pop() for _ in range(-(-n // shape.block_size))] for n in tokens]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(s, d) for i, s in enumerate(SHAPES) for d in dtypes(i)], ids=str)
+def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.device) -> None:
+    """Contexts around tiles, windows and blocks; chunks that start anywhere."""
+    torch.manual_seed(0)
+    pool = make_pool(shape, dtype, device)
+    spans = [(0, 1), (16, 1), (63, 1), (64, 1), (101, 1), (0, 37), (5, 3), (64, 34), (171, 140)]
+    tables = scattered(shape, *(start + rows for start, rows in spans))
+    attention = CUDAAttention(pool, shape.heads)
+    seqs = [
+        ScheduledSeq(str(i), [0] * rows, start, blocks, True, GREEDY)
+        for i, ((start, rows), blocks) in enumerate(zip(spans, tables, strict=True))
+    ]
+    shuffled = random.Random(1).sample(seqs, len(seqs))
+    seqs = attention.order(shuffled)
+    step = attention.plan(seqs)
+    rows = sum(len(s.token_ids) for s in seqs)
+    qkv = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim).to(device, TORCH_DTYPES[dtype])
+    before = pool.tensor.clone()
+    kv = pool.layers[LAYER]
+    step.write(qkv[:, shape.heads :], kv)
+    out = (
+        step.attend(qkv[:, : shape.heads], kv, shape.window, shape.head_dim**-0.5)
+        .double()
+        .cpu()
+        .view(rows, shape.heads, -1)
+    )
+    row = 0
+    for seq in seqs:
+        for position in range(seq.start, seq.start + len(seq.token_ids)):
+            block, offset = seq.block_ids[position // shape.block_size], position % shape.block_size
+            written = torch.cat((kv.k[block, :, offset], kv.v[block, :, offset]))
+            torch.testing.assert_close(written, qkv[row, shape.heads :], rtol=0, atol=0)
+            before[block, LAYER, :, :, offset] = written.view(2, -1, shape.head_dim)
+            expected = reference(qkv[row, : shape.heads], kv, list(seq.block_ids), position, shape.window)
+            tolerance = TOLERANCES[dtype]
+            torch.testing.assert_close(out[row], expected, rtol=tolerance, atol=tolerance)
+            row += 1
+    assert torch.equal(pool.tensor, before)  # and nothing else was written
+
+
+@pytest.mark.parametrize("splits", [4, 16])
+def test_padding_reads_nothing(splits: int, device: torch.device) -> None:
+    """Rows of padding become zeros, whatever their tables hold; and the number of splits makes no difference."""
+    torch.manual_seed(1)
+    shape = Shape(8, 2, 32, 16)
+    pool = make_pool(shape, "float32", device)
+    kv = pool.layers[LAYER]
+    tables = scattered(shape, 130, 70)
+    table = torch.full((4, 9), 2**30, dtype=torch.int32)
+    for row, blocks in ((0, tables[0]), (2, tables[1])):
+        table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    contexts = torch.tensor([130, 0, 70, 0], dtype=torch.int32, device=device)
+    query = torch.randn(4, 8, 32, device=device)
+    for tables_on_device in (table.to(device), table.t().contiguous().to(device).t()):
+        out = torch.full_like(query, torch.nan)
+        attend_decodes(query, kv.k, kv.v, tables_on_device, contexts, 2**30, query.shape[-1] ** -0.5, splits, out)
+        assert not out[1].any()
+        assert not out[3].any()
+        for row, blocks, position in ((0, tables[0], 129), (2, tables[1], 69)):
+            expected = reference(query[row], kv, blocks, position, None)
+            torch.testing.assert_close(out[row].double().cpu(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", [Shape(8, 2, 16, 16), Shape(4, 4, 24, 8), Shape(9, 3, 12, 20)], ids=str)
+def test_rope_and_write(shape: Shape, normed: bool, dtype: str, device: torch.device) -> None:
+    torch.manual_seed(2)
+    pool = make_pool(shape, dtype, device)
+    kv = pool.layers[LAYER]
+    rotated = shape.heads + shape.kv_heads
+    qkv = torch.randn(5, rotated + shape.kv_heads, shape.head_dim).to(device, TORCH_DTYPES[dtype])
+    cos, sin = torch.rand(2, 5, 1, shape.head_dim // 2).repeat(1, 1, 1, 2).to(device, TORCH_DTYPES[dtype])
+    sin[..., : shape.head_dim // 2].neg_()
+    norm = torch.rand(rotated, shape.head_dim).to(device, TORCH_DTYPES[dtype]) if normed else None
+    size = shape.block_size
+    slots = [3 * size + size - 1, NO_SLOT, 7 * size, 0, NO_SLOT]
+    expected = qkv.double()
+    if norm is not None:
+        root = (expected[:, :rotated].square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        expected[:, :rotated] = expected[:, :rotated] / root * norm.double()
+    rotate_(expected[:, :rotated], cos.double(), sin.double())
+    expected_pool = pool.tensor.clone()
+    for row, slot in enumerate(slots):
+        if slot != NO_SLOT:
+            written = expected[row, shape.heads :].view(2, -1, shape.head_dim).to(expected_pool.dtype)
+            expected_pool[slot // size, LAYER, :, :, slot % size] = written
+    slot_tensor = torch.tensor(slots, dtype=torch.int32, device=device)
+    query = rotate_and_write(qkv, cos, sin, norm, 1e-5, slot_tensor, kv.k, kv.v)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(query.double(), expected[:, : shape.heads], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(pool.tensor, expected_pool, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("size", [16, 72, 2100])
+def test_norm_and_silu(size: int, dtype: str, device: torch.device) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(3, 2 * size).to(device, TORCH_DTYPES[dtype])
+    weight = torch.rand(2 * size).to(device, TORCH_DTYPES[dtype])
+    exact = x.double()
+    normed = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), normed, rtol=tolerance, atol=tolerance)
+    product = torch.nn.functional.silu(exact[:, :size]) * exact[:, size:]
+    torch.testing.assert_close(silu_times(x).double(), product, rtol=tolerance, atol=tolerance)
