@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 ROOT = Path(__file__).resolve().parents[1]
-_PINNED = "PDSERVE_BENCH_CORE"
+_CORES = "PDSERVE_BENCH_CORES"  # set: this process is bound already; these are all cores it might have used
 
 
 def main(
@@ -47,15 +47,16 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
     from benchmarks.engine_pdserve import PdserveSide
     from benchmarks.engine_process import process_costs
     from benchmarks.engine_transformers import TransformersSide
+    from benchmarks.isolation import measure_isolation
     from engine.model_source import resolve_model
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     console = Console()
     shape = resolve_model(model).shape
-    cores = () if device == "cuda" else tuple(sorted(os.sched_getaffinity(0)))
-    console.print(f"{model} in bfloat16 on {torch.cuda.get_device_name() if device == 'cuda' else f'core {cores[0]}'}")
-    costs = [asyncio.run(process_costs(model, shape, cores, device)) for _ in range(1 if quick else 3)]
+    bound = () if device == "cuda" else tuple(sorted(os.sched_getaffinity(0)))
+    console.print(f"{model} in bfloat16 on {torch.cuda.get_device_name() if device == 'cuda' else f'core {bound[0]}'}")
+    costs = [asyncio.run(process_costs(model, shape, bound, device)) for _ in range(1 if quick else 3)]
     cases = QUICK_CASES if quick else CUDA_CASES if device == "cuda" else CPU_CASES
     sides: dict[str, Any] = {"ours": PdserveSide(model, device, cases)}
     sides["transformers"] = TransformersSide(shape, device)
@@ -81,6 +82,16 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
         f"ready after {result['ready_s']} s; at most {costs[0].peak_bytes / 2**20:.0f} MiB resident, "
         f"{result['peak_over_weights_and_kv']} of weights and KV pool"
     )
+    cores = [int(core) for core in os.environ[_CORES].split(",")]
+    if device == "cpu" and len(cores) > 1:
+        isolation = measure_isolation(model, cores, turns=1 if quick else 3, turn_s=2.0 if quick else 10.0)
+        result["isolation"] = isolation._asdict()
+        console.print(
+            f"step time under {isolation.pings_per_s:.0f} pings/s to the control server: p99 "
+            f"{isolation.quiet_p99_ms} → {isolation.hammered_p99_ms} ms ({isolation.rise:+.1%})"
+        )
+    elif device == "cpu":
+        console.print("step time under a busy control server: not measured, for that takes a second core")
     result |= {
         "model": model,
         "device": device,
@@ -127,13 +138,17 @@ def _table(result: dict[str, Any]) -> Any:
 
 def _pin(core: int | None, cuda: bool) -> None:
     """Start this program anew with the settings of an engine process, which must be there before Python starts."""
-    if os.environ.get(_PINNED):
+    if os.environ.get(_CORES):
         return
     from engine.client import ALLOCATOR_SETTINGS
 
+    cores = sorted(os.sched_getaffinity(0))
+    if core is not None:
+        cores = [core, *(c for c in cores if c != core)]
     if not cuda:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0)) if core is None else core})
-    settings = {**ALLOCATOR_SETTINGS, "OMP_NUM_THREADS": "1", _PINNED: "1", "PYTHONPATH": str(ROOT)}
+        os.sched_setaffinity(0, cores[:1])
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _CORES: ",".join(map(str, cores))}
+    settings |= ALLOCATOR_SETTINGS
     os.execve(sys.executable, [sys.executable, "-m", "benchmarks.engine", *sys.argv[1:]], {**os.environ, **settings})
 
 

@@ -60,8 +60,8 @@ class LocalCluster:
         self._slots: dict[str, int] = {}
         self.start_gateway()
         names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
-        for slot, (role, index) in enumerate(names):
-            self._slots[f"{role}-{index}"] = slot
+        self._slots = {f"{role}-{index}": slot for slot, (role, index) in enumerate(names)}
+        for role, index in names:
             self.start_worker(role, index)
 
     def start_gateway(self) -> None:
@@ -81,6 +81,7 @@ class LocalCluster:
             registry_address=self.registry,
             version="test",
             slot=self._slots.setdefault(worker_id, len(self._slots)),
+            num_slots=len(self._slots),
             config=config,
         )
         self._spawn(worker_id, f"{role}_worker", json.dumps(spec.to_wire()))

@@ -9,6 +9,7 @@ from typing import Any
 
 from core.errors import PdserveError, to_wire
 from engine.messages import KVRole
+from worker.cores import leave_engine_cores
 from worker.flow import Flow
 from worker.host import WorkerHost
 from worker.spec import WorkerSpec
@@ -20,7 +21,7 @@ class ActorBody:
 
     def __init__(self, spec: dict[str, Any], flows: Mapping[KVRole, type[Flow]], *, restarted: bool) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        parsed = WorkerSpec.from_wire(spec)
+        parsed = leave_engine_cores(WorkerSpec.from_wire(spec))
         self._start_timeout_s = parsed.config.cluster.start_timeout_s
         self._host = WorkerHost(parsed, flows, on_end=lambda: os._exit(1), restarted=restarted)
 

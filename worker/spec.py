@@ -16,8 +16,9 @@ class WorkerSpec:
     """One worker: who it is, where it listens, which device slot is its own, and the service's configuration.
 
     ``host`` is the address peers and gateway reach it under. ``device`` is ``cpu`` or ``cuda`` (never ``auto``).
-    ``registry_address`` is the gateway's internal ``host:port``. ``slot`` counts the workers on one host,
-    ``device_share`` below 1 says that the slot is shared.
+    ``registry_address`` is the gateway's internal ``host:port``. ``slot`` counts the workers on one host, of which
+    there are ``num_slots``; ``device_share`` below 1 says that the slot is shared. ``allowed_cores`` are the cores that
+    engines and workers share out, those this process may use if it is None.
     """
 
     worker_id: str
@@ -30,16 +31,30 @@ class WorkerSpec:
     slot: int = 0
     device_share: float = 1.0
     config: PdserveConfig = field(default_factory=PdserveConfig)
+    num_slots: int = 1
+    allowed_cores: tuple[int, ...] | None = None
 
     @property
     def cores(self) -> tuple[int, ...]:
         """The CPU cores its engine binds to: the slot's own, counted through what this process may use (slots beyond
         the last core begin again at the first). Empty on a GPU: there the cores are shared."""
+        return self._cores_of(self.slot) if self.device == "cpu" else ()
+
+    @property
+    def spare_cores(self) -> tuple[int, ...]:
+        """The cores that none of the host's engines binds to."""
         if self.device != "cpu":
             return ()
-        allowed = sorted(os.sched_getaffinity(0))
-        width = self.config.cluster.cores_per_worker
-        return tuple(sorted({allowed[(self.slot * width + i) % len(allowed)] for i in range(width)}))
+        taken = {core for slot in range(max(self.num_slots, self.slot + 1)) for core in self._cores_of(slot)}
+        return tuple(core for core in self._allowed if core not in taken)
+
+    @property
+    def _allowed(self) -> tuple[int, ...]:
+        return tuple(sorted(os.sched_getaffinity(0))) if self.allowed_cores is None else self.allowed_cores
+
+    def _cores_of(self, slot: int) -> tuple[int, ...]:
+        width, allowed = self.config.cluster.cores_per_worker, self._allowed
+        return tuple(sorted({allowed[(slot * width + i) % len(allowed)] for i in range(width)}))
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values."""
@@ -54,6 +69,8 @@ class WorkerSpec:
             "slot": self.slot,
             "device_share": self.device_share,
             "config": self.config.model_dump(mode="json"),
+            "num_slots": self.num_slots,
+            "allowed_cores": self.allowed_cores,
         }
 
     @classmethod
@@ -64,5 +81,6 @@ class WorkerSpec:
                 **data,
                 "role": Role(data["role"]),
                 "config": PdserveConfig.parse(data["config"]),
+                "allowed_cores": None if data["allowed_cores"] is None else tuple(data["allowed_cores"]),
             }
         )

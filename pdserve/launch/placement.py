@@ -35,6 +35,10 @@ class Placement:
     bundle: dict[str, float]
     places: tuple[Place, ...]
 
+    def workers_on(self, node: Node) -> int:
+        """How many of the workers are on ``node``."""
+        return sum(place.node == node for place in self.places)
+
     def remove(self) -> None:
         """Give the resources back."""
         remove_placement_group(self.group)

@@ -109,6 +109,7 @@ class Service:
             registry_address=registry_address,
             version=VERSION,
             slot=place.slot,
+            num_slots=self._placement.workers_on(place.node),
             device_share=min(1.0, self._placement.bundle.get("GPU", 1.0)),
             config=config,
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from core.config import PdserveConfig
 from core.worker import Role
+from worker.cores import leave_engine_cores
 from worker.spec import WorkerSpec
 
 SPEC = WorkerSpec("decode-0", Role.DECODE, "127.0.0.1", "127.0.0.1", "cpu", "127.0.0.1:1", "0.1.0", slot=1)
@@ -14,7 +15,7 @@ SPEC = WorkerSpec("decode-0", Role.DECODE, "127.0.0.1", "127.0.0.1", "cpu", "127
 
 def test_round_trip() -> None:
     config = PdserveConfig.parse({"cluster": {"cores_per_worker": 2}, "testing": {"delay_ms": {"prefill": 5}}})
-    spec = replace(SPEC, config=config)
+    spec = replace(SPEC, config=config, num_slots=3, allowed_cores=(1, 4))
     assert WorkerSpec.from_wire(spec.to_wire()) == spec
 
 
@@ -23,6 +24,30 @@ def test_slots_take_turns_over_the_cores() -> None:
     cores = [replace(SPEC, slot=slot).cores for slot in range(len(allowed) + 1)]
     assert [c for (c,) in cores[:-1]] == allowed
     assert cores[-1] == cores[0]  # more slots than cores only if they may be shared
+
+
+def test_a_worker_leaves_the_engines_their_cores() -> None:
+    spec = replace(SPEC, slot=0, num_slots=2, allowed_cores=(3, 5, 8, 9))
+    assert (spec.cores, spec.spare_cores) == ((3,), (8, 9))
+    assert replace(spec, slot=1).spare_cores == (8, 9)
+    assert replace(spec, num_slots=4).spare_cores == ()
+    assert replace(spec, slot=3).spare_cores == ()  # it has joined after the others were counted
+    wide = replace(spec, config=PdserveConfig.parse({"cluster": {"cores_per_worker": 2}}), num_slots=1)
+    assert (wide.cores, wide.spare_cores) == ((3, 5), (8, 9))
+    assert replace(spec, device="cuda").spare_cores == ()
+
+
+def test_binding_remembers_which_cores_there_were() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        bound = leave_engine_cores(replace(SPEC, slot=0))
+        spare = set(before) - set(bound.cores)
+        assert os.sched_getaffinity(0) == (spare or before)
+        assert bound.cores == (min(before),)
+        assert leave_engine_cores(replace(SPEC, slot=0, num_slots=len(before))).spare_cores == ()
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), before)
 
 
 def test_a_gpu_worker_is_not_bound_to_cores() -> None:

@@ -1,0 +1,199 @@
+"""Does a busy control server slow the engine down? `python -m benchmarks.isolation` (and a part of `bench-engine`).
+
+A real worker decodes one long request, on a core of its engine's own. In turns nobody bothers it, or a client on the
+other cores sends it pings over several control streams as fast as they are answered. The times are the engine's own, of
+every step. ``python -m benchmarks.isolation worker SPEC`` is the worker: it prints its control address, and
+at the end of its input the steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+
+import worker.incarnation
+from core.config import PdserveConfig
+from core.worker import Role
+from decode_worker.flow import FLOWS
+from engine.client import EngineClient
+from engine.messages import EngineEvent, Step
+from pb import worker_pb2 as pb
+from pb import worker_pb2_grpc
+from worker.cores import leave_engine_cores
+from worker.host import WorkerHost
+from worker.spec import WorkerSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+STREAMS = 4
+PINGS_IN_FLIGHT = 16  # of one stream
+SETTLE_S = 0.5
+_START_S = 120.0
+
+
+class Isolation(NamedTuple):
+    """Percentiles of the engine's step times in milliseconds, and the pings answered per second meanwhile. ``rise`` is
+    p99 hammered over p99 quiet, less 1."""
+
+    quiet_p50_ms: float
+    quiet_p99_ms: float
+    hammered_p50_ms: float
+    hammered_p99_ms: float
+    rise: float
+    pings_per_s: float
+
+
+def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: float) -> Isolation:
+    """Run it on ``cores``, of which the first becomes the engine's; ValueError if there is only one."""
+    if len(cores) < 2:
+        raise ValueError("a second core is needed: the engine has one of its own, worker and client take the rest")
+    spec = WorkerSpec(
+        worker_id="decode-0",
+        role=Role.DECODE,
+        host="127.0.0.1",
+        node="127.0.0.1",
+        device="cpu",
+        registry_address="127.0.0.1:9",  # nobody is there: a worker goes on without a gateway
+        version="benchmark",
+        allowed_cores=tuple(cores),
+        config=PdserveConfig.parse({"model": {"path": model, "dtype": "bfloat16"}}),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.isolation", "worker", json.dumps(spec.to_wire())],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        if not address:
+            raise RuntimeError("the worker did not start; its log tells why")
+        mine = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, set(cores[1:]))
+        try:
+            windows, pings = asyncio.run(_drive(address, turns, turn_s))
+        finally:
+            os.sched_setaffinity(0, mine)
+        steps: list[tuple[float, float]] = json.loads(process.communicate(timeout=30)[0])
+    finally:
+        process.kill()
+        process.wait()
+    quiet, hammered = (_steps_within(steps, windows[i::2]) for i in (0, 1))
+    (quiet_p50, quiet_p99), (hammered_p50, hammered_p99) = (np.percentile(x, (50, 99)) for x in (quiet, hammered))
+    return Isolation(
+        quiet_p50_ms=round(float(quiet_p50), 2),
+        quiet_p99_ms=round(float(quiet_p99), 2),
+        hammered_p50_ms=round(float(hammered_p50), 2),
+        hammered_p99_ms=round(float(hammered_p99), 2),
+        rise=round(float(hammered_p99 / quiet_p99) - 1, 3),
+        pings_per_s=round(pings / (turns * turn_s)),
+    )
+
+
+def _steps_within(steps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]]) -> list[float]:
+    """Milliseconds of the steps that ran wholly within one of the windows."""
+    return [
+        (ended_s - started_s) * 1e3
+        for started_s, ended_s in steps
+        if any(begin_s <= started_s and ended_s <= end_s for begin_s, end_s in windows)
+    ]
+
+
+async def _drive(address: str, turns: int, turn_s: float) -> tuple[list[tuple[float, float]], int]:
+    """The turns' windows (quiet, hammered, quiet, …) in the host's monotonic seconds, and the pings answered."""
+    windows: list[tuple[float, float]] = []
+    pings = 0
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = worker_pb2_grpc.WorkerControlStub(channel)
+        request = asyncio.create_task(_decode_for_ever(stub))
+        await asyncio.sleep(2.0)
+        for turn in range(2 * turns):
+            begin_s = time.monotonic()
+            if turn % 2:
+                hammers = [asyncio.create_task(_hammer(address, begin_s + SETTLE_S + turn_s)) for _ in range(STREAMS)]
+                pings += sum(await asyncio.gather(*hammers))
+            else:
+                await asyncio.sleep(SETTLE_S + turn_s)
+            windows.append((begin_s + SETTLE_S, begin_s + SETTLE_S + turn_s))
+        if request.done():
+            raise RuntimeError("the request ended before the measurement did")
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request
+    return windows, pings
+
+
+async def _decode_for_ever(stub: Any) -> None:
+    async def calls() -> AsyncIterator[pb.ControlRequest]:
+        sampling = pb.Sampling(max_tokens=8000, top_p=1.0, repetition_penalty=1.0, ignore_eos=True)
+        submit = pb.Submit(request_id="long", token_ids=[1] * 64, sampling=sampling, timeout_s=3600.0)
+        yield pb.ControlRequest(call_id=1, run=submit)
+        await asyncio.Event().wait()
+
+    async for response in stub.Control(calls()):
+        if response.HasField("reply") and response.reply.HasField("error"):
+            raise RuntimeError(response.reply.error.message)
+
+
+async def _hammer(address: str, until_s: float) -> int:
+    """Pings over a stream of its own until then; tells how many were answered."""
+    answered = 0
+    room = asyncio.Semaphore(PINGS_IN_FLIGHT)
+
+    async def calls() -> AsyncIterator[pb.ControlRequest]:
+        for call_id in itertools.count(1):
+            await room.acquire()
+            if time.monotonic() > until_s:
+                return
+            yield pb.ControlRequest(call_id=call_id, ping=pb.Ping())
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = worker_pb2_grpc.WorkerControlStub(channel)
+        async for _ in stub.Control(calls()):
+            answered += 1
+            room.release()
+    return answered
+
+
+class _RecordingClient(EngineClient):
+    """Keeps begin and end of every step."""
+
+    steps: list[tuple[float, float]] = []  # noqa: RUF012 - one engine, one list
+
+    async def events(self) -> AsyncIterator[EngineEvent]:
+        async for event in super().events():
+            if isinstance(event, Step):
+                self.steps.append((event.step_started_s, event.sampled_s))
+            yield event
+
+
+def _serve(spec: WorkerSpec) -> None:
+    setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
+    host = WorkerHost(leave_engine_cores(spec), FLOWS)
+    sys.stdout.write(host.wait_ready(_START_S).control_address + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    host.stop()
+    sys.stdout.write(json.dumps(_RecordingClient.steps))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        _serve(WorkerSpec.from_wire(json.loads(sys.argv[2])))
+    else:
+        result = measure_isolation("dummy:135m", sorted(os.sched_getaffinity(0)), turns=3, turn_s=10.0)
+        sys.stdout.write(json.dumps(result._asdict()) + "\n")
