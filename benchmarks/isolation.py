@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -182,6 +183,7 @@ class _RecordingClient(EngineClient):
 
 
 def _serve(spec: WorkerSpec) -> None:
+    logging.basicConfig(level=logging.ERROR)  # no gateway is there to answer its heartbeats, and it would say so
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     host = WorkerHost(leave_engine_cores(spec), FLOWS)
     sys.stdout.write(host.wait_ready(_START_S).control_address + "\n")
