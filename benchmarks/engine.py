@@ -84,11 +84,12 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
     )
     cores = [int(core) for core in os.environ[_CORES].split(",")]
     if device == "cpu" and len(cores) > 1:
-        isolation = measure_isolation(model, cores, turns=1 if quick else 3, turn_s=2.0 if quick else 10.0)
+        isolation = measure_isolation(model, cores, turns=1 if quick else 8, turn_s=2.0 if quick else 4.0)
         result["isolation"] = isolation._asdict()
         console.print(
             f"step time under {isolation.pings_per_s:.0f} pings/s to the control server: p99 "
-            f"{isolation.quiet_p99_ms} → {isolation.hammered_p99_ms} ms ({isolation.rise:+.1%})"
+            f"{isolation.quiet_p99_ms} → {isolation.hammered_p99_ms} ms ({isolation.rise:+.1%}; "
+            f"{isolation.rise_over_busy:+.1%} over {isolation.busy_p99_ms} ms beside an unrelated load)"
         )
     elif device == "cpu":
         console.print("step time under a busy control server: not measured, for that takes a second core")

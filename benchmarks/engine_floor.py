@@ -47,7 +47,7 @@ class Floor:
         match case:
             case Prefill():
                 steps = [min(self._chunk, case.tokens - start) for start in range(0, case.tokens, self._chunk)]
-                linears_s = sum(self._linears_s(rows) for rows in set(steps) for _ in range(steps.count(rows)))
+                linears_s = sum(steps.count(rows) * self._linears_s(rows) for rows in set(steps))
                 return linears_s + self._head_s(1) + self._attention_s(case.tokens**2 / 2)
             case Decode():
                 num_bytes = case.batch * case.context * shape.kv_bytes_per_token("bfloat16")

@@ -1,9 +1,11 @@
 """Does a busy control server slow the engine down? `python -m benchmarks.isolation` (and a part of `bench-engine`).
 
-A real worker decodes one long request, on a core of its engine's own. In turns nobody bothers it, or a client on the
-other cores sends it pings over several control streams as fast as they are answered. The times are the engine's own, of
-every step. ``python -m benchmarks.isolation worker SPEC`` is the worker: it prints its control address, and
-at the end of its input the steps.
+A real worker decodes one long request, on a core of its engine's own. In turns the other cores are quiet, or compute
+something that has nothing to do with it, or a client there sends it pings over several control streams as fast as they
+are answered. The times are the engine's own, of every step. What busy neighbours cost (caches, memory, the host's own
+sharing) shows in the second kind of turn; what the control server costs beside that, in the third.
+``python -m benchmarks.isolation worker SPEC`` is the worker: it prints its control address, and at the end of its input
+the steps.
 """
 
 from __future__ import annotations
@@ -41,17 +43,21 @@ STREAMS = 4
 PINGS_IN_FLIGHT = 16  # of one stream
 SETTLE_S = 0.5
 _START_S = 120.0
+_KINDS = ("quiet", "busy", "hammered")
 
 
 class Isolation(NamedTuple):
     """Percentiles of the engine's step times in milliseconds, and the pings answered per second meanwhile. ``rise`` is
-    p99 hammered over p99 quiet, less 1."""
+    p99 hammered over p99 quiet, less 1; ``rise_over_busy`` the same over p99 beside an unrelated load."""
 
     quiet_p50_ms: float
     quiet_p99_ms: float
+    busy_p50_ms: float
+    busy_p99_ms: float
     hammered_p50_ms: float
     hammered_p99_ms: float
     rise: float
+    rise_over_busy: float
     pings_per_s: float
 
 
@@ -93,14 +99,19 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
     finally:
         process.kill()
         process.wait()
-    quiet, hammered = (_steps_within(steps, windows[i::2]) for i in (0, 1))
-    (quiet_p50, quiet_p99), (hammered_p50, hammered_p99) = (np.percentile(x, (50, 99)) for x in (quiet, hammered))
+    quiet, busy, hammered = (
+        np.percentile(_steps_within(steps, windows[kind :: len(_KINDS)]), (50, 99)).tolist()
+        for kind in range(len(_KINDS))
+    )
     return Isolation(
-        quiet_p50_ms=round(float(quiet_p50), 2),
-        quiet_p99_ms=round(float(quiet_p99), 2),
-        hammered_p50_ms=round(float(hammered_p50), 2),
-        hammered_p99_ms=round(float(hammered_p99), 2),
-        rise=round(float(hammered_p99 / quiet_p99) - 1, 3),
+        quiet_p50_ms=round(quiet[0], 2),
+        quiet_p99_ms=round(quiet[1], 2),
+        busy_p50_ms=round(busy[0], 2),
+        busy_p99_ms=round(busy[1], 2),
+        hammered_p50_ms=round(hammered[0], 2),
+        hammered_p99_ms=round(hammered[1], 2),
+        rise=round(hammered[1] / quiet[1] - 1, 3),
+        rise_over_busy=round(hammered[1] / busy[1] - 1, 3),
         pings_per_s=round(pings / (turns * turn_s)),
     )
 
@@ -115,27 +126,36 @@ def _steps_within(steps: Sequence[tuple[float, float]], windows: Sequence[tuple[
 
 
 async def _drive(address: str, turns: int, turn_s: float) -> tuple[list[tuple[float, float]], int]:
-    """The turns' windows (quiet, hammered, quiet, …) in the host's monotonic seconds, and the pings answered."""
+    """The turns' windows (in the order of `_KINDS`) in the host's monotonic seconds, and the pings answered."""
     windows: list[tuple[float, float]] = []
     pings = 0
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = worker_pb2_grpc.WorkerControlStub(channel)
         request = asyncio.create_task(_decode_for_ever(stub))
         await asyncio.sleep(2.0)
-        for turn in range(2 * turns):
+        for kind in _KINDS * turns:
             begin_s = time.monotonic()
-            if turn % 2:
-                hammers = [asyncio.create_task(_hammer(address, begin_s + SETTLE_S + turn_s)) for _ in range(STREAMS)]
+            end_s = begin_s + SETTLE_S + turn_s
+            if kind == "hammered":
+                hammers = [asyncio.create_task(_hammer(address, end_s)) for _ in range(STREAMS)]
                 pings += sum(await asyncio.gather(*hammers))
+            elif kind == "busy":
+                await asyncio.to_thread(_compute, end_s)
             else:
                 await asyncio.sleep(SETTLE_S + turn_s)
-            windows.append((begin_s + SETTLE_S, begin_s + SETTLE_S + turn_s))
+            windows.append((begin_s + SETTLE_S, end_s))
         if request.done():
             raise RuntimeError("the request ended before the measurement did")
         request.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await request
     return windows, pings
+
+
+def _compute(until_s: float) -> None:
+    numbers = np.ones(2**16)
+    while time.monotonic() < until_s:
+        numbers = np.sqrt(numbers + 1)
 
 
 async def _decode_for_ever(stub: Any) -> None:
@@ -197,5 +217,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         _serve(WorkerSpec.from_wire(json.loads(sys.argv[2])))
     else:
-        result = measure_isolation("dummy:135m", sorted(os.sched_getaffinity(0)), turns=3, turn_s=10.0)
+        result = measure_isolation("dummy:135m", sorted(os.sched_getaffinity(0)), turns=8, turn_s=4.0)
         sys.stdout.write(json.dumps(result._asdict()) + "\n")
