@@ -112,7 +112,7 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         hammered_p99_ms=round(hammered[1], 2),
         rise=round(hammered[1] / quiet[1] - 1, 3),
         rise_over_busy=round(hammered[1] / busy[1] - 1, 3),
-        pings_per_s=round(pings / (turns * turn_s)),
+        pings_per_s=round(pings / (turns * (SETTLE_S + turn_s))),
     )
 
 

@@ -1,5 +1,6 @@
-"""Attention on CPUs, tile by tile: a tile's keys and values are brought from their pages into a scratch buffer that
-stays in the cache, so that the KV cache crosses the memory bus once per step and nothing of its size is ever written.
+"""Attention on CPUs, tile by tile: a tile's keys and values are brought from their pages into a scratch buffer. Many
+decodes take several tiles of at most `TILE_BYTES`, which stay in the cache, so that the KV cache crosses the memory bus
+once per step. The context of one sequence is never split: where it alone is larger, so is its tile.
 
 Decodes of similar context share a tile; a prompt chunk's context is one tile, over which its queries go in strips, so
 that no strip looks at more than the keys it may see. Query heads that share a KV head are rows of one product.

@@ -17,6 +17,7 @@ from core.kv_layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ def _does_not_fit(size: int, why: str) -> ConfigError:
 
 
 def _available_bytes() -> int:
-    """What this process may hope to get: the host's available memory, or its control group's limit if that is less."""
+    """What this process may hope to get: the host's available memory, or what its control group's limit leaves if that
+    is less."""
     available = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no control group of its own, or no limit ("max")
-        available = min(available, int(_CGROUP_LIMIT.read_text()))
+        available = min(available, int(_CGROUP_LIMIT.read_text()) - int(_CGROUP_USED.read_text()))
     return available

@@ -103,6 +103,8 @@ def _draw(weighed: torch.Tensor, number: float) -> int:
     # The inverse of the distribution in vocabulary order; a token of weight 0 is never hit.
     reached = weighed.cumsum(0)
     total = reached[-1]
+    if not torch.isfinite(total):  # the model overflowed: there is nothing to draw from, but an id must be one
+        return int(weighed.argmax())
     target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
     return int(torch.searchsorted(reached, target, right=True))
 

@@ -426,23 +426,25 @@ class Scheduler:
                 break  # KVReady is not refused, so that more may run than fit into a step
             if seq.status is not EngineStatus.RUNNING:
                 continue  # preempted in this very loop
-            num_tokens = budget.offer(seq.num_uncomputed_tokens, first=not seqs)
+            wanted = seq.num_uncomputed_tokens
+            num_tokens = budget.offer(wanted, first=not seqs, is_prompt=seq.computes_prompt)
             if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
                 seqs.append(self._take(seq, num_tokens, started_s))
-                budget.spend(num_tokens)
+                budget.spend(num_tokens, wanted)
         # What has just been preempted must not be admitted to the blocks it was to make room in.
         while is_open and not preempted:
             self._reserve()
             head = self._admissible(len(self._batch()))
             if head is None:
                 break
-            num_tokens = budget.offer_new(self._to_compute(head))
+            wanted = self._to_compute(head)
+            num_tokens = budget.offer_new(wanted)
             if not num_tokens and not self._static:  # a static batch is admitted as a whole
                 break
             self._start(head)
             if num_tokens:
                 seqs.append(self._take(head, num_tokens, started_s))
-                budget.spend(num_tokens)
+                budget.spend(num_tokens, wanted)
         return SchedulerOutput(seqs, started_s, preempted)
 
     def _budget(self, batch: list[Sequence]) -> TokenBudget:
@@ -458,7 +460,7 @@ class Scheduler:
         if self.config.chunk_tokens != "off":
             return None
         batch = self._batch()
-        seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1), None)
+        seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1 and seq.computes_prompt), None)
         wanted = 0
         if seq is not None:
             wanted = seq.num_uncomputed_tokens

@@ -80,6 +80,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def computes_prompt(self) -> bool:
+        """Whether KV of its prompt is still missing. Blocks for all tokens known then were taken at its admission."""
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far, here or (a RECEIVE request's first) by prefill."""
         return len(self.token_ids) - self.num_prompt_tokens

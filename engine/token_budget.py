@@ -20,22 +20,23 @@ class TokenBudget:
         self._spare = num_tokens - num_decodes
         self._chunk_tokens = chunk_tokens
 
-    def offer(self, wanted: int, *, first: bool) -> int:
+    def offer(self, wanted: int, *, first: bool, is_prompt: bool = True) -> int:
         """How many of ``wanted`` tokens (at least 1) a running request gets. The ``first`` in a step gets one in any
-        case, unless prompts are not to be cut."""
+        case, unless they are of a prompt and prompts are not to be cut."""
         if wanted == 1:
             return min(1, self._left)
-        room = max(self._spare, 1 if first and self._chunk_tokens != "off" else 0)
-        return self._cut(wanted, min(room, self._left))
+        whole = is_prompt and self._chunk_tokens == "off"
+        room = min(max(self._spare, 1 if first and not whole else 0), self._left)
+        return self._cut(wanted, room) if is_prompt else min(wanted, room)
 
     def offer_new(self, wanted: int) -> int:
         """The same for a request that is admitted in this step, after all running ones."""
         return self._cut(wanted, self._left)
 
-    def spend(self, num_tokens: int) -> None:
-        """So many tokens are taken."""
+    def spend(self, num_tokens: int, wanted: int) -> None:
+        """So many tokens are taken, of ``wanted`` ones. A decode's one was kept back for it."""
         self._left -= num_tokens
-        if num_tokens > 1:
+        if wanted > 1:
             self._spare -= num_tokens
 
     def _cut(self, wanted: int, room: int) -> int:

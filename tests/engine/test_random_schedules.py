@@ -159,3 +159,17 @@ def test_schedules_like_these_do_preempt_and_share(runner: ModelRunner) -> None:
     assert load.prompt_tokens_cached > 0
     lone = [run(runner, LONE, [Plan(0, topic, 16, 12, 0.0, 1.0, "", None)])[0]["0"] for topic in (0, 1)]
     assert [tokens[str(i)] for i in range(6)] == lone * 3
+
+
+@pytest.mark.parametrize("left_behind", [float("nan"), float("inf")])
+def test_what_an_overflowed_request_left_in_its_blocks_reaches_no_other(
+    runner: ModelRunner, left_behind: float
+) -> None:
+    plans = [Plan(i, i, 5 + 9 * i, 12, 0.0, 1.0, "", None) for i in range(3)]
+    config = SchedulerConfig(
+        max_num_batched_tokens=20, max_num_seqs=4, max_model_len=128, block_size=BLOCK, num_blocks=POOL_BLOCKS
+    )
+    expected, _ = run(runner, config, plans)
+    runner._pool.tensor.fill_(left_behind)
+    tokens, _ = run(runner, config, plans)
+    assert tokens == expected

@@ -93,3 +93,12 @@ def test_draws_are_uniform_and_differ_by_seed_and_position() -> None:
     assert all(0.0 <= n < 1.0 for n in numbers)
     assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)
     assert uniform(2**63 - 1, 5) == uniform(2**63 - 1, 5)
+
+
+def test_logits_that_overflowed_still_give_an_id() -> None:
+    """The request's tokens are worthless, but no other's may suffer: an id out of range would end the engine."""
+    for bad in (float("nan"), float("inf")):
+        logits = torch.zeros(1, 50)
+        logits[0, 7] = bad
+        (token,) = sample(logits, [SamplerParams(1.0, 0, 1.0, seed=1)], [3])
+        assert 0 <= token < 50

@@ -145,7 +145,7 @@ def test_options_out_of_range(fields: dict[str, int | str], words: str) -> None:
 def test_the_budget_keeps_the_decodes_tokens_back() -> None:
     budget = TokenBudget(5, 2, None)
     assert budget.offer(10, first=False) == 3
-    budget.spend(3)
+    budget.spend(3, 3)
     assert (budget.offer(10, first=False), budget.offer(1, first=False)) == (0, 1)
     assert TokenBudget(2, 2, None).offer(10, first=True) == 1
     assert TokenBudget(2, 2, "off").offer(10, first=True) == 0
