@@ -25,9 +25,10 @@ class TokenBudget:
         case, unless they are of a prompt and prompts are not to be cut."""
         if wanted == 1:
             return min(1, self._left)
-        whole = is_prompt and self._chunk_tokens == "off"
-        room = min(max(self._spare, 1 if first and not whole else 0), self._left)
-        return self._cut(wanted, room) if is_prompt else min(wanted, room)
+        if self._chunk_tokens == "off" and not is_prompt:
+            return min(wanted, max(self._spare, int(first)), self._left)
+        room = max(self._spare, 1 if first and self._chunk_tokens != "off" else 0)
+        return self._cut(wanted, min(room, self._left))
 
     def offer_new(self, wanted: int) -> int:
         """The same for a request that is admitted in this step, after all running ones."""

@@ -226,7 +226,8 @@ class World:
         assert len(output.seqs) <= config.max_num_seqs
         num_tokens = sum(len(part.token_ids) for part in output.seqs)
         if config.chunk_tokens == "off":
-            assert all(part.sample for part in output.seqs), "a prompt was cut"
+            prompts = [part for part in output.seqs if part.start < len(self.live[part.request_id].prompt)]
+            assert all(part.sample for part in prompts), "a prompt was cut"
             assert num_tokens <= config.max_num_batched_tokens or len(output.seqs) == 1
         else:
             assert num_tokens <= config.max_num_batched_tokens
