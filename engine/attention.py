@@ -33,6 +33,10 @@ class Attention(ABC):
     """Attention of one device over its pool."""
 
     @abstractmethod
+    def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Do to the pool what has to be done before ``seqs`` write to it."""
+
+    @abstractmethod
     def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
         """``seqs`` in the order in which `plan` wants their rows."""
 

@@ -19,7 +19,7 @@ from engine.model import LlamaDecoder
 from engine.model_source import resolve_model
 from engine.model_weights import ModelWeights
 from engine.runner import ModelRunner
-from engine.scheduler import SchedulerConfig
+from engine.scheduler_config import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 
 _CUDA_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations

@@ -98,11 +98,19 @@ class CPUAttention(Attention):
         self.fused = bool(torch.cpu._is_amx_tile_supported()) if fused is None else fused
         self.keys_values = _Scratch(pool.tensor.dtype)
         self.scores = _Scratch(pool.tensor.dtype)
+        self._pool = pool
         self._dtype = pool.tensor.dtype
         self._windows = frozenset(windows)
-        self._pages_per_block = pool.pages_per_block
         self._heads = torch.arange(2 * self.num_kv_heads)
         self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
+
+    def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Zero the blocks that this step begins and does not fill: what nobody has written yet is multiplied by 0, and
+        0 times what an overflowed request has left there could be NaN."""
+        for seq in seqs:
+            last, filled = divmod(seq.start + len(seq.token_ids), self.block_size)
+            if filled and seq.start <= last * self.block_size:
+                self._pool.tensor[seq.block_ids[last]].zero_()
 
     def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
         """Decodes by their context, then chunks."""
@@ -120,14 +128,14 @@ class CPUAttention(Attention):
         """The vectors that the step's keys and values go to: ``[rows * 2 * kv_heads]``."""
         size = self.block_size
         vectors = torch.tensor([
-            s.block_ids[p // size] * self._pages_per_block * size + p % size
+            s.block_ids[p // size] * self._pool.pages_per_block * size + p % size
             for s in seqs for p in range(s.start, s.start + len(s.token_ids))
         ])  # fmt: skip
         return (vectors[:, None] + self._heads * size).flatten()
 
     def _pages(self, tables: list[list[int]]) -> torch.Tensor:
         """The pages of blocks ``[rows][blocks]``, as ``[2, rows, kv_heads, blocks]`` flattened."""
-        blocks = torch.tensor(tables)[None, :, None, :] * self._pages_per_block
+        blocks = torch.tensor(tables)[None, :, None, :] * self._pool.pages_per_block
         return (blocks + self._heads.view(2, 1, -1, 1)).flatten()
 
     def _decode_tiles(self, seqs: Sequence[ScheduledSeq], window: int | None) -> list[_DecodeTile]:

@@ -77,6 +77,9 @@ class CUDAAttention(Attention):
         if num_heads % self._kv_heads:
             raise ValueError(f"{num_heads} query heads cannot share {self._kv_heads} KV heads evenly")
 
+    def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Nothing: the kernels load no number that was not written."""
+
     def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
         """Decodes, then chunks."""
         return sorted(seqs, key=lambda s: len(s.token_ids) > 1)

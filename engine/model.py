@@ -14,7 +14,7 @@ from engine.kv_pool import KVPool, LayerKV
 from engine.linear import Linear, linear
 from engine.model_weights import LayerWeights, ModelWeights
 from engine.norm import RMSNorm
-from engine.rope import rope_tables, rotate_, spread
+from engine.rope import head_factors, rope_tables, rotate_, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,9 @@ class LlamaDecoder:
             self._layers.append(form.make(layer, *heads, window, shape.rms_norm_eps))
         self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps)
         self._head = linear(weights.head)
-        self._cos, self._sin = rope_tables(shape, max_positions, weights.norm.dtype, weights.norm.device)
+        device = weights.norm.device
+        self._cos, self._sin = rope_tables(shape, max_positions, weights.norm.dtype, device)
+        self._factors = head_factors(shape.num_heads, shape.num_kv_heads, shape.head_dim**-0.5, device)
 
     @property
     def windows(self) -> frozenset[int | None]:
@@ -150,9 +152,9 @@ class LlamaDecoder:
     def forward(self, step: ModelStep, pool: KVPool) -> torch.Tensor:
         """Hidden states ``[wanted rows, hidden]`` after the last norm; the keys and values of all rows are in the pool
         then."""
-        shape, angles = self.shape, (self._cos[step.positions], self._sin[step.positions])
+        angles = self._cos[step.positions], self._sin[step.positions]
         if self._form.spread:
-            angles = spread(*angles, shape.num_heads, shape.num_kv_heads, shape.head_dim**-0.5)
+            angles = spread(*angles, self._factors)
         x = functional.embedding(step.token_ids, self._embedding)
         for layer, kv in zip(self._layers[:-1], pool.layers[:-1], strict=True):
             x = self._form.run(x, layer, angles, kv, step.attention)

@@ -20,14 +20,16 @@ def rope_tables(
     return cos.to(device, dtype).unsqueeze(1), sin.to(device, dtype).unsqueeze(1)
 
 
-def spread(
-    cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The angles of a step's rows (``[rows, 1, head_dim]``) for each head (``[rows, heads + kv_heads, head_dim]``), so
-    that `rotate_` runs over whole rows at a time; turned by them, the queries (the first ``heads``) are also multiplied
-    by ``scale``."""
-    repeats = torch.tensor([heads, kv_heads], device=cos.device)
-    factors = torch.tensor([scale, 1.0], device=cos.device).repeat_interleave(repeats).view(1, -1, 1)
+def head_factors(heads: int, kv_heads: int, scale: float, device: torch.device) -> torch.Tensor:
+    """What `spread` multiplies each head's angles by: ``scale`` for the queries (the first ``heads``), 1 for the keys;
+    float32, ``[1, heads + kv_heads, 1]``."""
+    return torch.tensor([scale] * heads + [1.0] * kv_heads, device=device).view(1, -1, 1)
+
+
+def spread(cos: torch.Tensor, sin: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The angles of a step's rows (``[rows, 1, head_dim]``) for each head of ``factors`` (``[1, heads, 1]``), so that
+    `rotate_` runs over whole rows at a time: ``[rows, heads, head_dim]``. Turned by them, a head is also multiplied by
+    its factor."""
     return (cos * factors).to(cos.dtype), (sin * factors).to(sin.dtype)
 
 

@@ -37,8 +37,7 @@ class ModelRunner:
     def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, list[SampledToken]]:
         """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
         each request that wants any, by request id."""
-        if self._device.type == "cpu":
-            self._clear_begun_blocks(seqs)
+        self._attention.prepare(seqs)
         wanted = ordered = self._attention.order(seqs)
         if self._graphs is not None and self._graphs.fits(ordered):
             logits = self._graphs.logits(ordered)
@@ -53,15 +52,6 @@ class ModelRunner:
         positions = [s.start + len(s.token_ids) for s in wanted]
         drawn = sample(logits, [s.params for s in wanted], positions, [s.history for s in wanted])
         return {seq.request_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
-
-    def _clear_begun_blocks(self, seqs: Sequence[ScheduledSeq]) -> None:
-        """Zero the blocks that this step begins and does not fill. Attention on CPUs multiplies what nobody has written
-        yet by 0, and 0 times what an overflowed request has left there could be NaN."""
-        size = self._pool.layout.block_size
-        for seq in seqs:
-            last, filled = divmod(seq.start + len(seq.token_ids), size)
-            if filled and seq.start <= last * size:
-                self._pool.tensor[seq.block_ids[last]].zero_()
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
         """The pass over ``seqs``, and those that get a token, in the order of its hidden states."""

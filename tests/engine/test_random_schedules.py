@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from core.clock import MonotonicClock
 from engine.messages import Abort, KVRole, Rejected, Submit
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from tests.engine.harness import BLOCK, make_runner
 from tests.random_models import save_random_model
 

@@ -25,7 +25,8 @@ from engine.messages import (
     Submit,
     TokenOut,
 )
-from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from engine.scheduler import Scheduler, SchedulerOutput
+from engine.scheduler_config import SchedulerConfig
 from engine.token_budget import ChunkTokens
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE

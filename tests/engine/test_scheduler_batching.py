@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import ConfigError
 from engine.messages import Abort, KVReady, KVRole, Release
-from engine.scheduler import SchedulerConfig
+from engine.scheduler_config import SchedulerConfig
 from engine.token_budget import TokenBudget
 from tests.engine.test_scheduler import EOS, Rig
 

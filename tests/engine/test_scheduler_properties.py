@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from core.clock import FakeClock
 from engine.batch import SampledToken, ScheduledSeq
 from engine.messages import Abort, KVReady, KVRole, PrefixFound, Rejected, Release, Reserved, Submit
-from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from engine.scheduler import Scheduler, SchedulerOutput
+from engine.scheduler_config import SchedulerConfig
 
 EOS = 0
 VOCABULARY = 13
