@@ -1,0 +1,103 @@
+"""A process that is talked to in JSON lines, and never outlives whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.pair import PairFailed
+
+ROOT = Path(__file__).resolve().parents[2]
+_LOG_LINES = 12  # of the log's end, in an error
+_END_S = 5.0
+
+
+class ChildProcess:
+    """A module run by ``python`` with these arguments; ``label`` names it in errors. Its standard error goes to
+    ``log``. It is expected to end when its input does."""
+
+    def __init__(
+        self, label: str, python: Path, module: str, *arguments: str, log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self._label = label
+        self._log = log
+        self._rest = b""
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [str(python), "-m", module, *arguments],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def ask(self, timeout_s: float, **command: Any) -> dict[str, Any]:
+        """Send a command, return its answer; PairFailed as `send` and `receive` say."""
+        self.send(**command)
+        return self.receive(timeout_s)
+
+    def send(self, **command: Any) -> None:
+        """Send a command; PairFailed if the process is gone."""
+        try:
+            self._stdin.write(json.dumps(command).encode() + b"\n")
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next line it says; PairFailed if it ended, said no JSON object, or nothing within that time."""
+        deadline_s = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    raise PairFailed(f"{self._label} did not answer within {timeout_s:g} s{self.log_tail()}")
+                chunk = os.read(self._stdout.fileno(), 2**16)
+                if not chunk:
+                    raise self._ended()
+                self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise PairFailed(f"{self._label} said {line[:200]!r}, which is no JSON object")
+        return answer
+
+    def log_tail(self) -> str:
+        """The end of its log with an introduction to it, or nothing if it is empty."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
+        return "; its log ends with:\n" + "\n".join(lines) if lines else ""
+
+    def close(self) -> None:
+        """Have it end, or end it."""
+        self._stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stdout.close()
+
+    def _ended(self) -> PairFailed:
+        try:
+            status: int | str = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            status = "unknown: it closed its output only"
+        return PairFailed(f"{self._label} ended (exit status {status}){self.log_tail()}")

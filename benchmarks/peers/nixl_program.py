@@ -1,0 +1,58 @@
+"""Source or target of `Nixl`: `python -m benchmarks.peers.nixl_program ROLE MAX_BYTES`."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import time
+from typing import Any
+
+from benchmarks.peers.endpoint import CannotRun, Endpoint
+
+_TIMEOUT_S = 50.0
+
+
+class NixlEndpoint(Endpoint):
+    """An agent with one registered buffer. Its metadata go the way of the commands: no agent listens for others."""
+
+    def __init__(self, role: str, max_bytes: int) -> None:
+        nixl = importlib.import_module("nixl_cu12._api")
+        super().__init__(role, max_bytes)
+        self._agent: Any = nixl.nixl_agent(role, nixl.nixl_agent_config(backends=["UCX"]))
+        if "UCX" not in self._agent.backends:
+            raise CannotRun("NIXL has no UCX backend here")
+        self._agent.register_memory([(self.buffer.address, max_bytes, 0, "")], "DRAM")
+        self._remote = ("", 0)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """The agent's metadata and where its buffer is."""
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return {"metadata": metadata, "buffer": self.buffer.address}
+
+    def connect(self, address: dict[str, Any]) -> None:
+        """Make the other agent and its buffer known to this one."""
+        name = self._agent.add_remote_agent(base64.b64decode(address["metadata"]))
+        self._remote = (name.decode() if isinstance(name, bytes) else name, address["buffer"])
+
+    def transfer(self, num_bytes: int) -> float:
+        """Read from the other agent's buffer, from posting until done."""
+        name, remote_address = self._remote
+        local, remote = (
+            self._agent.get_xfer_descs([(address, num_bytes, 0)], "DRAM")
+            for address in (self.buffer.address, remote_address)
+        )
+        handle = self._agent.initialize_xfer("READ", local, remote, name)
+        started_s = time.perf_counter()
+        state = self._agent.transfer(handle)
+        while state == "PROC" and time.perf_counter() - started_s < _TIMEOUT_S:
+            state = self._agent.check_xfer_state(handle)
+        seconds = time.perf_counter() - started_s
+        if state != "DONE":
+            raise RuntimeError(f"a read of {num_bytes} bytes is in state {state} after {seconds:.1f} s")
+        self._agent.release_xfer_handle(handle)
+        return seconds
+
+
+if __name__ == "__main__":
+    NixlEndpoint.run()

@@ -1,0 +1,21 @@
+"""The ceiling of network transports: one blocking loopback socket between two processes."""
+
+from __future__ import annotations
+
+from benchmarks.peers.child_process import ChildProcess
+from benchmarks.peers.process_pair import TIMEOUT_S, ProcessPair
+
+
+class RawTcp(ProcessPair):
+    """The source writes its buffer to the socket, the target reads right into its own and answers with one byte."""
+
+    name = "tcp"
+    module = "benchmarks.peers.raw_tcp_program"
+
+    def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
+        """Seconds at the source, from before its first write until the answer."""
+        target.send(bytes=num_bytes)
+        target.receive(TIMEOUT_S)  # it says so before it reads
+        seconds = float(source.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
+        target.receive(TIMEOUT_S)
+        return seconds

@@ -1,0 +1,62 @@
+"""Source or target of `RawTcp`: `python -m benchmarks.peers.raw_tcp_program ROLE MAX_BYTES`."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+from benchmarks.peers.endpoint import Endpoint
+
+
+class RawTcpEndpoint(Endpoint):
+    """The target listens, the source connects to it. Nothing here has a timeout: sockets with one are not blocking
+    sockets to Python, which then polls before each call; the end of the program's input ends every wait."""
+
+    def __init__(self, role: str, max_bytes: int) -> None:
+        super().__init__(role, max_bytes)
+        self._socket = socket.create_server(("127.0.0.1", 0)) if role == "target" else socket.socket()
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """The target's port; the source has none."""
+        return {"port": self._socket.getsockname()[1]} if self.role == "target" else {}
+
+    def connect(self, address: dict[str, Any]) -> None:
+        """One connection, which the source's call makes and the target's accepts."""
+        if self.role == "source":
+            self._socket.connect(("127.0.0.1", address["port"]))
+        else:
+            listener, (self._socket, _) = self._socket, self._socket.accept()
+            listener.close()
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def transfer(self, num_bytes: int) -> float:
+        """Write and wait for the answer, or read and answer."""
+        data = self.buffer.view[:num_bytes]
+        if self.role == "target":
+            self.say(reading=True)
+        started_s = time.perf_counter()
+        if self.role == "source":
+            self._socket.sendall(data)
+            answer = self._socket.recv(1)
+        else:
+            answer = self._read(data)
+        seconds = time.perf_counter() - started_s
+        if not answer:
+            raise ConnectionError("the other side closed the connection")
+        return seconds
+
+    def _read(self, data: memoryview) -> bytes:
+        """Fill ``data`` and answer; the answer, or nothing at the end of the stream."""
+        while data:
+            read = self._socket.recv_into(data)
+            if not read:
+                return b""
+            data = data[read:]
+        self._socket.sendall(b"1")
+        return b"1"
+
+
+if __name__ == "__main__":
+    RawTcpEndpoint.run()
