@@ -41,28 +41,36 @@ class Endpoint(ABC):
     def transfer(self, num_bytes: int) -> float:
         """This side's part of a transfer, and its seconds."""
 
+    def serve(self) -> None:
+        """Do what the other side's transfer needs of this one, until the next command is there."""
+
+    def commanded(self) -> bool:
+        """Is there a next command?"""
+        return not self._commands.empty()
+
     def say(self, **values: Any) -> None:
         """Answer with a line."""
         os.write(self._answers, json.dumps(values).encode() + b"\n")
 
     _answers = 1
+    _commands: queue.SimpleQueue[str]
 
     @classmethod
     def run(cls) -> None:
         """The whole program. What else is printed goes to standard error."""
         cls._answers = os.dup(1)
         os.dup2(2, 1)
-        commands: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(commands,), daemon=True).start()
+        cls._commands = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(cls._commands,), daemon=True).start()
         try:
             endpoint = cls(sys.argv[1], int(sys.argv[2]))
         except (ImportError, CannotRun) as error:
             os.write(cls._answers, json.dumps({"unavailable": str(error)}).encode() + b"\n")
-            commands.get()  # the end of the input, which ends the program
+            cls._commands.get()  # the end of the input, which ends the program
             return
         endpoint.say(address=endpoint.address)
         while True:
-            endpoint._obey(json.loads(commands.get()))
+            endpoint._obey(json.loads(cls._commands.get()))
 
     def _obey(self, command: dict[str, Any]) -> None:
         match command:
@@ -71,6 +79,11 @@ class Endpoint(ABC):
                 self.say()
             case {"bytes": int(num_bytes)}:
                 self.say(seconds=self.transfer(num_bytes))
+            case {"serve": True}:
+                self.say()
+                self.serve()
+            case {"serve": False}:
+                self.say()
             case {"clear": int(num_bytes)}:
                 self.buffer.clear(num_bytes)
                 self.say()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from benchmarks.peers.child_process import ChildProcess
 from benchmarks.peers.environment import PeerEnvironment
 from benchmarks.peers.library_pair import LibraryPair
+from benchmarks.peers.process_pair import TIMEOUT_S
 
 
 class Nixl(LibraryPair):
@@ -17,3 +19,10 @@ class Nixl(LibraryPair):
         super().__init__(environment)
         self.name = "nixl_tcp" if tcp_only else "nixl"
         self.environment = {"UCX_NET_DEVICES": "lo"} | ({"UCX_TLS": "tcp"} if tcp_only else {})
+
+    def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
+        """Seconds at the target, from posting the read until it is done."""
+        source.ask(TIMEOUT_S, serve=True)
+        seconds = float(target.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
+        source.ask(TIMEOUT_S, serve=False)
+        return seconds
