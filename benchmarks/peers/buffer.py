@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,9 @@ class Buffer:
         return self.array.ctypes.data
 
     @property
-    def view(self) -> memoryview[Any]:
+    def view(self) -> memoryview:
         """All of it, to be read and written."""
-        return memoryview(self.array)
+        return self.array.data
 
     def clear(self, num_bytes: int) -> None:
         """Zero the first bytes."""

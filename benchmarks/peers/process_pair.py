@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.child_process import ChildProcess
-from benchmarks.peers.pair import Pair, PairFailed, PairUnavailable
+from benchmarks.peers.pair import Pair, PairUnavailable
 
 TIMEOUT_S = 60.0
 _PROBE_BYTES = 4096
@@ -24,51 +24,45 @@ class ProcessPair(Pair):
     """Environment variables of both processes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._stack = ExitStack()
-        self._source: ChildProcess | None = None
-        self._target: ChildProcess | None = None
-        self._checked: set[int] = set()
+        self._children: tuple[ChildProcess, ChildProcess] | None = None
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of source and target, while they run."""
-        return tuple(child.pid for child in (self._source, self._target) if child is not None)
+        return tuple(child.pid for child in self._children or ())
 
-    def start(self, max_bytes: int) -> None:
-        """Both processes, connected; a small transfer shows that they can do it. PairUnavailable if a process says
-        that it cannot run here, PairFailed if it just does not; nothing is left running then."""
+    def _open(self, max_bytes: int) -> None:
+        """Both processes, connected; a small transfer shows that they can do it."""
         python = self._python()
-        try:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
-            self._source = self._child(python, "source", max_bytes, folder)
-            self._target = self._child(python, "target", max_bytes, folder)
-            source_address, target_address = (self._address(child) for child in (self._source, self._target))
-            self._source.ask(TIMEOUT_S, connect=target_address)
-            self._target.ask(TIMEOUT_S, connect=source_address)
-            self.seconds(min(max_bytes, _PROBE_BYTES))
-        except (PairFailed, PairUnavailable):
-            self.close()
-            raise
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
+        source = self._child(python, "source", max_bytes, folder)
+        target = self._child(python, "target", max_bytes, folder)
+        self._children = (source, target)
+        source_address, target_address = (self._address(child) for child in self._children)
+        source.ask(TIMEOUT_S, connect=target_address)
+        target.ask(TIMEOUT_S, connect=source_address)
+        self.seconds(min(max_bytes, _PROBE_BYTES))
 
-    def seconds(self, num_bytes: int) -> float:
-        """As `Pair` says."""
-        if self._source is None or self._target is None:
-            raise PairFailed(f"{self.name} was not started")
-        if num_bytes in self._checked:
-            return self._transfer(self._source, self._target, num_bytes)
-        self._target.ask(TIMEOUT_S, clear=num_bytes)
-        seconds = self._transfer(self._source, self._target, num_bytes)
-        sent, got = (child.ask(TIMEOUT_S, digest=num_bytes)["digest"] for child in (self._source, self._target))
-        if sent != got:
-            raise PairFailed(f"{self.name}: other bytes than the source's are in the target after {num_bytes} bytes")
-        self._checked.add(num_bytes)
-        return seconds
+    def _move(self, num_bytes: int) -> float:
+        return self._transfer(*self._both(), num_bytes)
 
-    def close(self) -> None:
-        """As `Pair` says."""
+    def _clear_target(self, num_bytes: int) -> None:
+        _, target = self._both()
+        target.ask(TIMEOUT_S, clear=num_bytes)
+
+    def _digests(self, num_bytes: int) -> tuple[str, str]:
+        source, target = self._both()
+        return source.ask(TIMEOUT_S, digest=num_bytes)["digest"], target.ask(TIMEOUT_S, digest=num_bytes)["digest"]
+
+    def _close(self) -> None:
+        self._children = None
         self._stack.close()
-        self._source = self._target = None
-        self._checked.clear()
+
+    def _both(self) -> tuple[ChildProcess, ChildProcess]:
+        assert self._children is not None, "the base class asks for transfers of started pairs only"
+        return self._children
 
     def _python(self) -> Path:
         """The interpreter of both processes; PairUnavailable if there is none."""
