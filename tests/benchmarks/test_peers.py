@@ -87,14 +87,19 @@ def test_no_process_is_left() -> None:
     assert not pair.pids
 
 
-def test_processes_end_with_whoever_started_them() -> None:
+def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
     program = (
         "import sys; from benchmarks.peers.raw_tcp import RawTcp\n"
         "pair = RawTcp(); pair.start(4096)\n"
         "sys.stdout.write(' '.join(map(str, pair.pids)) + '\\n'); sys.stdout.flush(); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # its logs stay behind
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as starter:
         assert starter.stdout is not None
         children = [psutil.Process(int(pid)) for pid in starter.stdout.readline().split()]
