@@ -9,6 +9,7 @@ import time
 import torch
 
 from benchmarks.engine_cases import STEPS, WARM_STEPS, Case, Decode, Mixed, Prefill
+from core import memory_file
 from engine.batch import SamplerParams, ScheduledSeq
 from engine.build import build_engine
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
@@ -21,7 +22,7 @@ class PdserveSide:
 
     def __init__(self, model: str, device: str, cases: tuple[Case, ...]) -> None:
         num_blocks = max(-(-_tokens(case) // DEFAULT_BLOCK_SIZE) for case in cases)
-        fd = os.memfd_create("benchmark")
+        fd = memory_file.create("benchmark")
         try:
             built = build_engine(
                 EngineSpec(

@@ -93,15 +93,25 @@ class EngineConfig(_Section):
 class TransferConfig(_Section):
     """How KV blocks travel."""
 
-    transport: Literal["auto", "grpc_stream", "torch_dist", "loopback"] = Field(
-        "auto", description="auto: torch_dist (NCCL) between GPUs, else grpc_stream; loopback only within a process"
+    transport: Literal["auto", "shm", "tcp", "grpc_stream", "torch_dist", "loopback"] = Field(
+        "auto",
+        description="auto: for each pair the best of what both ends share, which is shm on one host, torch_dist (NCCL) "
+        "between GPUs, else tcp; loopback works only within a process",
     )
-    overlap: Literal["none", "chunk"] = Field(
-        "chunk", description="chunk: push each prefill chunk while the next is computed; none: push all at the end"
+    overlap: Literal["none", "chunk", "layer"] = Field(
+        "layer",
+        description="when blocks are pushed. layer: each group of layers while the next is computed; chunk: each chunk "
+        "of the prompt while the next is computed; none: all at the end",
+    )
+    layer_groups: Annotated[int, Field(ge=2, le=256)] = Field(
+        8, description="with overlap: layer, the groups of layers in which a chunk is pushed (at most one per layer)"
     )
     checksum: bool = Field(True, description="xxh3-64 over every message, verified before its blocks count as filled")
     message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
-        2**20, description="target size of one message; blocks are coalesced up to it"
+        4 * 2**20, description="target size of one message; blocks are coalesced up to it"
+    )
+    max_inflight_bytes: Annotated[int, Field(ge=4096)] = Field(
+        64 * 2**20, description="bytes that may be on their way to one worker before it has acknowledged some"
     )
     connect_timeout_s: Seconds = Field(10.0, description="how long a handshake with a peer may take")
     lease_s: Seconds = Field(30.0, description="how long blocks are held for a silent peer")

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class KVEndpoint:
-    """Where a receiver listens for KV: a transport's name and its address (``host:port``, or a name for loopback)."""
+    """Where a receiver listens for KV: a transport's name and its address (``host:port``, or a name within a host)."""
 
     transport: str
     address: str
@@ -22,7 +22,7 @@ class KVDestination:
     The receiver alone knows which physical blocks these are."""
 
     worker_id: str
-    endpoint: KVEndpoint
+    endpoints: tuple[KVEndpoint, ...]
     epoch: str
     nonce: str
     num_blocks: int
@@ -35,16 +35,36 @@ class KVDestination:
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> KVDestination:
         """The destination that `to_wire` described."""
-        return cls(**{**data, "endpoint": KVEndpoint(**data["endpoint"])})
+        return cls(**{**data, "endpoints": tuple(KVEndpoint(**each) for each in data["endpoints"])})
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """A link that a sender has to a receiver: its transport, why this one, and what it moved at best when it was opened
+    (10^9 bytes per second; 0: not measured)."""
+
+    worker_id: str
+    transport: str
+    reason: str
+    ceiling_gbs: float
 
 
 @dataclass(frozen=True, slots=True)
 class TransferProof:
     """The receiver's account of one hand-off, all of it counted where the bytes arrived.
 
-    ``kv_bytes`` verified and in the pool; ``kv_bytes_retried`` received but thrown away (failed checksum, duplicate);
-    ``wire_ms`` first message's arrival to last block verified; ``request_to_ready_ms`` reservation to last block
-    verified. Times are durations on the receiver's clock.
+    ``kv_bytes`` verified and in the pool; ``kv_bytes_retried`` received but thrown away (failed checksum, duplicate).
+    Times are durations of the receiver's clock, except ``export_ms``:
+
+    - ``export_ms``: the sender read and hashed the blocks (and brought them to the host, if they lay on a device);
+    - ``wire_ms``: the receiver moved their bytes, from each message's header to its payload's end, summed up;
+    - ``import_ms``: the receiver hashed them (and brought them to its device);
+    - ``span_ms``: first message's arrival to last block verified, waiting for the prefill included;
+    - ``request_to_ready_ms``: reservation to last block verified.
+
+    What the hand-off added to the request's latency is none of these but the stage ``kv_exposed``.
+    ``ceiling_gbs`` is what the link moved at best when it was measured at the handshake (0: not measured), in 10^9
+    bytes per second.
     """
 
     transport: str
@@ -54,5 +74,21 @@ class TransferProof:
     blocks_skipped: int
     messages: int
     checksum: str  # "xxh3-64 verified" or "off"
+    export_ms: float
     wire_ms: float
+    import_ms: float
+    span_ms: float
     request_to_ready_ms: float
+    ceiling_gbs: float
+
+    @property
+    def gbs(self) -> float:
+        """What was achieved: 10^9 bytes per second of ``wire_ms + import_ms`` (while one message is hashed the next
+        queues in the kernel, so either alone would flatter); 0 if nothing travelled."""
+        busy_ms = self.wire_ms + self.import_ms
+        return self.kv_bytes / busy_ms / 1e6 if busy_ms else 0.0
+
+    @property
+    def share_of_ceiling(self) -> float | None:
+        """``gbs`` over ``ceiling_gbs``; None if nothing travelled or nothing was measured."""
+        return self.gbs / self.ceiling_gbs if self.ceiling_gbs and self.gbs else None

@@ -6,6 +6,7 @@ A block holds ``block_size`` tokens of *all* layers, contiguously: ``[layers, 2,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -37,6 +38,37 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes of one block: K and V of ``block_size`` tokens in all layers."""
         return self.token_bytes * self.block_size
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's part of a block."""
+        return self.block_bytes // self.num_layers
+
+    def byte_runs(self, block_ids: Sequence[int], layers: range, num_blocks: int) -> list[tuple[int, int]]:
+        """Where ``layers`` of these blocks lie in a pool of ``num_blocks``: ``(offset, bytes)``, in the order of the
+        blocks, stretches that touch as one. ValueError for blocks or layers that are not there."""
+        if not 0 <= layers.start < layers.stop <= self.num_layers or layers.step != 1:
+            raise ValueError(f"layers {layers.start} to {layers.stop} of {self.num_layers}")
+        size, first = len(layers) * self.layer_bytes, layers.start * self.layer_bytes
+        runs: list[tuple[int, int]] = []
+        start = end = -1
+        for block_id in block_ids:
+            if not 0 <= block_id < num_blocks:
+                raise ValueError(f"block {block_id} is outside the pool of {num_blocks} blocks")
+            offset = block_id * self.block_bytes + first
+            if offset != end:
+                if end >= 0:
+                    runs.append((start, end - start))
+                start = offset
+            end = offset + size
+        if end >= 0:
+            runs.append((start, end - start))
+        return runs
+
+    @property
+    def all_layers(self) -> range:
+        """Every layer of a block."""
+        return range(self.num_layers)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens occupy (the last may be partly filled)."""

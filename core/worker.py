@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from core.handoff import KVEndpoint, TransferProof
+from core.handoff import KVEndpoint, PeerLink, TransferProof
 from core.kv_layout import KVLayout
 from core.logprobs import TokenLogprobs
 from core.sampling import FinishReason, SamplingParams
@@ -28,7 +28,7 @@ class WorkerInfo:
     role: Role
     epoch: str
     control_address: str
-    kv_endpoint: KVEndpoint
+    kv_endpoints: tuple[KVEndpoint, ...]
     node: str
     device: str
     pid: int
@@ -44,22 +44,28 @@ class WorkerInfo:
     engine_restarts: int
     ready: bool
     clock_id: str = ""  # equal non-empty ids: the very same monotonic clock (`core.clock.clock_id`)
-    transport_reason: str = ""  # why its KV travels the way `kv_endpoint` says
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker says of itself with every heartbeat. Of its prefix cache: prompt tokens of all requests its engine
-    admitted, how many of those were cached, and the blocks that can be found now."""
+    """What a worker says of itself with every heartbeat: its engine's load; ``links`` to workers it sends KV to; of its
+    prefix cache, prompt tokens of all requests its engine admitted, how many of those were cached, and the blocks that
+    can be found now; and how many KV messages it refused, by reason."""
 
     free_blocks: int = 0
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
-    peers: tuple[str, ...] = ()
+    links: tuple[PeerLink, ...] = ()
     prompt_tokens_looked_up: int = 0
     prompt_tokens_cached: int = 0
     cached_blocks: int = 0
+    kv_refused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The workers it sends KV to."""
+        return tuple(link.worker_id for link in self.links)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from core import memory_file
 from core.errors import LaunchError, from_wire
 from core.kv_layout import KVLayout
 from engine.mapped_pool import MappedPool
@@ -80,7 +81,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         commands_read, self._commands_fd = os.pipe()
         self._events_fd, events_write = os.pipe()
-        self._memory_fd = os.memfd_create("pdserve-kv")
+        self._memory_fd = memory_file.create("pdserve-kv")
         inherited = (commands_read, events_write, self._memory_fd)
         try:
             for fd in (self._commands_fd, self._events_fd):

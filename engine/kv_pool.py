@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+from core import memory_file
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
 
@@ -69,6 +70,7 @@ class KVPool:
             raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
         try:
             os.posix_fallocate(fd, 0, size)
+            memory_file.seal(fd)
             mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             raise _does_not_fit(size, str(error.strerror)) from None

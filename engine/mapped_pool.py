@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.kv_layout import KVLayout
 
@@ -19,22 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 Buffer = bytes | bytearray | memoryview
-
-
-def runs(block_ids: Sequence[int], num_blocks: int) -> Iterator[tuple[int, int]]:
-    """``(first block, blocks)`` of each stretch of adjacent ids, in order; ValueError for ids outside the pool."""
-    start = count = 0
-    for block_id in block_ids:
-        if not 0 <= block_id < num_blocks:
-            raise ValueError(f"block {block_id} is outside the pool of {num_blocks} blocks")
-        if count and block_id == start + count:
-            count += 1
-            continue
-        if count:
-            yield start, count
-        start, count = block_id, 1
-    if count:
-        yield start, count
 
 
 class MappedPool:
@@ -49,11 +32,11 @@ class MappedPool:
         expected = layout.block_bytes * num_blocks
         if handle["bytes"] != expected:
             raise ValueError(f"the pool has {handle['bytes']} bytes, its layout needs {expected}")
-        self._store: _HostStore | _CudaStore
+        self._memory: _HostMemory | _CudaMemory
         if handle["kind"] == "memfd":
-            self._store = _HostStore(memory_fd, expected)
+            self._memory = _HostMemory(memory_fd, expected)
         else:
-            self._store = _CudaStore(handle, expected)
+            self._memory = _CudaMemory(handle, expected)
 
     @property
     def layout(self) -> KVLayout:
@@ -65,61 +48,84 @@ class MappedPool:
         """Blocks in the pool."""
         return self._num_blocks
 
-    def read_blocks(self, block_ids: Sequence[int]) -> list[Buffer]:
-        """The bytes of whole blocks, in order; adjacent ones are one buffer. On CPUs these are views of the pool
-        itself, on CUDA staged copies. ValueError for block ids outside the pool."""
-        size = self._layout.block_bytes
-        found = list(runs(block_ids, self._num_blocks))
-        buffers = [self._store.read(start * size, count * size) for start, count in found]
-        self._store.flush()
-        return buffers
+    @property
+    def file(self) -> tuple[int, memoryview] | None:
+        """The descriptor of the pool's memory file and the mapping of it; None for a pool on a device."""
+        return self._memory.file if isinstance(self._memory, _HostMemory) else None
 
-    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
-        """Copy ``data`` (whole blocks, in order) into the pool; returns when it is there. ValueError for block ids
-        outside the pool or data of another size; nothing is written then."""
-        size = self._layout.block_bytes
-        found = list(runs(block_ids, self._num_blocks))
-        view = memoryview(data).cast("B")
-        if view.nbytes != size * len(block_ids):
-            raise ValueError(f"{view.nbytes} bytes do not fill {len(block_ids)} blocks of {size} bytes")
-        offset = 0
-        for start, count in found:
-            self._store.write(start * size, view[offset : offset + count * size])
-            offset += count * size
-        self._store.flush()
+    def read_blocks(self, block_ids: Sequence[int], layers: range | None = None) -> list[Buffer]:
+        """The bytes of whole blocks (or of ``layers`` of them), in order; what touches is one buffer. On CPUs these are
+        views of the pool itself, on CUDA staged copies. ValueError for blocks or layers that are not there."""
+        return self._memory.read(self._runs(block_ids, layers))
+
+    def land(self, block_ids: Sequence[int], layers: range | None = None) -> HostLanding | CudaLanding:
+        """Room for these blocks (or ``layers`` of them): memory to be filled in order, and then committed. ValueError
+        as above."""
+        return self._memory.land(self._runs(block_ids, layers))
+
+    def _runs(self, block_ids: Sequence[int], layers: range | None) -> list[tuple[int, int]]:
+        return self._layout.byte_runs(
+            block_ids, self._layout.all_layers if layers is None else layers, self._num_blocks
+        )
 
     def close(self) -> None:
         """Let go of the mapping; views handed out stay valid until they are dropped. Closing twice is fine."""
-        self._store.close()
+        self._memory.close()
 
 
-class _HostStore:
+class HostLanding(NamedTuple):
+    """The blocks themselves."""
+
+    parts: list[memoryview]
+
+    def commit(self) -> None:
+        """Nothing is left to do."""
+
+
+class _HostMemory:
     def __init__(self, fd: int, size: int) -> None:
+        self._fd = os.dup(fd)
         self._map: mmap.mmap | None = mmap.mmap(fd, size)
         self._view = memoryview(self._map)
 
-    def read(self, offset: int, size: int) -> Buffer:
-        return self._view[offset : offset + size]
+    @property
+    def file(self) -> tuple[int, memoryview]:
+        return self._fd, self._view
 
-    def write(self, offset: int, data: memoryview) -> None:
-        # numpy lets go of the GIL for the copy, slice assignment does not.
-        target = np.frombuffer(self._view[offset : offset + data.nbytes], dtype=np.uint8)
-        np.copyto(target, np.frombuffer(data, dtype=np.uint8))
+    def read(self, runs: list[tuple[int, int]]) -> list[Buffer]:
+        return [self._view[offset : offset + size] for offset, size in runs]
 
-    def flush(self) -> None:
-        pass
+    def land(self, runs: list[tuple[int, int]]) -> HostLanding:
+        return HostLanding([self._view[offset : offset + size] for offset, size in runs])
 
     def close(self) -> None:
         self._view.release()
         if self._map is not None:
+            os.close(self._fd)
             with contextlib.suppress(BufferError):  # somebody still reads a view; it goes when the view does
                 self._map.close()
             self._map = None
 
 
-class _CudaStore:
-    """Copies run on a stream of their own, through pinned memory: they neither wait for other work nor hold it up.
-    What `read` hands out is filled, and what `write` got is in the pool, once `flush` has returned."""
+class CudaLanding:
+    """Pinned memory, from which `commit` brings the blocks to the device."""
+
+    def __init__(self, memory: _CudaMemory, runs: list[tuple[int, int]]) -> None:
+        self._memory, self._runs = memory, runs
+        self._staged = memory.staging(sum(size for _, size in runs))
+
+    @property
+    def parts(self) -> list[memoryview]:
+        """One, for all of them."""
+        return [self._staged.numpy().data]
+
+    def commit(self) -> None:
+        """Copy; returns when the blocks are in the pool."""
+        self._memory.copy(self._runs, self._staged, to_pool=True)
+
+
+class _CudaMemory:
+    """Copies run on a stream of their own, through pinned memory: they neither wait for other work nor hold it up."""
 
     def __init__(self, handle: Mapping[str, Any], size: int) -> None:
         import torch
@@ -130,24 +136,28 @@ class _CudaStore:
         self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:size]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def _pool(self) -> torch.Tensor:
+    def read(self, runs: list[tuple[int, int]]) -> list[Buffer]:
+        staged = self.staging(sum(size for _, size in runs))
+        self.copy(runs, staged, to_pool=False)
+        return [staged.numpy().data]
+
+    def land(self, runs: list[tuple[int, int]]) -> CudaLanding:
+        return CudaLanding(self, runs)
+
+    def staging(self, size: int) -> torch.Tensor:
+        return self._torch.empty(size, dtype=self._torch.uint8, pin_memory=True)
+
+    def copy(self, runs: list[tuple[int, int]], staged: torch.Tensor, *, to_pool: bool) -> None:
+        """Between the pool's ``runs`` and ``staged``, which holds them one after the other."""
         if self._bytes is None:
             raise ValueError("the pool is closed")
-        return self._bytes
-
-    def read(self, offset: int, size: int) -> Buffer:
-        staged = self._torch.empty(size, dtype=self._torch.uint8, pin_memory=True)
+        start = 0
         with self._torch.cuda.stream(self._stream):
-            staged.copy_(self._pool()[offset : offset + size], non_blocking=True)
-        return staged.numpy().data
-
-    def write(self, offset: int, data: memoryview) -> None:
-        staged = self._torch.empty(data.nbytes, dtype=self._torch.uint8, pin_memory=True)
-        np.copyto(staged.numpy(), np.frombuffer(data, dtype=np.uint8))
-        with self._torch.cuda.stream(self._stream):
-            self._pool()[offset : offset + data.nbytes].copy_(staged, non_blocking=True)
-
-    def flush(self) -> None:
+            for offset, size in runs:
+                ours, theirs = self._bytes[offset : offset + size], staged[start : start + size]
+                target, source = (ours, theirs) if to_pool else (theirs, ours)
+                target.copy_(source, non_blocking=True)
+                start += size
         self._stream.synchronize()
 
     def close(self) -> None:

@@ -156,6 +156,15 @@ class Progress:
 
 
 @dataclass(slots=True)
+class LayersDone:
+    """Within a step: of all it computes, the KV of the first ``num_layers`` layers is in the pool. The first such
+    message of a step says how far it brings its PUSH requests; those after it leave that out."""
+
+    num_layers: int
+    progress: list[Progress]
+
+
+@dataclass(slots=True)
 class TokenOut:
     """A token a step sampled; a step may have several of a request, in order. ``finish_reason`` is a
     `core.sampling.FinishReason` value or empty, ``logprobs`` are there if the request asked for them."""
@@ -198,13 +207,13 @@ class Load:
 
 
 Command = Submit | KVReady | Release | Abort | Ping | Shutdown
-EngineEvent = Ready | Failed | Reserved | PrefixFound | Rejected | Step | Pong | Load
+EngineEvent = Ready | Failed | Reserved | PrefixFound | Rejected | LayersDone | Step | Pong | Load
 
 _TYPES: dict[str, type[Any]] = {
     t.__name__: t
     for t in (
         Submit, KVReady, Release, Abort, Ping, Shutdown,
-        Ready, Failed, Reserved, PrefixFound, Rejected, Step, Pong, Load,
+        Ready, Failed, Reserved, PrefixFound, Rejected, LayersDone, Step, Pong, Load,
     )
 }  # fmt: skip
 
@@ -224,6 +233,8 @@ def decode(body: bytes | memoryview) -> Command | EngineEvent:
     if kind is Step:
         sampled_s, step_started_s, tokens, progress = values
         return Step(sampled_s, step_started_s, [_token_out(*t) for t in tokens], [Progress(*p) for p in progress])
+    if kind is LayersDone:
+        return LayersDone(values[0], [Progress(*p) for p in values[1]])
     if kind is Submit:
         values[1] = KVRole(values[1])
     message: Command | EngineEvent = kind(*values)
@@ -234,6 +245,8 @@ def _values(message: Any) -> list[Any]:
     values = [getattr(message, f.name) for f in fields(message)]
     if isinstance(message, Step):
         values[2:] = [[_token_values(t) for t in message.tokens], [_values(p) for p in message.progress]]
+    elif isinstance(message, LayersDone):
+        values[1] = [_values(p) for p in message.progress]
     return values
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from engine.attention import AttentionStep
 from engine.kv_pool import KVPool, LayerKV
+from engine.layer_hook import LayerHook
 from engine.linear import Linear, linear
 from engine.model_weights import LayerWeights, ModelWeights
 from engine.norm import RMSNorm
@@ -149,15 +150,17 @@ class LlamaDecoder:
         """The layers' different windows, None for one that sees everything: what a step's plan has to cover."""
         return frozenset(self.shape.layer_windows)
 
-    def forward(self, step: ModelStep, pool: KVPool) -> torch.Tensor:
+    def forward(self, step: ModelStep, pool: KVPool, hook: LayerHook | None = None) -> torch.Tensor:
         """Hidden states ``[wanted rows, hidden]`` after the last norm; the keys and values of all rows are in the pool
-        then."""
+        then. ``hook`` is told of layers when they have been run (on a GPU: launched)."""
         angles = self._cos[step.positions], self._sin[step.positions]
         if self._form.spread:
             angles = spread(*angles, self._factors)
         x = functional.embedding(step.token_ids, self._embedding)
-        for layer, kv in zip(self._layers[:-1], pool.layers[:-1], strict=True):
+        for i, (layer, kv) in enumerate(zip(self._layers[:-1], pool.layers[:-1], strict=True), 1):
             x = self._form.run(x, layer, angles, kv, step.attention)
+            if hook is not None and i in hook.after:
+                hook.done(i)
         layer, kv = self._layers[-1], pool.layers[-1]
         x = self._form.run(x, layer, angles, kv, step.attention, step.wanted, step.wanted_attention)
         return self._final_norm(x)

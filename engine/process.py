@@ -18,8 +18,10 @@ from typing import Protocol
 
 from core.clock import MonotonicClock
 from core.errors import LaunchError, PdserveError, to_wire
+from core.kv_layout import KVLayout
 from core.process import end_with_parent
 from engine.batch import SampledToken, ScheduledSeq
+from engine.layer_hook import LayerHook, LayerReports
 from engine.messages import (
     Abort,
     Command,
@@ -85,18 +87,21 @@ class WorkerPipe:
 class Runner(Protocol):
     """What computes a step: `engine.runner.ModelRunner`, or a stand-in in tests."""
 
-    def execute(self, seqs: Sequence[ScheduledSeq]) -> Mapping[str, list[SampledToken]]:
-        """The next tokens, one or more, of each part that wants any, by request id."""
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
+        """The next tokens, one or more, of each part that wants any, by request id; ``hook`` is told of layers."""
         ...
 
 
 class EngineLoop:
     """Alternates commands and steps until `Shutdown`."""
 
-    def __init__(self, pipe: WorkerPipe, scheduler: Scheduler, runner: Runner, delays: PlantedDelays) -> None:
+    def __init__(
+        self, pipe: WorkerPipe, scheduler: Scheduler, runner: Runner, reports: LayerReports, delays: PlantedDelays
+    ) -> None:
         self._pipe = pipe
         self._scheduler = scheduler
         self._runner = runner
+        self._reports = reports
         self._delays = delays
         self._clock = MonotonicClock()
         self._load: Load | None = None
@@ -135,7 +140,8 @@ class EngineLoop:
         self._report()  # reservations must not wait for the step
         if not output.seqs:
             return False
-        sampled = self._runner.execute(output.seqs)
+        hook = self._reports.hook(output.seqs, self._scheduler.pushes(output))
+        sampled = self._runner.execute(output.seqs, hook)
         self._delays.in_step(output.seqs)
         step = self._scheduler.update(output, sampled, self._clock.now())
         if step.tokens or step.progress:
@@ -184,7 +190,8 @@ def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
     built = build_engine(spec, memory_fd)
     scheduler = Scheduler(built.scheduler_config, MonotonicClock())
     pipe.send(built.ready)
-    EngineLoop(pipe, scheduler, built.runner, PlantedDelays(spec.delay_s)).run()
+    reports = LayerReports(KVLayout.from_wire(built.ready.layout), spec.layer_groups, pipe.send)
+    EngineLoop(pipe, scheduler, built.runner, reports, PlantedDelays(spec.delay_s)).run()
 
 
 if __name__ == "__main__":

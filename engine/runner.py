@@ -10,7 +10,9 @@ import torch
 
 from engine.attention import Attention
 from engine.batch import SampledToken, SamplerParams, ScheduledSeq
+from engine.cuda_layers import CudaLayers
 from engine.kv_pool import KVPool
+from engine.layer_hook import LayerHook
 from engine.model import LlamaDecoder, ModelStep
 from engine.sampler import sample
 
@@ -34,16 +36,19 @@ class ModelRunner:
         self._device = pool.tensor.device
 
     @torch.inference_mode()
-    def execute(self, seqs: Sequence[ScheduledSeq]) -> dict[str, list[SampledToken]]:
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
         """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
-        each request that wants any, by request id."""
+        each request that wants any, by request id. ``hook`` is called on the way, when layers' keys and values can be
+        read (not in a step that runs as a recorded graph)."""
         self._attention.prepare(seqs)
         wanted = ordered = self._attention.order(seqs)
         if self._graphs is not None and self._graphs.fits(ordered):
             logits = self._graphs.logits(ordered)
         else:
             step, wanted = self._step(ordered)
-            hidden = self._model.forward(step, self._pool)
+            if hook is not None and self._device.type == "cuda":
+                hook = LayerHook(hook.after, CudaLayers(hook.done))
+            hidden = self._model.forward(step, self._pool, hook)
             if not wanted:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read

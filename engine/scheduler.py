@@ -240,6 +240,14 @@ class Scheduler:
             self._reserve()
         return step
 
+    def pushes(self, output: SchedulerOutput) -> list[Progress]:
+        """How far the step that `schedule` made, and that runs now, brings the requests whose KV travels."""
+        return [
+            Progress(seq.request_id, part.start + len(part.token_ids), list(seq.block_ids))
+            for part, seq in zip(output.seqs, self._in_step, strict=True)
+            if seq.kv_role is KVRole.PUSH
+        ]
+
     # --- looking in --------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:

@@ -20,7 +20,8 @@ class EngineSpec:
     cpu or cuda. The engine binds itself to ``cores`` (none: it is not bound, and uses one thread). ``num_blocks`` wins
     over ``kv_memory_bytes``. ``device_share`` is the part of its device that is its own: of a GPU's free memory it
     takes no more by default. ``delay_s`` plants delays for tests (see `engine.planted`). ``cuda_graphs`` has a GPU run
-    decode steps as recorded graphs.
+    decode steps as recorded graphs. ``layer_groups``: in how many groups of layers a step tells that KV to be
+    pushed is in place (0: only when all are).
     """
 
     model: str
@@ -39,6 +40,7 @@ class EngineSpec:
     device_share: float = 1.0
     delay_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     cuda_graphs: bool = True
+    layer_groups: int = 0
 
     @property
     def threads(self) -> int:

@@ -55,6 +55,8 @@ def _transfer(timeline: Timeline, result: RoutingResult) -> pb.Transfer:
         transfer.checksum = proof.checksum
         transfer.wire_ms = proof.wire_ms
         transfer.request_to_ready_ms = proof.request_to_ready_ms
+        transfer.export_ms, transfer.import_ms, transfer.span_ms = proof.export_ms, proof.import_ms, proof.span_ms
+        transfer.gbs, transfer.ceiling_gbs = proof.gbs, proof.ceiling_gbs
     sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
     if timeline.has(sampled) and timeline.has(verified):
         transfer.exposed_ms = max(0.0, timeline.gateway_time(verified) - timeline.gateway_time(sampled)) * 1e3

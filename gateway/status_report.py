@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 
 from core.clock import Clock
+from core.worker import WorkerLoad
 from gateway.validation import Limits
 from pb import inference_pb2 as pb
 from router.registered_worker import RegisteredWorker
@@ -83,15 +85,21 @@ class StatusReport:
             running=load.running,
             waiting=load.waiting,
             outstanding_tokens=worker.outstanding_tokens,
-            transport=info.kv_endpoint.transport,
+            transports=[endpoint.transport for endpoint in info.kv_endpoints],
             heartbeat_age_s=self._registry.age_s(worker),
             engine_restarts=info.engine_restarts,
             preemptions=load.preemptions,
-            peers=worker.peers,
+            links=[_link(peer, load) for peer in worker.peers],
             cuda_visible_devices=info.cuda_visible_devices,
             cores=info.cores,
-            transport_reason=info.transport_reason,
+            kv_refused=load.kv_refused,
             prompt_tokens_looked_up=load.prompt_tokens_looked_up,
             prompt_tokens_cached=load.prompt_tokens_cached,
             cached_blocks=load.cached_blocks,
         )
+
+
+def _link(worker_id: str, load: WorkerLoad) -> pb.PeerLink:
+    """All that is known of the link to a peer; of one that no heartbeat has told of yet, only that it is there."""
+    known = next((link for link in load.links if link.worker_id == worker_id), None)
+    return pb.PeerLink(worker_id=worker_id) if known is None else pb.PeerLink(**asdict(known))

@@ -7,6 +7,7 @@ pool as sender and receiver see it (a worker's mapping of its engine's pool sati
     listen() → endpoint          ←── handshake ───   connect(endpoint) → KVLink
     accept() → KVLink
     link.recv() → Message        ←─── messages ───   link.send(header, payload)
+    link.take(sink)              ←─── payload ────
     link.send(header)            ──── answers ───→   link.recv() → Message
 """
 
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
+from kv_transfer.sink import Sink
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """Every transport carries payloads up to this; a bigger one is a ValueError of `KVLink.send`."""
@@ -32,26 +34,39 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message as it arrived: a small header (msgpack, checked by whoever reads it) and raw payload bytes."""
+    """One message as it arrived: a small header (msgpack, checked by whoever reads it), and how many bytes of payload
+    wait behind it for `KVLink.take`."""
 
     header: bytes
-    payload: Buffer
+    size: int
 
 
 class KVLink(ABC):
     """An ordered two-way pipe of messages with one peer. One task sends and one receives at a time."""
 
+    transport: str
+    """The name of the transport it belongs to."""
+
     @abstractmethod
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send one message; the payload's parts are joined on the way. Returns once the transport has taken it (the
-        parts may then change), with back-pressure: with a peer that does not receive, it waits. PeerLost if the
-        connection is gone, TransferTimeout if the transport's own bound passes. A cancelled or failed send may have
-        gone out or not; it no longer reads the parts."""
+        """Send one message; the payload's parts are joined on the way, and stay as they are until `drained`. Returns
+        once the transport has taken it, with back-pressure: with a peer that does not receive, it waits (a payload in
+        memory that both ends map weighs nothing here). PeerLost if the connection is gone, TransferTimeout if nothing
+        was taken for as long as the transport's own bound. A cancelled or failed send may have gone out or not."""
+
+    async def drained(self) -> None:  # noqa: B027 - most transports have let go of the parts when `send` returns
+        """Return once nothing reads the parts of what was sent so far: they may then change. Bounded; a link that is
+        lost reads nothing. Needs a task that receives."""
 
     @abstractmethod
     async def recv(self) -> Message:
-        """The next message; waits for as long as the link lives. PeerLost once the peer is gone and everything it
-        sent before has been received."""
+        """The next message; waits for as long as the link lives. What was not taken of the payload before it is thrown
+        away. PeerLost once the peer is gone and everything it sent before has been received."""
+
+    @abstractmethod
+    async def take(self, sink: Sink) -> None:
+        """Move the payload of the last message into ``sink``, which has exactly its size. Returns early once the sink
+        is closed (by another task: nothing is written from then on). PeerLost if the rest does not come."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -76,13 +91,30 @@ class KVTransport(ABC):
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
         """Open a link. TransferTimeout or PeerLost if nobody answers there in time."""
 
+    def obstacle(self, endpoint: KVEndpoint) -> str | None:
+        """Why `connect` cannot reach this endpoint, in words, if that is certain without trying."""
+        return None
+
     @abstractmethod
     async def aclose(self) -> None:
         """Stop listening and close every link. Closing twice is fine."""
 
 
+class Landing(Protocol):
+    """Room for blocks that are about to arrive."""
+
+    @property
+    def parts(self) -> list[memoryview]:
+        """Host memory to be filled in order: the pool itself, or (for a pool on a device) memory staged for it."""
+        ...
+
+    def commit(self) -> None:
+        """The parts are filled: returns when the blocks are in the pool."""
+        ...
+
+
 class BlockStore(Protocol):
-    """A KV pool as bytes: block i is ``layout.block_bytes`` contiguous bytes."""
+    """A KV pool as bytes: block i is ``layout.block_bytes`` contiguous bytes, its layers one after the other."""
 
     @property
     def layout(self) -> KVLayout:
@@ -94,10 +126,10 @@ class BlockStore(Protocol):
         """Blocks in the pool."""
         ...
 
-    def read_blocks(self, block_ids: Sequence[int]) -> list[Buffer]:
-        """Views (or, on a device, staged copies) of whole blocks, in order; adjacent ones may be one buffer."""
+    def read_blocks(self, block_ids: Sequence[int], layers: range) -> list[Buffer]:
+        """Views (or, on a device, staged copies) of ``layers`` of blocks, in order; what touches may be one buffer."""
         ...
 
-    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
-        """Copy ``data`` (whole blocks, in order) into the pool; returns when it is there."""
+    def land(self, block_ids: Sequence[int], layers: range) -> Landing:
+        """Room for ``layers`` of these blocks."""
         ...

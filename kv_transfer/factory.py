@@ -1,55 +1,87 @@
-"""Which transport moves the blocks: by configuration, or by what both ends share."""
+"""Which transports a worker offers, and which one a pair takes: by configuration, or by what both ends share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from core.errors import ConfigError
+from core.handoff import KVEndpoint
 from kv_transfer.base import KVTransport
+from kv_transfer.shared_memory import SharedMemory
 
-TRANSPORTS = ("loopback", "grpc_stream", "torch_dist")
+TRANSPORTS = ("loopback", "shm", "tcp", "grpc_stream", "torch_dist")
 
 
-def choose_transport(
-    configured: str, *, device: str, peer_device: str, same_process: bool = False, shared_device: bool = False
-) -> tuple[str, str]:
-    """The transport for two ends on ``device`` and ``peer_device`` (``cpu``, ``cuda``, ``cuda:0`` ...), and the reason
-    in words. ``configured`` is ``auto`` or a transport's name; ConfigError if that one cannot work here.
-    ``shared_device``: workers may share one GPU, which NCCL refuses."""
-    both_cuda = device.startswith("cuda") and peer_device.startswith("cuda")
+def offered_transports(configured: str, *, device: str, shared_device: bool = False) -> tuple[str, ...]:
+    """The transports a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) opens, best first. ``configured`` is
+    ``auto`` or a transport's name; ConfigError if that one cannot work here. ``shared_device``: workers may share one
+    GPU, which NCCL refuses."""
+    cuda = device.startswith("cuda")
     if configured == "auto":
-        if both_cuda and shared_device:
-            return "grpc_stream", "both ends have CUDA devices, but may share one GPU, which NCCL refuses: grpc_stream"
-        if both_cuda and _backend_problem("nccl") is None:
-            return "torch_dist", "both ends have CUDA devices: torch_dist with NCCL"
-        if both_cuda:
-            return "grpc_stream", f"both ends have CUDA devices, but {_backend_problem('nccl')}: grpc_stream"
-        return "grpc_stream", f"{device} here, {peer_device} at the peer: grpc_stream works between any two"
+        if not cuda:
+            return ("shm", "tcp")
+        return ("tcp",) if shared_device or _backend_problem("nccl") is not None else ("torch_dist", "tcp")
     if configured not in TRANSPORTS:
         raise ConfigError(f"transfer.transport: {configured!r} is unknown; known: auto, {', '.join(TRANSPORTS)}")
-    if configured == "loopback" and not same_process:
-        raise ConfigError("transfer.transport: loopback works only between workers of one process")
     if configured == "torch_dist":
-        if device.startswith("cuda") != peer_device.startswith("cuda"):
-            raise ConfigError(
-                f"transfer.transport: torch_dist needs the same kind of device at both ends, not {device} and "
-                f"{peer_device}"
-            )
-        if both_cuda and shared_device:
+        if cuda and shared_device:
             raise ConfigError(
                 "transfer.transport: torch_dist cannot be used: workers may share one GPU, which NCCL refuses; "
-                "use auto or grpc_stream"
+                "use auto or tcp"
             )
-        if (problem := _backend_problem("nccl" if both_cuda else "gloo")) is not None:
+        if (problem := _backend_problem("nccl" if cuda else "gloo")) is not None:
             raise ConfigError(f"transfer.transport: torch_dist cannot be used: {problem}")
-    return configured, "set in the configuration"
+    return (configured,)
 
 
-def create_transport(name: str, *, device: str = "cpu", timeout_s: float = 10.0) -> KVTransport:
-    """The transport ``name`` (not ``auto``: see `choose_transport`) for a worker on ``device``. ``timeout_s`` bounds
-    one send to a peer that takes nothing. ConfigError if it cannot be used here."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport that a pair takes, the peer's endpoint for it, and why, in words."""
+
+    transport: KVTransport
+    endpoint: KVEndpoint
+    reason: str
+
+
+def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], peer: str) -> Choice:
+    """The first of ``transports`` (in order of preference) that ``peer`` listens with and that can reach it;
+    ConfigError if there is none."""
+    against: list[str] = []
+    for transport in transports:
+        endpoint = next((each for each in endpoints if each.transport == transport.name), None)
+        obstacle = f"{peer} does not listen with it" if endpoint is None else transport.obstacle(endpoint)
+        if endpoint is not None and obstacle is None:
+            if len(transports) == 1:
+                return Choice(transport, endpoint, "the only one that is configured or possible here")
+            best = "the fastest both ends have" if not against else f"not {'; not '.join(against)}"
+            return Choice(transport, endpoint, best)
+        against.append(f"{transport.name}: {obstacle}")
+    offered = ", ".join(endpoint.transport for endpoint in endpoints)
+    raise ConfigError(
+        f"transfer.transport: no way to {peer}, which listens with {offered} ({'; '.join(against)}); "
+        "all workers of a service need the same setting, and shm one host"
+    )
+
+
+def create_transport(
+    name: str, *, device: str = "cpu", timeout_s: float = 10.0, memory: SharedMemory | None = None
+) -> KVTransport:
+    """The transport ``name`` (of `offered_transports`) for a worker on ``device``. ``timeout_s`` bounds one send to a
+    peer that takes nothing; ``memory`` is the pool, if processes of this host can map it. ConfigError if it cannot be
+    used here."""
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 
         return LoopbackTransport(timeout_s=timeout_s)
+    if name == "shm":
+        from kv_transfer.transports.shm import ShmTransport
+
+        return ShmTransport(memory, timeout_s=timeout_s)
+    if name == "tcp":
+        from kv_transfer.transports.tcp import TcpTransport
+
+        return TcpTransport(timeout_s=timeout_s)
     if name == "grpc_stream":
         from kv_transfer.transports.grpc_stream import GrpcStreamTransport
 
@@ -57,7 +89,7 @@ def create_transport(name: str, *, device: str = "cpu", timeout_s: float = 10.0)
     if name == "torch_dist":
         from kv_transfer.transports.torch_dist import TorchDistTransport
 
-        choose_transport(name, device=device, peer_device=device)
+        offered_transports(name, device=device)
         return TorchDistTransport(backend="nccl" if device.startswith("cuda") else "gloo", timeout_s=timeout_s)
     raise ConfigError(f"transfer.transport: {name!r} is unknown; known: {', '.join(TRANSPORTS)}")
 

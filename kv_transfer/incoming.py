@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import PdserveError
 from core.handoff import TransferProof
-from kv_transfer.base import Buffer, KVLink
-from kv_transfer.integrity import Blocks, Reason, Refusal, checksum
+from core.kv_layout import KVLayout
+from kv_transfer.integrity import Blocks, Reason, Refusal
+from kv_transfer.sink import Sink
 from kv_transfer.status import TransferStatus
+
+if TYPE_CHECKING:
+    from kv_transfer.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,36 +28,51 @@ class ReceivedKV:
     verified_s: float
 
 
-class Incoming:
-    """The state of one hand-off. `check` decides on a message without changing anything but the account of retries;
-    `accept` is called once its blocks are in the pool."""
+class Region(NamedTuple):
+    """What a message fills: layers of blocks of the receiver's pool."""
 
-    def __init__(self, request_id: str, nonce: str, block_ids: Sequence[int], num_skipped: int, now_s: float) -> None:
+    block_ids: tuple[int, ...]
+    layers: range
+
+
+class Incoming:
+    """The state of one hand-off. `check` decides on a message by its header, before any of its payload is taken;
+    `accept` is called once the payload is in the pool and verified, `reject` if it arrived changed."""
+
+    def __init__(
+        self, request_id: str, nonce: str, block_ids: Sequence[int], num_skipped: int, layout: KVLayout, now_s: float
+    ) -> None:
         self.request_id, self.nonce = request_id, nonce
         self.status = TransferStatus.BOOTSTRAPPING
-        self.link: KVLink | None = None
+        self.source: Source | None = None
+        self.sink: Sink | None = None
+        """Where its payload goes while one arrives."""
         self.outcome: ReceivedKV | PdserveError | None = None
         self.done = asyncio.Event()
+        self._layout = layout
         self._block_ids, self._num_skipped = tuple(block_ids), num_skipped
-        self._free = set(range(num_skipped, len(block_ids)))
+        every = (1 << layout.num_layers) - 1
+        self._missing = [0] * num_skipped + [every] * (len(block_ids) - num_skipped)  # bits of layers, by slot
+        self._num_missing = (len(block_ids) - num_skipped) * layout.num_layers
         self._next_seq = 1
         self._resending: set[int] = set()
         self._closed = False
         self._trailer = b""
         self._reserved_s, self._first_s = now_s, now_s
-        self._messages = self._bytes = self._retried_bytes = 0
+        self._messages = self._bytes = self._retried_bytes = self._export_us = 0
+        self._wire_s = self._import_s = 0.0
 
-    def heard(self, link: KVLink) -> None:
-        """Its sender spoke on ``link``, the only one it may use from now on."""
-        if self.link is None:
-            self.link, self.status = link, TransferStatus.WAITING
-        elif self.link is not link:
+    def heard(self, source: Source) -> None:
+        """Its sender spoke, which is the only one that may from now on, and only on this link."""
+        if self.source is None:
+            self.source, self.status = source, TransferStatus.WAITING
+        elif self.source is not source:
             raise Refusal(Reason.WRONG_LINK, f"{self.request_id}: its sender uses another link")
 
-    def check(self, header: Blocks, payload: Buffer, block_bytes: int, *, checksums: bool) -> tuple[int, ...]:
-        """The pool's blocks this message fills; `Refusal` if it must not be taken."""
-        name = f"{self.request_id} message {header.seq}"
-        size, end = memoryview(payload).nbytes, header.first_slot + header.num_blocks
+    def check(self, header: Blocks, size: int) -> Region:
+        """What a message with ``size`` bytes of payload fills; `Refusal` if it must not be taken."""
+        name, layout = f"{self.request_id} message {header.seq}", self._layout
+        end, end_layer = header.first_slot + header.num_blocks, header.first_layer + header.num_layers
         if 0 < header.seq < self._next_seq and header.seq not in self._resending:
             self._retried_bytes += size
             raise Refusal(Reason.DUPLICATE, f"{name} came before")
@@ -61,53 +81,75 @@ class Incoming:
         if header.first_slot < self._num_skipped or end > len(self._block_ids):
             bounds = f"slots {header.first_slot} to {end}, not within {self._num_skipped} to {len(self._block_ids)}"
             raise Refusal(Reason.OUT_OF_BOUNDS, f"{name} fills {bounds}")
-        if size != header.num_blocks * block_bytes or not (header.num_blocks or header.last):
-            raise Refusal(Reason.WRONG_SIZE, f"{name} has {size} bytes for {header.num_blocks} blocks of {block_bytes}")
-        slots = range(header.first_slot, end)
-        if not self._free.issuperset(slots):
+        if not header.num_layers or end_layer > layout.num_layers:
+            bounds = f"layers {header.first_layer} to {end_layer} of {layout.num_layers}"
+            raise Refusal(Reason.OUT_OF_BOUNDS, f"{name} fills {bounds}")
+        if size != header.num_blocks * header.num_layers * layout.layer_bytes or not (header.num_blocks or header.last):
+            what = f"{header.num_layers} layers of {header.num_blocks} blocks, {layout.layer_bytes} bytes each"
+            raise Refusal(Reason.WRONG_SIZE, f"{name} has {size} bytes for {what}")
+        bits = self._bits(header)
+        if any(missing & bits != bits for missing in self._missing[header.first_slot : end]):
             self._retried_bytes += size
             raise Refusal(Reason.DUPLICATE, f"{name} fills a slot that is filled")
-        missing = len(self._free) - len(slots)
+        missing = self._num_missing - header.num_blocks * header.num_layers
         if missing and (self._closed or header.last) and not self._resending - {header.seq}:
-            raise Refusal(Reason.INCOMPLETE, f"{name} is the last, but {missing} blocks never came")
-        if checksums and checksum([payload], header.trailer) != header.checksum:
-            self._retried_bytes += size
-            self._resending.add(header.seq)
-            self._next_seq = max(self._next_seq, header.seq + 1)
-            raise Refusal(Reason.CHECKSUM, f"{name} arrived changed")
-        return self._block_ids[header.first_slot : end]
+            raise Refusal(Reason.INCOMPLETE, f"{name} is the last, but {missing} layers of blocks never came")
+        return Region(self._block_ids[header.first_slot : end], range(header.first_layer, end_layer))
 
     def begin(self, now_s: float) -> None:
         """A message with blocks has arrived."""
         if self.status is not TransferStatus.TRANSFERRING:
             self.status, self._first_s = TransferStatus.TRANSFERRING, now_s
 
-    def accept(self, header: Blocks, size: int) -> None:
-        """Take note that the message's blocks are in the pool."""
-        self._free.difference_update(range(header.first_slot, header.first_slot + header.num_blocks))
+    def accept(self, header: Blocks, size: int, wire_s: float, import_s: float) -> None:
+        """Take note that the message's blocks are in the pool, and what that took."""
+        bits = self._bits(header)
+        for slot in range(header.first_slot, header.first_slot + header.num_blocks):
+            self._missing[slot] &= ~bits
+        self._num_missing -= header.num_blocks * header.num_layers
         self._resending.discard(header.seq)
         self._next_seq = max(self._next_seq, header.seq + 1)
         self._messages += 1
         self._bytes += size
+        self._wire_s += wire_s
+        self._import_s += import_s
+        self._export_us = max(self._export_us, header.export_us)
         if header.last:
             self._closed, self._trailer = True, header.trailer
+
+    def reject(self, header: Blocks, size: int) -> Refusal:
+        """The message arrived changed, and has to come again."""
+        self._retried_bytes += size
+        self._resending.add(header.seq)
+        self._next_seq = max(self._next_seq, header.seq + 1)
+        return Refusal(Reason.CHECKSUM, f"{self.request_id} message {header.seq} arrived changed")
 
     @property
     def complete(self) -> bool:
         """Whether every slot is filled and the sender has closed it."""
-        return self._closed and not self._free and not self._resending
+        return self._closed and not self._num_missing and not self._resending
 
-    def received(self, transport: str, now_s: float, *, checksums: bool) -> ReceivedKV:
+    def received(self, now_s: float, *, checksums: bool) -> ReceivedKV:
         """The account of the complete hand-off, whose last block is verified now."""
+        assert self.source is not None, "it is complete, so somebody sent it"
         proof = TransferProof(
-            transport=transport,
+            transport=self.source.transport,
             kv_bytes=self._bytes,
             kv_bytes_retried=self._retried_bytes,
             blocks_received=len(self._block_ids) - self._num_skipped,
             blocks_skipped=self._num_skipped,
             messages=self._messages,
             checksum="xxh3-64 verified" if checksums else "off",
-            wire_ms=(now_s - self._first_s) * 1e3,
+            export_ms=self._export_us / 1e3,
+            wire_ms=self._wire_s * 1e3,
+            import_ms=self._import_s * 1e3,
+            span_ms=(now_s - self._first_s) * 1e3,
             request_to_ready_ms=(now_s - self._reserved_s) * 1e3,
+            ceiling_gbs=self.source.ceiling_gbs,
         )
         return ReceivedKV(proof, self._trailer, now_s)
+
+    @staticmethod
+    def _bits(header: Blocks) -> int:
+        bits: int = ((1 << header.num_layers) - 1) << header.first_layer
+        return bits

@@ -2,6 +2,7 @@
 
     sender                                              receiver
     Hello      epoch it means to talk to, layout  ──▶   HelloOk, or Refused
+    Probe      payload, thrown away               ──▶   Probed: how long it took to take
     Open       a hand-off begins or still lives   ──▶   Ack with seq 0
     Blocks     seq 1, 2, 3 ...; payload           ──▶   Ack once it is in the pool, or Refused
     Abort      it gave up                        ◀──▶   Abort: it gave up
@@ -12,8 +13,8 @@ anything else is refused. Nothing is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -48,6 +49,18 @@ class HelloOk:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """The payload measures the link, and is thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The receiver took the payload of a `Probe` in so many microseconds."""
+
+    micros: int
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """The sender has the hand-off in hand; repeated as its heartbeat while blocks are computed."""
 
@@ -58,7 +71,9 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The payload is ``num_blocks`` blocks for the slots from ``first_slot``. ``last`` and ``trailer`` close it."""
+    """The payload is ``num_layers`` layers, from ``first_layer``, of ``num_blocks`` blocks for the slots from
+    ``first_slot``, block by block. ``export_us``: what the hand-off has cost its sender so far, in microseconds of
+    reading and hashing. ``last`` and ``trailer`` close it."""
 
     nonce: str
     epoch: str
@@ -66,7 +81,10 @@ class Blocks:
     seq: int
     first_slot: int
     num_blocks: int
+    first_layer: int
+    num_layers: int
     checksum: int
+    export_us: int
     last: bool
     trailer: bytes
 
@@ -98,7 +116,7 @@ class Abort:
     message: str
 
 
-Header = Hello | HelloOk | Open | Blocks | Ack | Refused | Abort
+Header = Hello | HelloOk | Probe | Probed | Open | Blocks | Ack | Refused | Abort
 
 
 class Reason(StrEnum):
@@ -142,7 +160,8 @@ def checksum(payload: Sequence[Buffer], trailer: bytes) -> int:
 
 def encode(header: Header) -> bytes:
     """The wire form of a header."""
-    packed: bytes = msgpack.packb({"type": _NAMES[type(header)], **asdict(header)})
+    kind = type(header)
+    packed: bytes = msgpack.packb({"type": _NAMES[kind], **{name: getattr(header, name) for name in _FIELDS[kind]}})
     return packed
 
 
@@ -157,7 +176,7 @@ def decode(data: bytes) -> Header:
     header = _TYPES.get(name := values.pop("type"))
     if header is None:
         raise TransferRefused(f"malformed header: unknown type {name[:32]!r}")
-    names = {f.name for f in fields(header)}
+    names = _FIELDS[header]
     if values.keys() != names:
         wrong = sorted(repr(field)[:32] for field in values.keys() ^ names)
         raise TransferRefused(f"malformed header: {name} with missing or unknown fields {', '.join(wrong[:8])}")
@@ -195,9 +214,11 @@ def _is_layout(value: object) -> bool:
 
 
 _TYPES: dict[str, type[Any]] = {
-    "hello": Hello, "hello_ok": HelloOk, "open": Open, "blocks": Blocks, "ack": Ack, "refused": Refused, "abort": Abort,
+    "hello": Hello, "hello_ok": HelloOk, "probe": Probe, "probed": Probed, "open": Open, "blocks": Blocks, "ack": Ack,
+    "refused": Refused, "abort": Abort,
 }  # fmt: skip
 _NAMES: dict[type[Any], str] = {header: name for name, header in _TYPES.items()}
+_FIELDS: dict[type[Any], Set[str]] = {header: {f.name: None for f in fields(header)}.keys() for header in _NAMES}
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "worker_id": _text(256),
     "epoch": _text(256),
@@ -211,6 +232,10 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "seq": _number(2**32),
     "first_slot": _number(2**32),
     "num_blocks": _number(2**32),
+    "first_layer": _number(2**16),
+    "num_layers": _number(2**16),
+    "export_us": _number(2**48),
+    "micros": _number(2**48),
     "last": lambda value: type(value) is bool,
     "trailer": lambda value: type(value) is bytes and len(value) <= MAX_TRAILER_BYTES,
 }

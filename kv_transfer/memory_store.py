@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from core import memory_file
 from core.kv_layout import KVLayout
 from kv_transfer.base import Buffer
+from kv_transfer.shared_memory import SharedMemory
+
+
+class _Place(NamedTuple):
+    parts: list[memoryview]
+
+    def commit(self) -> None:
+        pass
 
 
 class MemoryStore:
-    """A `BlockStore` of ``num_blocks`` zeroed blocks in ``data``, a bytearray."""
+    """A `BlockStore` of ``num_blocks`` zeroed blocks in ``data``, an anonymous memory file as engines have it."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        self.data = bytearray(layout.block_bytes * num_blocks)
         self._layout, self._num_blocks = layout, num_blocks
+        size = layout.block_bytes * num_blocks
+        fd = memory_file.create("pdserve-kv")
+        os.ftruncate(fd, max(size, 1))
+        memory_file.seal(fd)
+        self.data = memoryview(mmap.mmap(fd, max(size, 1)))[:size]
+        self.memory = SharedMemory(fd, self.data)
 
     @property
     def layout(self) -> KVLayout:
@@ -25,24 +42,19 @@ class MemoryStore:
         """Blocks in the pool."""
         return self._num_blocks
 
-    def read_blocks(self, block_ids: Sequence[int]) -> list[Buffer]:
-        """Views of the blocks, in order; a run of adjacent ones is one view."""
-        pool, size = memoryview(self.data), self._layout.block_bytes
-        views: list[Buffer] = []
-        start = 0
-        for end in range(1, len(block_ids) + 1):
-            if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
-                views.append(pool[block_ids[start] * size : (block_ids[end - 1] + 1) * size])
-                start = end
-        return views
+    def read_blocks(self, block_ids: Sequence[int], layers: range | None = None) -> list[Buffer]:
+        """Views of blocks (or ``layers`` of them), in order; what touches is one view."""
+        return [*self._views(block_ids, layers)]
 
-    def write_blocks(self, block_ids: Sequence[int], data: Buffer) -> None:
-        """Copy whole blocks into the pool; ValueError if ``data`` has another size."""
-        size, view = self._layout.block_bytes, memoryview(data)
-        if view.nbytes != size * len(block_ids):
-            raise ValueError(f"{view.nbytes} bytes for {len(block_ids)} blocks of {size}")
-        pool = memoryview(self.data)
-        for i, block in enumerate(block_ids):
-            if not 0 <= block < self._num_blocks:
-                raise ValueError(f"block {block} of {self._num_blocks}")
-            pool[block * size : (block + 1) * size] = view[i * size : (i + 1) * size]
+    def land(self, block_ids: Sequence[int], layers: range | None = None) -> _Place:
+        """The blocks themselves."""
+        return _Place(self._views(block_ids, layers))
+
+    def _views(self, block_ids: Sequence[int], layers: range | None) -> list[memoryview]:
+        runs = self._layout.byte_runs(
+            block_ids, self._layout.all_layers if layers is None else layers, self._num_blocks
+        )
+        return [self.data[offset : offset + size] for offset, size in runs]
+
+    def __del__(self) -> None:
+        os.close(self.memory.fd)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from core.errors import PdserveError
 from core.handoff import KVDestination
+from core.kv_layout import KVLayout
 from kv_transfer.integrity import MAX_RESENDS, MAX_TRAILER_BYTES
 from kv_transfer.status import TransferStatus
 
@@ -16,22 +17,26 @@ from kv_transfer.status import TransferStatus
 @dataclass(frozen=True, slots=True)
 class SentKV:
     """A hand-off the receiver has acknowledged in full. ``bytes`` and ``messages`` count each block once, ``retries``
-    messages that went out again; ``wire_ms`` is first message sent to last acknowledged."""
+    messages that went out again; ``export_ms`` is reading and hashing, ``span_ms`` first message to last
+    acknowledgement."""
 
     transport: str
     bytes: int
     messages: int
     retries: int
-    wire_ms: float
+    export_ms: float
+    span_ms: float
 
 
 @dataclass(slots=True)
 class Part:
-    """One message of blocks, kept until it is acknowledged, because it may have to go out again."""
+    """One message of ``size`` bytes of blocks, kept until it is acknowledged, because it may have to go out again."""
 
     seq: int
     first_slot: int
     block_ids: tuple[int, ...]
+    layers: range
+    size: int
     last: bool
     resends: int = 0
 
@@ -39,35 +44,41 @@ class Part:
 class Outgoing:
     """The state of one hand-off. Blocks are queued by `add` and taken as messages by `next_part`."""
 
-    def __init__(self, request_id: str, destination: KVDestination, blocks_per_message: int) -> None:
+    def __init__(self, request_id: str, destination: KVDestination, layout: KVLayout, message_bytes: int) -> None:
         self.request_id, self.destination = request_id, destination
         self.status = TransferStatus.BOOTSTRAPPING
         self.outcome: SentKV | PdserveError | None = None
         self.done = asyncio.Event()
         self.idle = asyncio.Event()
-        """Set while nothing reads its blocks."""
+        """Set while nothing here reads its blocks."""
         self.idle.set()
         self.trailer = b""
-        self._blocks_per_message = blocks_per_message
-        self._pending: deque[tuple[int, int]] = deque()  # slot, block
+        self.export_s = 0.0
+        self.transport = ""
+        self.settle: Callable[[], Awaitable[None]] | None = None
+        """Waits until nothing behind its link reads its blocks either."""
+        self._layout, self._message_bytes = layout, message_bytes
+        self._pending: deque[tuple[int, int, range]] = deque()  # slot, block, layers
         self._again: deque[Part] = deque()
         self._unacknowledged: dict[int, Part] = {}
         self._closed = self._last_sent = False
-        self._seq = self._blocks = self._retries = 0
+        self._seq = self._bytes = self._retries = 0
         self._first_s: float | None = None
 
-    def add(self, first_slot: int, block_ids: Sequence[int], *, last: bool, trailer: bytes) -> None:
-        """Queue the blocks for the slots from ``first_slot``, without those the receiver holds already. ValueError if
-        slots lie outside the destination, or if it was closed."""
-        destination = self.destination
+    def add(self, first_slot: int, block_ids: Sequence[int], layers: range, *, last: bool, trailer: bytes) -> None:
+        """Queue ``layers`` of the blocks for the slots from ``first_slot``, without those the receiver holds already.
+        ValueError if slots or layers lie outside the destination, or if it was closed."""
+        destination, num_layers = self.destination, self._layout.num_layers
         if not 0 <= first_slot <= first_slot + len(block_ids) <= destination.num_blocks:
             raise ValueError(f"slots {first_slot} to {first_slot + len(block_ids)} of {destination.num_blocks}")
+        if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
+            raise ValueError(f"layers {layers.start} to {layers.stop} of {num_layers}")
         if self._closed:
             raise ValueError(f"{self.request_id}: blocks after its last")
         if len(trailer) > (MAX_TRAILER_BYTES if last else 0):
             raise ValueError(f"a trailer comes with the last blocks and has at most {MAX_TRAILER_BYTES} bytes")
         pairs = enumerate(block_ids, first_slot)
-        self._pending.extend((slot, block) for slot, block in pairs if slot >= destination.num_skipped)
+        self._pending.extend((slot, block, layers) for slot, block in pairs if slot >= destination.num_skipped)
         self._closed, self.trailer = last, trailer
 
     @property
@@ -81,25 +92,40 @@ class Outgoing:
             self._first_s, self.status = now_s, TransferStatus.TRANSFERRING
         if self._again:
             return self._again.popleft()
-        first_slot = self._pending[0][0] if self._pending else self.destination.num_blocks
+        all_layers = self._layout.all_layers
+        first_slot, _, layers = self._pending[0] if self._pending else (self.destination.num_blocks, 0, all_layers)
+        piece_bytes = len(layers) * self._layout.layer_bytes
+        most = max(1, self._message_bytes // piece_bytes)
         block_ids: list[int] = []
         while (
             self._pending
-            and len(block_ids) < self._blocks_per_message
+            and len(block_ids) < most
             and self._pending[0][0] == first_slot + len(block_ids)
+            and self._pending[0][2] == layers
         ):
             block_ids.append(self._pending.popleft()[1])
+        size = len(block_ids) * piece_bytes
         self._seq += 1
-        self._blocks += len(block_ids)
+        self._bytes += size
         self._last_sent = self._closed and not self._pending
-        part = Part(self._seq, first_slot, tuple(block_ids), self._last_sent)
+        part = Part(self._seq, first_slot, tuple(block_ids), layers, size, self._last_sent)
         self._unacknowledged[part.seq] = part
         return part
 
-    def acknowledge(self, seq: int) -> bool:
-        """Whether this was the last message that was missing."""
-        self._unacknowledged.pop(seq, None)
+    def acknowledge(self, seq: int) -> int:
+        """Take note that the receiver has a message; how many bytes are on their way no more."""
+        part = self._unacknowledged.pop(seq, None)
+        return 0 if part is None else part.size
+
+    @property
+    def complete(self) -> bool:
+        """Whether the receiver has acknowledged everything."""
         return self._last_sent and not self._unacknowledged
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """What is on its way."""
+        return sum(part.size for part in self._unacknowledged.values())
 
     def resend(self, seq: int) -> bool:
         """Queue a message that arrived changed once more; False if it has been sent often enough."""
@@ -111,7 +137,7 @@ class Outgoing:
         self._again.append(part)
         return True
 
-    def sent(self, transport: str, now_s: float, block_bytes: int) -> SentKV:
+    def sent(self, now_s: float) -> SentKV:
         """The account of the hand-off, all of it acknowledged now."""
-        wire_ms = (now_s - (self._first_s or now_s)) * 1e3
-        return SentKV(transport, self._blocks * block_bytes, self._seq, self._retries, wire_ms)
+        span_ms = (now_s - (self._first_s or now_s)) * 1e3
+        return SentKV(self.transport, self._bytes, self._seq, self._retries, self.export_s * 1e3, span_ms)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
 from core.clock import Clock
 from core.errors import ChecksumMismatch, PdserveError, PeerLost, TransferError, TransferRefused, to_wire
-from core.handoff import KVEndpoint
+from core.handoff import KVEndpoint, PeerLink
 from kv_transfer.base import BlockStore, KVLink
 from kv_transfer.integrity import Abort, Ack, Blocks, Header, Open, Refused, checksum, decode, encode, peer_error
 from kv_transfer.outgoing import Outgoing
@@ -23,25 +24,29 @@ Conclude = Callable[[Outgoing, PdserveError | None], None]
 
 class Peer:
     """Three tasks work on the link: one writes (one message of each hand-off in turn), one reads the answers, one says
-    every ``heartbeat_s`` that the hand-offs still live. When the link ends, its hand-offs fail."""
+    every ``heartbeat_s`` that the hand-offs still live. When the link ends, its hand-offs fail. While
+    ``max_inflight_bytes`` or more are not acknowledged, nothing but control messages is sent."""
 
     def __init__(
         self,
-        worker_id: str,
+        about: PeerLink,
         epoch: str,
         endpoint: KVEndpoint,
         link: KVLink,
         *,
         store: BlockStore,
         checksums: bool,
+        max_inflight_bytes: int,
         clock: Clock,
         heartbeat_s: float,
         heard: Callable[[Outgoing], None],
         conclude: Conclude,
     ) -> None:
-        self.worker_id, self.epoch, self.endpoint = worker_id, epoch, endpoint
+        self.about, self.worker_id, self.epoch, self.endpoint = about, about.worker_id, epoch, endpoint
         self.alive = True
         self._link, self._store, self._checksums, self._clock = link, store, checksums, clock
+        self._max_inflight_bytes = max_inflight_bytes
+        self._inflight_bytes = 0
         self._heartbeat_s, self._heard, self._conclude = heartbeat_s, heard, conclude
         self._handoffs: dict[str, Outgoing] = {}
         self._turns: deque[Outgoing] = deque()
@@ -51,7 +56,8 @@ class Peer:
 
     def add(self, handoff: Outgoing) -> None:
         """Take on a hand-off to this receiver."""
-        handoff.status = TransferStatus.WAITING
+        handoff.status, handoff.settle = TransferStatus.WAITING, self._settle
+        handoff.transport = self.about.transport
         self._handoffs[handoff.destination.nonce] = handoff
         self._control(_open(handoff))
         self.advance(handoff)
@@ -64,13 +70,24 @@ class Peer:
 
     def drop(self, handoff: Outgoing, error: PdserveError | None) -> None:
         """Forget a hand-off; with an error, the receiver is told to give it up as well."""
-        if self._handoffs.pop(handoff.destination.nonce, None) is not None and error is not None:
+        if self._handoffs.pop(handoff.destination.nonce, None) is None:
+            return
+        self._inflight_bytes -= handoff.unacknowledged_bytes
+        self._work.set()
+        if error is not None:
             self._control(Abort(handoff.destination.nonce, *to_wire(error)))
 
     async def aclose(self) -> None:
         """Close the link and wait until its tasks have ended; its hand-offs fail."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _settle(self) -> None:
+        """Return once the receiver reads nothing of what was sent so far."""
+        if self.alive:
+            await self._link.drained()
+        else:
+            await asyncio.wait({self._task})
 
     def _control(self, header: Header) -> None:
         self._controls.append(header)
@@ -98,7 +115,7 @@ class Peer:
 
     async def _write(self) -> None:
         while True:
-            while not self._controls and not self._turns:
+            while not self._controls and not (self._turns and self._inflight_bytes < self._max_inflight_bytes):
                 self._work.clear()
                 await self._work.wait()
             if self._controls:
@@ -112,9 +129,14 @@ class Peer:
     async def _send_part(self, handoff: Outgoing) -> None:
         part = handoff.next_part(self._clock.now())
         destination, trailer = handoff.destination, handoff.trailer if part.last else b""
+        if not part.resends:
+            self._inflight_bytes += part.size
         handoff.idle.clear()
         try:
-            payload = self._store.read_blocks(part.block_ids) if part.block_ids else []
+            started_s = time.perf_counter()
+            payload = self._store.read_blocks(part.block_ids, part.layers) if part.block_ids else []
+            digest = checksum(payload, trailer) if self._checksums else 0
+            handoff.export_s += time.perf_counter() - started_s
             header = Blocks(
                 nonce=destination.nonce,
                 epoch=destination.epoch,
@@ -122,7 +144,10 @@ class Peer:
                 seq=part.seq,
                 first_slot=part.first_slot,
                 num_blocks=len(part.block_ids),
-                checksum=checksum(payload, trailer) if self._checksums else 0,
+                first_layer=part.layers.start,
+                num_layers=len(part.layers),
+                checksum=digest,
+                export_us=round(handoff.export_s * 1e6),
                 last=part.last,
                 trailer=trailer,
             )
@@ -146,7 +171,9 @@ class Peer:
                 continue  # given up meanwhile
             self._heard(handoff)
             if isinstance(answer, Ack):
-                if answer.seq and handoff.acknowledge(answer.seq):
+                self._inflight_bytes -= handoff.acknowledge(answer.seq)
+                self._work.set()
+                if handoff.complete:
                     self._conclude(handoff, None)
             elif (
                 isinstance(answer, Refused) and answer.kind == ChecksumMismatch.__name__ and handoff.resend(answer.seq)
@@ -154,7 +181,7 @@ class Peer:
                 self.advance(handoff)
             else:
                 if isinstance(answer, Abort):
-                    self._handoffs.pop(answer.nonce)  # it knows already
+                    self.drop(handoff, None)  # it knows already
                 self._conclude(handoff, peer_error(answer.kind, f"{self.worker_id}: {answer.message}"))
 
     async def _beat(self) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from core.clock import Clock
-from core.errors import ConfigError, PdserveError, PeerLost, RequestAborted, TransferTimeout
-from core.handoff import KVDestination, KVEndpoint
+from core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
+from core.handoff import KVDestination, KVEndpoint, PeerLink
 from kv_transfer.base import BlockStore, KVTransport
-from kv_transfer.handshake import check_block_size, introduce
+from kv_transfer.factory import Choice, choose
+from kv_transfer.handshake import check_block_size, introduce, measure
 from kv_transfer.integrity import Hello
 from kv_transfer.lease import Lease
 from kv_transfer.outgoing import Outgoing, SentKV
@@ -24,29 +25,31 @@ _log = logging.getLogger(__name__)
 
 
 class KVSender:
-    """Sends hand-offs from ``store``. The transport stays its creator's, to be closed after this.
+    """Sends hand-offs from ``store``. The ``transports``, best first, stay their creator's, to be closed after this.
 
-    ``message_bytes``: adjacent blocks are coalesced up to this (a message has one block at least). ``lease_s``: how
-    long a receiver may be silent. One event loop; `start` and `send_blocks` never wait. Every `start` needs its `wait`
+    ``message_bytes``: adjacent blocks are coalesced up to this (a message has one block at least).
+    ``max_inflight_bytes``: how much may travel to one receiver without its acknowledgement. ``lease_s``: how long a
+    receiver may be silent. One event loop; `start` and `send_blocks` never wait. Every `start` needs its `wait`
     or `abort`.
     """
 
     def __init__(
         self,
         store: BlockStore,
-        transport: KVTransport,
+        transports: Sequence[KVTransport],
         *,
         worker_id: str,
         checksum: bool,
         message_bytes: int,
+        max_inflight_bytes: int,
         clock: Clock,
         lease_s: float,
         connect_timeout_s: float,
     ) -> None:
         check_block_size(store.layout)
-        self._store, self._transport, self._clock = store, transport, clock
+        self._store, self._transports, self._clock = store, tuple(transports), clock
         self._worker_id, self._checksums = worker_id, checksum
-        self._blocks_per_message = max(1, message_bytes // store.layout.block_bytes)
+        self._message_bytes, self._max_inflight_bytes = message_bytes, max_inflight_bytes
         self._lease_s, self._connect_timeout_s = lease_s, connect_timeout_s
         self._peers: dict[str, Peer] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
@@ -54,24 +57,21 @@ class KVSender:
         self._leases: dict[str, Lease] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def peers(self) -> tuple[str, ...]:
-        """The workers it has a link to, by id."""
-        return tuple(sorted(peer.worker_id for peer in list(self._peers.values()) if peer.alive))
+    def links(self) -> tuple[PeerLink, ...]:
+        """The links it has, by worker id."""
+        links = (peer.about for peer in list(self._peers.values()) if peer.alive)
+        return tuple(sorted(links, key=lambda link: link.worker_id))
 
-    async def connect(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+    async def connect(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
         """Have a link to this incarnation of a worker; nothing to do if there is one. Raises LayoutMismatch,
-        TransferRefused (it is another incarnation by now), TransferTimeout, PeerLost; ConfigError if it listens with
-        another transport."""
-        if endpoint.transport != self._transport.name:
-            raise ConfigError(
-                f"transfer.transport: {worker_id} listens with {endpoint.transport}, "
-                f"{self._worker_id} uses {self._transport.name}"
-            )
+        TransferRefused (it is another incarnation by now), TransferTimeout, PeerLost; ConfigError if no transport of
+        this end reaches it."""
+        choice = choose(self._transports, endpoints, worker_id)
         async with self._connecting.setdefault(worker_id, asyncio.Lock()):
             known = self._peer(worker_id, epoch)
-            if known is not None and known.endpoint == endpoint:
+            if known is not None and known.endpoint == choice.endpoint:
                 return
-            peer = await self._meet(worker_id, epoch, endpoint)
+            peer = await self._meet(worker_id, epoch, choice)
             old = self._peers.pop(worker_id, None)
             self._peers[worker_id] = peer
             if old is not None:
@@ -82,7 +82,7 @@ class KVSender:
         ValueError if the request has one already."""
         if request_id in self._handoffs:
             raise ValueError(f"{request_id} is being sent already")
-        handoff = Outgoing(request_id, destination, self._blocks_per_message)
+        handoff = Outgoing(request_id, destination, self._store.layout, self._message_bytes)
         self._handoffs[request_id] = handoff
 
         def expire(why: str) -> None:
@@ -96,14 +96,27 @@ class KVSender:
             self._spawn(self._bootstrap(handoff))
 
     def send_blocks(
-        self, request_id: str, first_slot: int, block_ids: Sequence[int], last: bool = False, trailer: bytes = b""
+        self,
+        request_id: str,
+        first_slot: int,
+        block_ids: Sequence[int],
+        layers: range | None = None,
+        *,
+        last: bool = False,
+        trailer: bytes = b"",
     ) -> None:
-        """Queue blocks for the slots from ``first_slot``; those the receiver holds already are left out. They must keep
-        their content until `wait` or `abort` returns. ``last`` closes the hand-off, with a ``trailer`` of at most 4 KiB
-        for the receiver's owner. One that failed meanwhile ignores this, and `wait` says so. ValueError on bad
-        arguments, and after `wait` or `abort`."""
+        """Queue ``layers`` (default: all) of blocks for the slots from ``first_slot``; those the receiver holds already
+        are left out. They must keep their content until `wait` or `abort` returns. ``last`` closes the hand-off, with a
+        ``trailer`` of at most 4 KiB for the receiver's owner. One that failed meanwhile ignores this, and `wait` says
+        so. ValueError on bad arguments, and after `wait` or `abort`."""
         handoff = self._find(request_id)
-        handoff.add(first_slot, block_ids, last=last, trailer=trailer)
+        handoff.add(
+            first_slot,
+            block_ids,
+            self._store.layout.all_layers if layers is None else layers,
+            last=last,
+            trailer=trailer,
+        )
         if (peer := self._peer_of(handoff)) is not None:
             peer.advance(handoff)
 
@@ -151,6 +164,8 @@ class KVSender:
         try:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
                 await handoff.idle.wait()
+                if handoff.settle is not None and not isinstance(handoff.outcome, SentKV):
+                    await handoff.settle()
         except TimeoutError:
             _log.error("%s: a send of its blocks has not ended for %g s", handoff.request_id, _IDLE_TIMEOUT_S)
 
@@ -174,7 +189,7 @@ class KVSender:
     async def _bootstrap(self, handoff: Outgoing) -> None:
         destination = handoff.destination
         try:
-            await self.connect(destination.worker_id, destination.epoch, destination.endpoint)
+            await self.connect(destination.worker_id, destination.epoch, destination.endpoints)
         except PdserveError as error:
             self._conclude(handoff, error)
             return
@@ -184,20 +199,22 @@ class KVSender:
         elif handoff.outcome is None:
             peer.add(handoff)
 
-    async def _meet(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> Peer:
-        link = await self._transport.connect(endpoint, self._connect_timeout_s)
+    async def _meet(self, worker_id: str, epoch: str, choice: Choice) -> Peer:
+        link = await choice.transport.connect(choice.endpoint, self._connect_timeout_s)
         peer: Peer | None = None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 hello = Hello(self._worker_id, epoch, self._store.layout.to_wire(), self._checksums)
                 await introduce(link, hello, worker_id)
+                ceiling_gbs = await measure(link, self._store)
             peer = Peer(
-                worker_id,
+                PeerLink(worker_id, choice.transport.name, choice.reason, ceiling_gbs),
                 epoch,
-                endpoint,
+                choice.endpoint,
                 link,
                 store=self._store,
                 checksums=self._checksums,
+                max_inflight_bytes=self._max_inflight_bytes,
                 clock=self._clock,
                 heartbeat_s=self._lease_s / _HEARTBEATS_PER_LEASE,
                 heard=lambda handoff: self._leases[handoff.request_id].renew(),
@@ -215,8 +232,7 @@ class KVSender:
             return
         self._leases.pop(handoff.request_id).cancel()
         if error is None:
-            block_bytes = self._store.layout.block_bytes
-            handoff.outcome = handoff.sent(self._transport.name, self._clock.now(), block_bytes)
+            handoff.outcome = handoff.sent(self._clock.now())
             handoff.status = TransferStatus.SUCCESS
         else:
             handoff.outcome, handoff.status = error, TransferStatus.FAILED

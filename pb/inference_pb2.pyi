@@ -350,6 +350,11 @@ class Transfer(google.protobuf.message.Message):
     EXPOSED_MS_FIELD_NUMBER: builtins.int
     REQUEST_TO_READY_MS_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
+    EXPORT_MS_FIELD_NUMBER: builtins.int
+    IMPORT_MS_FIELD_NUMBER: builtins.int
+    SPAN_MS_FIELD_NUMBER: builtins.int
+    GBS_FIELD_NUMBER: builtins.int
+    CEILING_GBS_FIELD_NUMBER: builtins.int
     transport: builtins.str
     kv_bytes: builtins.int
     """counted by the receiver, verified"""
@@ -364,6 +369,13 @@ class Transfer(google.protobuf.message.Message):
     exposed_ms: builtins.float
     request_to_ready_ms: builtins.float
     block_size: builtins.int
+    export_ms: builtins.float
+    import_ms: builtins.float
+    span_ms: builtins.float
+    gbs: builtins.float
+    """achieved: 10^9 bytes per second of wire_ms + import_ms"""
+    ceiling_gbs: builtins.float
+    """what the link moved at best when it was opened; 0: not measured"""
     def __init__(
         self,
         *,
@@ -379,8 +391,13 @@ class Transfer(google.protobuf.message.Message):
         exposed_ms: builtins.float = ...,
         request_to_ready_ms: builtins.float = ...,
         block_size: builtins.int = ...,
+        export_ms: builtins.float = ...,
+        import_ms: builtins.float = ...,
+        span_ms: builtins.float = ...,
+        gbs: builtins.float = ...,
+        ceiling_gbs: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "blocks_sent", b"blocks_sent", "blocks_skipped", b"blocks_skipped", "checksum", b"checksum", "exposed_ms", b"exposed_ms", "kv_bytes", b"kv_bytes", "kv_bytes_expected", b"kv_bytes_expected", "kv_bytes_retried", b"kv_bytes_retried", "messages", b"messages", "request_to_ready_ms", b"request_to_ready_ms", "transport", b"transport", "wire_ms", b"wire_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "blocks_sent", b"blocks_sent", "blocks_skipped", b"blocks_skipped", "ceiling_gbs", b"ceiling_gbs", "checksum", b"checksum", "export_ms", b"export_ms", "exposed_ms", b"exposed_ms", "gbs", b"gbs", "import_ms", b"import_ms", "kv_bytes", b"kv_bytes", "kv_bytes_expected", b"kv_bytes_expected", "kv_bytes_retried", b"kv_bytes_retried", "messages", b"messages", "request_to_ready_ms", b"request_to_ready_ms", "span_ms", b"span_ms", "transport", b"transport", "wire_ms", b"wire_ms"]) -> None: ...
 
 global___Transfer = Transfer
 
@@ -505,6 +522,22 @@ global___GetStatusRequest = GetStatusRequest
 class WorkerStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class KvRefusedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
@@ -518,14 +551,14 @@ class WorkerStatus(google.protobuf.message.Message):
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     OUTSTANDING_TOKENS_FIELD_NUMBER: builtins.int
-    TRANSPORT_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
     HEARTBEAT_AGE_S_FIELD_NUMBER: builtins.int
     ENGINE_RESTARTS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
-    PEERS_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
     CUDA_VISIBLE_DEVICES_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
-    TRANSPORT_REASON_FIELD_NUMBER: builtins.int
+    KV_REFUSED_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_LOOKED_UP_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
@@ -544,14 +577,11 @@ class WorkerStatus(google.protobuf.message.Message):
     running: builtins.int
     waiting: builtins.int
     outstanding_tokens: builtins.int
-    transport: builtins.str
     heartbeat_age_s: builtins.float
     engine_restarts: builtins.int
     preemptions: builtins.int
     cuda_visible_devices: builtins.str
     cores: builtins.str
-    transport_reason: builtins.str
-    """why this transport"""
     prompt_tokens_looked_up: builtins.int
     """The prefix cache since the engine's start: tokens of all prompts, those found, and blocks that can be found now
     (free ones count as free until they are needed).
@@ -559,8 +589,16 @@ class WorkerStatus(google.protobuf.message.Message):
     prompt_tokens_cached: builtins.int
     cached_blocks: builtins.int
     @property
-    def peers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """decode workers this prefill worker is connected to"""
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that it listens with"""
+
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerLink]:
+        """to decode workers this prefill worker is connected to"""
+
+    @property
+    def kv_refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """KV messages it refused, by reason"""
 
     def __init__(
         self,
@@ -578,21 +616,47 @@ class WorkerStatus(google.protobuf.message.Message):
         running: builtins.int = ...,
         waiting: builtins.int = ...,
         outstanding_tokens: builtins.int = ...,
-        transport: builtins.str = ...,
+        transports: collections.abc.Iterable[builtins.str] | None = ...,
         heartbeat_age_s: builtins.float = ...,
         engine_restarts: builtins.int = ...,
         preemptions: builtins.int = ...,
-        peers: collections.abc.Iterable[builtins.str] | None = ...,
+        links: collections.abc.Iterable[global___PeerLink] | None = ...,
         cuda_visible_devices: builtins.str = ...,
         cores: builtins.str = ...,
-        transport_reason: builtins.str = ...,
+        kv_refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         prompt_tokens_looked_up: builtins.int = ...,
         prompt_tokens_cached: builtins.int = ...,
         cached_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "peers", b"peers", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transport", b"transport", "transport_reason", b"transport_reason", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
+
+@typing.final
+class PeerLink(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CEILING_GBS_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    transport: builtins.str
+    reason: builtins.str
+    """why this transport"""
+    ceiling_gbs: builtins.float
+    """what it moved at best when it was opened; 0: not measured"""
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        transport: builtins.str = ...,
+        reason: builtins.str = ...,
+        ceiling_gbs: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ceiling_gbs", b"ceiling_gbs", "reason", b"reason", "transport", b"transport", "worker_id", b"worker_id"]) -> None: ...
+
+global___PeerLink = PeerLink
 
 @typing.final
 class GetStatusResponse(google.protobuf.message.Message):

@@ -93,20 +93,19 @@ class ConnectPeer(google.protobuf.message.Message):
 
     WORKER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    ENDPOINT_FIELD_NUMBER: builtins.int
+    ENDPOINTS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.str
     @property
-    def endpoint(self) -> global___Endpoint: ...
+    def endpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]: ...
     def __init__(
         self,
         *,
         worker_id: builtins.str = ...,
         epoch: builtins.str = ...,
-        endpoint: global___Endpoint | None = ...,
+        endpoints: collections.abc.Iterable[global___Endpoint] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["endpoint", b"endpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "worker_id", b"worker_id"]) -> None: ...
 
 global___ConnectPeer = ConnectPeer
 
@@ -265,7 +264,7 @@ class Destination(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: builtins.int
-    ENDPOINT_FIELD_NUMBER: builtins.int
+    ENDPOINTS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
@@ -276,19 +275,18 @@ class Destination(google.protobuf.message.Message):
     num_blocks: builtins.int
     num_skipped: builtins.int
     @property
-    def endpoint(self) -> global___Endpoint: ...
+    def endpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]: ...
     def __init__(
         self,
         *,
         worker_id: builtins.str = ...,
-        endpoint: global___Endpoint | None = ...,
+        endpoints: collections.abc.Iterable[global___Endpoint] | None = ...,
         epoch: builtins.str = ...,
         nonce: builtins.str = ...,
         num_blocks: builtins.int = ...,
         num_skipped: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["endpoint", b"endpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "nonce", b"nonce", "num_blocks", b"num_blocks", "num_skipped", b"num_skipped", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "nonce", b"nonce", "num_blocks", b"num_blocks", "num_skipped", b"num_skipped", "worker_id", b"worker_id"]) -> None: ...
 
 global___Destination = Destination
 
@@ -505,6 +503,10 @@ class Proof(google.protobuf.message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     WIRE_MS_FIELD_NUMBER: builtins.int
     REQUEST_TO_READY_MS_FIELD_NUMBER: builtins.int
+    EXPORT_MS_FIELD_NUMBER: builtins.int
+    IMPORT_MS_FIELD_NUMBER: builtins.int
+    SPAN_MS_FIELD_NUMBER: builtins.int
+    CEILING_GBS_FIELD_NUMBER: builtins.int
     transport: builtins.str
     kv_bytes: builtins.int
     kv_bytes_retried: builtins.int
@@ -514,6 +516,10 @@ class Proof(google.protobuf.message.Message):
     checksum: builtins.str
     wire_ms: builtins.float
     request_to_ready_ms: builtins.float
+    export_ms: builtins.float
+    import_ms: builtins.float
+    span_ms: builtins.float
+    ceiling_gbs: builtins.float
     def __init__(
         self,
         *,
@@ -526,8 +532,12 @@ class Proof(google.protobuf.message.Message):
         checksum: builtins.str = ...,
         wire_ms: builtins.float = ...,
         request_to_ready_ms: builtins.float = ...,
+        export_ms: builtins.float = ...,
+        import_ms: builtins.float = ...,
+        span_ms: builtins.float = ...,
+        ceiling_gbs: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_received", b"blocks_received", "blocks_skipped", b"blocks_skipped", "checksum", b"checksum", "kv_bytes", b"kv_bytes", "kv_bytes_retried", b"kv_bytes_retried", "messages", b"messages", "request_to_ready_ms", b"request_to_ready_ms", "transport", b"transport", "wire_ms", b"wire_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_received", b"blocks_received", "blocks_skipped", b"blocks_skipped", "ceiling_gbs", b"ceiling_gbs", "checksum", b"checksum", "export_ms", b"export_ms", "import_ms", b"import_ms", "kv_bytes", b"kv_bytes", "kv_bytes_retried", b"kv_bytes_retried", "messages", b"messages", "request_to_ready_ms", b"request_to_ready_ms", "span_ms", b"span_ms", "transport", b"transport", "wire_ms", b"wire_ms"]) -> None: ...
 
 global___Proof = Proof
 
@@ -560,7 +570,7 @@ class WorkerInfo(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     CONTROL_ADDRESS_FIELD_NUMBER: builtins.int
-    KV_ENDPOINT_FIELD_NUMBER: builtins.int
+    KV_ENDPOINTS_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
@@ -576,7 +586,6 @@ class WorkerInfo(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     CLOCK_ID_FIELD_NUMBER: builtins.int
-    TRANSPORT_REASON_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     epoch: builtins.str
@@ -598,9 +607,10 @@ class WorkerInfo(google.protobuf.message.Message):
     vocab_size: builtins.int
     clock_id: builtins.str
     """equal ids: the very same monotonic clock"""
-    transport_reason: builtins.str
     @property
-    def kv_endpoint(self) -> global___Endpoint: ...
+    def kv_endpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]:
+        """one per transport"""
+
     @property
     def layout(self) -> global___Layout: ...
     def __init__(
@@ -610,7 +620,7 @@ class WorkerInfo(google.protobuf.message.Message):
         role: builtins.str = ...,
         epoch: builtins.str = ...,
         control_address: builtins.str = ...,
-        kv_endpoint: global___Endpoint | None = ...,
+        kv_endpoints: collections.abc.Iterable[global___Endpoint] | None = ...,
         node: builtins.str = ...,
         device: builtins.str = ...,
         pid: builtins.int = ...,
@@ -626,10 +636,9 @@ class WorkerInfo(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         vocab_size: builtins.int = ...,
         clock_id: builtins.str = ...,
-        transport_reason: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kv_endpoint", b"kv_endpoint", "layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_id", b"clock_id", "control_address", b"control_address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "epoch", b"epoch", "kv_endpoint", b"kv_endpoint", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "node", b"node", "num_blocks", b"num_blocks", "pid", b"pid", "ready", b"ready", "role", b"role", "transport_reason", b"transport_reason", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clock_id", b"clock_id", "control_address", b"control_address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "epoch", b"epoch", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "node", b"node", "num_blocks", b"num_blocks", "pid", b"pid", "ready", b"ready", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerInfo = WorkerInfo
 
@@ -664,17 +673,58 @@ class Layout(google.protobuf.message.Message):
 global___Layout = Layout
 
 @typing.final
+class PeerLink(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CEILING_GBS_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    transport: builtins.str
+    reason: builtins.str
+    ceiling_gbs: builtins.float
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        transport: builtins.str = ...,
+        reason: builtins.str = ...,
+        ceiling_gbs: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ceiling_gbs", b"ceiling_gbs", "reason", b"reason", "transport", b"transport", "worker_id", b"worker_id"]) -> None: ...
+
+global___PeerLink = PeerLink
+
+@typing.final
 class WorkerLoad(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class KvRefusedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     FREE_BLOCKS_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
-    PEERS_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_LOOKED_UP_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
+    KV_REFUSED_FIELD_NUMBER: builtins.int
     free_blocks: builtins.int
     running: builtins.int
     waiting: builtins.int
@@ -683,7 +733,11 @@ class WorkerLoad(google.protobuf.message.Message):
     prompt_tokens_cached: builtins.int
     cached_blocks: builtins.int
     @property
-    def peers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerLink]: ...
+    @property
+    def kv_refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """KV messages, by reason"""
+
     def __init__(
         self,
         *,
@@ -691,12 +745,13 @@ class WorkerLoad(google.protobuf.message.Message):
         running: builtins.int = ...,
         waiting: builtins.int = ...,
         preemptions: builtins.int = ...,
-        peers: collections.abc.Iterable[builtins.str] | None = ...,
+        links: collections.abc.Iterable[global___PeerLink] | None = ...,
         prompt_tokens_looked_up: builtins.int = ...,
         prompt_tokens_cached: builtins.int = ...,
         cached_blocks: builtins.int = ...,
+        kv_refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "peers", b"peers", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "running", b"running", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_refused", b"kv_refused", "links", b"links", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "running", b"running", "waiting", b"waiting"]) -> None: ...
 
 global___WorkerLoad = WorkerLoad
 

@@ -34,6 +34,7 @@ class PrefillFlow(Flow):
             raise InvalidRequest(f"request {work.request_id}: a prefill that pushes needs a destination")
         self._num_slots = destination.num_blocks
         self._num_queued = destination.num_skipped  # slots handed to the sender so far (or not to be sent)
+        self._layers_queued = 0  # of those after them, of the step that runs
         self._progress: Progress | None = None
         self._token_given = False
         self._confirmation: asyncio.Task[None] | None = None
@@ -50,6 +51,18 @@ class PrefillFlow(Flow):
         super().on_prefix_found(found)
         self._push(found.num_tokens, found.block_ids)
 
+    def on_layers(self, progress: Progress, num_layers: int) -> None:
+        """Push what the step that runs has computed so far, of the blocks that it completes."""
+        layers = range(self._layers_queued, num_layers)
+        if progress.num_computed_tokens < len(self.work.token_ids):
+            end = progress.num_computed_tokens // self.incarnation.layout.block_size
+        else:
+            end = self._num_slots
+        if end > self._num_queued and layers:
+            blocks = progress.block_ids[self._num_queued : end]
+            self.incarnation.kv.send_blocks(self.request_id, self._num_queued, blocks, layers)
+            self._layers_queued = num_layers
+
     def on_progress(self, progress: Progress) -> None:
         """Push the blocks that are full by now."""
         self._progress = progress
@@ -60,9 +73,16 @@ class PrefillFlow(Flow):
         """The blocks that are full of the first ``num_tokens`` tokens, unless everything is to be sent at the end."""
         full = num_tokens // self.incarnation.layout.block_size
         if full > self._num_queued and self.worker.spec.config.transfer.overlap != "none":
-            blocks = block_ids[self._num_queued : full]
-            self.incarnation.kv.send_blocks(self.request_id, self._num_queued, blocks)
+            self._send(block_ids[self._num_queued : full])
             self._num_queued = full
+
+    def _send(self, block_ids: Sequence[int], *, last: bool = False, trailer: bytes = b"") -> None:
+        """What is left of these blocks' layers."""
+        layers = range(self._layers_queued, self.incarnation.layout.num_layers)
+        self._layers_queued = 0
+        self.incarnation.kv.send_blocks(
+            self.request_id, self._num_queued, block_ids, layers, last=last, trailer=trailer
+        )
 
     def on_token(self, token: TokenOut, step: Step) -> TokenOutput:
         """Token 1: push what is left with it, so that decode need not hear of it from anybody else."""
@@ -70,7 +90,7 @@ class PrefillFlow(Flow):
         last = self._progress.block_ids[self._num_queued : self._num_slots]
         ends_here = token.finish_reason == FinishReason.STOP
         trailer = msgpack.packb([token.token_id, ends_here])
-        self.incarnation.kv.send_blocks(self.request_id, self._num_queued, last, last=True, trailer=trailer)
+        self._send(last, last=True, trailer=trailer)
         self._token_given = True
         reason = FinishReason.STOP if ends_here else None
         return TokenOutput(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from core.clock import Clock, MonotonicClock
 from core.errors import PdserveError, WorkerLost
-from core.handoff import KVDestination, KVEndpoint, TransferProof
+from core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
 from core.kv_layout import KVLayout
 from core.sampling import FinishReason
 from core.timeline import ClockOffset, Event, EventKind
@@ -29,7 +29,7 @@ def fake_info(worker_id: str, role: Role, *, epoch: str = "1", layout: KVLayout 
         role=role,
         epoch=epoch,
         control_address=f"fake:{worker_id}",
-        kv_endpoint=KVEndpoint("loopback", worker_id),
+        kv_endpoints=(KVEndpoint("loopback", worker_id),),
         node="fake",
         device="cpu",
         pid=1,
@@ -60,6 +60,11 @@ class _Held:
     max_tokens: int
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
+
+
+def fake_links(*worker_ids: str) -> tuple[PeerLink, ...]:
+    """What a worker says that is connected to these."""
+    return tuple(PeerLink(worker_id, "loopback", "it is a fake", 0.0) for worker_id in worker_ids)
 
 
 class FakeWorker:
@@ -115,7 +120,7 @@ class FakeWorker:
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
-    async def connect_peer(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+    async def connect_peer(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
         """Compare layouts as real workers do."""
         await self._pass("connect_peer")
         self.info.layout.check_compatible(self.fleet[worker_id].info.layout)
@@ -127,7 +132,7 @@ class FakeWorker:
         await self._pass("reserve")
         self.held[work.request_id] = _Held(list(work.token_ids), work.sampling.max_tokens)
         blocks = self.info.layout.blocks_for(len(work.token_ids))
-        return KVDestination(self.info.worker_id, self.info.kv_endpoint, self.info.epoch, "nonce", blocks, 0)
+        return KVDestination(self.info.worker_id, self.info.kv_endpoints, self.info.epoch, "nonce", blocks, 0)
 
     async def decode(self, request_id: str) -> AsyncIterator[TokenOutput]:
         """Token 2 and on."""
@@ -235,7 +240,8 @@ class FakeWorker:
     def _proof(self, prompt_tokens: int) -> TransferProof:
         layout = self.info.layout
         blocks = layout.blocks_for(prompt_tokens)
-        return TransferProof("loopback", layout.expected_bytes(prompt_tokens), 0, blocks, 0, 1, "off", 0.1, 0.2)
+        kv_bytes = layout.expected_bytes(prompt_tokens)
+        return TransferProof("loopback", kv_bytes, 0, blocks, 0, 1, "off", 0.1, 0.1, 0.1, 0.2, 0.3, 0.0)
 
     async def _pass(self, point: Point) -> None:
         if self.delay_s.get(point):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from core.handoff import KVDestination, KVEndpoint
@@ -48,7 +48,7 @@ class WorkerHandle(Protocol):
         """Drop the request in whatever state it is in; never raises for one that is gone."""
         ...
 
-    async def connect_peer(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+    async def connect_peer(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
         """Shake hands with a decode worker (this one prefills): `LayoutMismatch`, or another `TransferError`. Asked
         again for a pair that is connected, it does nothing."""
         ...

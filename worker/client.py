@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
@@ -22,7 +22,7 @@ from worker.options import CONTROL_OPTIONS
 from worker.wire import (
     destination_from_proto,
     destination_to_proto,
-    endpoint_to_proto,
+    endpoints_to_proto,
     error_from_proto,
     output_from_proto,
     work_to_proto,
@@ -91,9 +91,9 @@ class WorkerClient:
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
-    async def connect_peer(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
+    async def connect_peer(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
         """Have this (prefill) worker shake hands with a decode worker."""
-        peer = pb.ConnectPeer(worker_id=worker_id, epoch=epoch, endpoint=endpoint_to_proto(endpoint))
+        peer = pb.ConnectPeer(worker_id=worker_id, epoch=epoch, endpoints=endpoints_to_proto(endpoints))
         await self._call(pb.ControlRequest(connect_peer=peer), 30.0)
 
     async def reserve(self, work: Work) -> KVDestination:

@@ -68,6 +68,11 @@ class Flow(ABC):
     ) -> None:
         """A step has put more of the request's KV into the pool."""
 
+    def on_layers(  # noqa: B027 - most flows have nothing to do
+        self, progress: Progress, num_layers: int
+    ) -> None:
+        """The step that runs will bring the request so far, and has put its first layers' KV into the pool."""
+
     def on_failed(  # noqa: B027 - most flows have nothing to do
         self, error: PdserveError
     ) -> None:

@@ -14,9 +14,10 @@ from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
 from core.worker import WorkerLoad
 from engine.client import EngineClient
-from engine.messages import Ready
+from engine.messages import Progress, Ready
 from engine.spec import EngineSpec
-from kv_transfer.factory import choose_transport, create_transport
+from kv_transfer.factory import create_transport, offered_transports
+from kv_transfer.shared_memory import SharedMemory
 from worker.kv import KVEnds
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
@@ -27,7 +28,8 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Incarnation:
-    """Made by `start`, over by `stop`. ``load`` is what the engine last said of itself."""
+    """Made by `start`, over by `stop`. ``load`` is what the engine last said of itself, ``computing`` how far the step
+    that runs brings the requests that push."""
 
     def __init__(
         self,
@@ -35,18 +37,17 @@ class Incarnation:
         kv: KVEnds,
         ready: Ready,
         epoch: str,
-        kv_endpoint: KVEndpoint,
-        transport_reason: str,
+        kv_endpoints: tuple[KVEndpoint, ...],
         watchdog: Watchdog,
     ) -> None:
         self.engine = engine
         self.kv = kv
         self.ready = ready
         self.epoch = epoch
-        self.kv_endpoint = kv_endpoint
-        self.transport_reason = transport_reason
+        self.kv_endpoints = kv_endpoints
         self.watchdog = watchdog
         self.layout = KVLayout.from_wire(ready.layout)
+        self.computing: list[Progress] = []
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
 
     @classmethod
@@ -54,24 +55,24 @@ class Incarnation:
         """Start an engine and its KV ends. Raises what kept them from starting; nothing is left running then."""
         transfer, delays_ms = spec.config.transfer, spec.config.testing.delay_ms
         # An explicit transport that cannot work is told before a model is loaded for it.
-        name, reason = choose_transport(
-            transfer.transport, device=spec.device, peer_device=spec.device, shared_device=spec.device_share < 1
-        )
+        names = offered_transports(transfer.transport, device=spec.device, shared_device=spec.device_share < 1)
         engine = EngineClient()
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
         kv: KVEnds | None = None
         try:
+            pool = engine.open_pool()
+            memory = None if pool.file is None else SharedMemory(*pool.file)
             kv = KVEnds(
-                engine.open_pool(),
-                create_transport(name, device=spec.device),
+                pool,
+                [create_transport(name, device=spec.device, memory=memory) for name in names],
                 transfer,
                 worker_id=spec.worker_id,
                 epoch=epoch,
                 clock=clock,
                 delay_s=delays_ms.get("kv_exposed", 0.0) / 1e3,
             )
-            endpoint = await kv.start(transfer.interface or spec.host)
+            endpoints = await kv.start(transfer.interface or spec.host)
             watchdog = Watchdog(engine, spec.worker_id, clock, spec.config.engine.hang_timeout_s)
         except BaseException:
             if kv is not None:
@@ -79,10 +80,10 @@ class Incarnation:
             await engine.stop(STOP_TIMEOUT_S)
             raise
         log.info(
-            "%s: engine ready on %s after %.1f s; KV over %s (%s)",
-            *(spec.worker_id, ready.device, ready.load_s, endpoint, reason),
+            "%s: engine ready on %s after %.1f s; KV at %s",
+            *(spec.worker_id, ready.device, ready.load_s, ", ".join(f"{e.transport} {e.address}" for e in endpoints)),
         )
-        return cls(engine, kv, ready, epoch, endpoint, reason, watchdog)
+        return cls(engine, kv, ready, epoch, endpoints, watchdog)
 
     async def stop(self) -> None:
         """End the KV ends, then the engine."""
@@ -93,7 +94,7 @@ class Incarnation:
 
 
 def _engine_spec(spec: WorkerSpec) -> EngineSpec:
-    config = spec.config.engine
+    config, transfer = spec.config.engine, spec.config.transfer
     return EngineSpec(
         model=spec.config.model.path,
         dtype=spec.config.model.dtype,
@@ -111,4 +112,5 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         device_share=spec.device_share,
         delay_s={stage: ms / 1e3 for stage, ms in spec.config.testing.delay_ms.items()},
         cuda_graphs=config.cuda_graphs,
+        layer_groups=transfer.layer_groups if transfer.overlap == "layer" else 0,
     )

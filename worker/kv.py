@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from core.clock import Clock
 from core.config import TransferConfig
 from core.errors import RequestAborted, WorkerLost
-from core.handoff import KVDestination, KVEndpoint
+from core.handoff import KVDestination, KVEndpoint, PeerLink
 from engine.mapped_pool import MappedPool
 from kv_transfer.base import KVTransport
 from kv_transfer.incoming import ReceivedKV
@@ -34,12 +34,12 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class KVEnds:
-    """A `KVSender` and a `KVReceiver` over one pool and one transport."""
+    """A `KVSender` and a `KVReceiver` over one pool and the same transports (best first)."""
 
     def __init__(
         self,
         pool: MappedPool,
-        transport: KVTransport,
+        transports: Sequence[KVTransport],
         config: TransferConfig,
         *,
         worker_id: str,
@@ -48,11 +48,11 @@ class KVEnds:
         delay_s: float = 0.0,
     ) -> None:
         self._pool = pool
-        self._transport = transport
+        self._transports = tuple(transports)
         self._closed = False
         self._receiver = KVReceiver(
             pool,
-            transport,
+            transports,
             worker_id=worker_id,
             epoch=epoch,
             checksum=config.checksum,
@@ -62,10 +62,11 @@ class KVEnds:
         )
         self._sender = KVSender(
             pool,
-            transport,
+            transports,
             worker_id=worker_id,
             checksum=config.checksum,
             message_bytes=config.message_bytes,
+            max_inflight_bytes=config.max_inflight_bytes,
             clock=clock,
             lease_s=config.lease_s,
             connect_timeout_s=config.connect_timeout_s,
@@ -86,8 +87,8 @@ class KVEnds:
                 raise WorkerLost("the engine is gone, and its KV ends with it") from None
             raise
 
-    async def start(self, host: str) -> KVEndpoint:
-        """Listen for peers on ``host``; returns where."""
+    async def start(self, host: str) -> tuple[KVEndpoint, ...]:
+        """Listen for peers on ``host``; returns where, for each transport."""
         self._thread.start()
         return await self._on_loop(self._receiver.start(host))
 
@@ -111,7 +112,7 @@ class KVEnds:
     async def _close_ends(self) -> None:
         await self._sender.aclose()
         await self._receiver.aclose()
-        await self._transport.aclose()
+        await asyncio.gather(*(transport.aclose() for transport in self._transports))
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -119,14 +120,19 @@ class KVEnds:
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
-    async def connect(self, worker_id: str, epoch: str, endpoint: KVEndpoint) -> None:
-        """Shake hands with a decode worker; LayoutMismatch, TransferTimeout or PeerLost if that fails."""
-        await self._on_loop(self._sender.connect(worker_id, epoch, endpoint))
+    async def connect(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
+        """Shake hands with a decode worker; ConfigError, LayoutMismatch, TransferTimeout or PeerLost if that fails."""
+        await self._on_loop(self._sender.connect(worker_id, epoch, endpoints))
 
     @property
-    def peers(self) -> tuple[str, ...]:
-        """Workers this one has shaken hands with."""
-        return self._sender.peers()
+    def links(self) -> tuple[PeerLink, ...]:
+        """To the workers this one has shaken hands with."""
+        return self._sender.links()
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many messages were refused here, by reason."""
+        return self._receiver.refused
 
     async def begin_send(self, request_id: str, destination: KVDestination, deadline_s: float) -> None:
         """Open a hand-off to ``destination``."""
@@ -137,14 +143,21 @@ class KVEnds:
         await self._on_loop(begin())
 
     def send_blocks(
-        self, request_id: str, first_slot: int, block_ids: Sequence[int], *, last: bool = False, trailer: bytes = b""
+        self,
+        request_id: str,
+        first_slot: int,
+        block_ids: Sequence[int],
+        layers: range | None = None,
+        *,
+        last: bool = False,
+        trailer: bytes = b"",
     ) -> None:
-        """Queue whole blocks, in order; returns at once. Failures surface in `sent`."""
+        """Queue whole blocks (or ``layers`` of them), in order; returns at once. Failures surface in `sent`."""
         blocks = list(block_ids)
 
         def queue() -> None:
             with contextlib.suppress(ValueError):  # the hand-off has failed meanwhile: `sent` tells
-                self._sender.send_blocks(request_id, first_slot, blocks, last=last, trailer=trailer)
+                self._sender.send_blocks(request_id, first_slot, blocks, layers, last=last, trailer=trailer)
 
         if not self._closed:
             self._loop.call_soon_threadsafe(queue)

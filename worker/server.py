@@ -23,7 +23,7 @@ from worker.outbox import Outbox
 from worker.wire import (
     destination_from_proto,
     destination_to_proto,
-    endpoint_from_proto,
+    endpoints_from_proto,
     error_to_proto,
     work_from_proto,
 )
@@ -110,7 +110,7 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
         match request.WhichOneof("call"):
             case "connect_peer":
                 peer = request.connect_peer
-                await worker.incarnation.kv.connect(peer.worker_id, peer.epoch, endpoint_from_proto(peer.endpoint))
+                await worker.incarnation.kv.connect(peer.worker_id, peer.epoch, endpoints_from_proto(peer.endpoints))
                 return None
             case "reserve":
                 return await worker.begin(KVRole.RECEIVE, work_from_proto(request.reserve), outbox, received_s)

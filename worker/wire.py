@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
 from core.errors import PdserveError, from_wire, to_wire
-from core.handoff import KVDestination, KVEndpoint, TransferProof
+from core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
 from core.kv_layout import KVLayout
 from core.logprobs import TokenLogprobs
 from core.sampling import FinishReason, SamplingParams
@@ -15,21 +16,21 @@ from core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
 from pb import worker_pb2 as pb
 
 
-def endpoint_to_proto(endpoint: KVEndpoint) -> pb.Endpoint:
-    """`KVEndpoint` as a message."""
-    return pb.Endpoint(transport=endpoint.transport, address=endpoint.address)
+def endpoints_to_proto(endpoints: Iterable[KVEndpoint]) -> list[pb.Endpoint]:
+    """`KVEndpoint`s as messages."""
+    return [pb.Endpoint(transport=each.transport, address=each.address) for each in endpoints]
 
 
-def endpoint_from_proto(message: pb.Endpoint) -> KVEndpoint:
-    """`KVEndpoint` from a message."""
-    return KVEndpoint(message.transport, message.address)
+def endpoints_from_proto(messages: Iterable[pb.Endpoint]) -> tuple[KVEndpoint, ...]:
+    """`KVEndpoint`s from messages."""
+    return tuple(KVEndpoint(each.transport, each.address) for each in messages)
 
 
 def destination_to_proto(destination: KVDestination) -> pb.Destination:
     """`KVDestination` as a message."""
     return pb.Destination(
         worker_id=destination.worker_id,
-        endpoint=endpoint_to_proto(destination.endpoint),
+        endpoints=endpoints_to_proto(destination.endpoints),
         epoch=destination.epoch,
         nonce=destination.nonce,
         num_blocks=destination.num_blocks,
@@ -41,7 +42,7 @@ def destination_from_proto(message: pb.Destination) -> KVDestination:
     """`KVDestination` from a message."""
     return KVDestination(
         worker_id=message.worker_id,
-        endpoint=endpoint_from_proto(message.endpoint),
+        endpoints=endpoints_from_proto(message.endpoints),
         epoch=message.epoch,
         nonce=message.nonce,
         num_blocks=message.num_blocks,
@@ -146,9 +147,9 @@ def output_from_proto(worker_id: str, message: pb.Output) -> TokenOutput:
 
 def info_to_proto(info: WorkerInfo) -> pb.WorkerInfo:
     """`WorkerInfo` as a message."""
-    plain = {f.name: getattr(info, f.name) for f in fields(info) if f.name not in ("kv_endpoint", "layout")}
+    plain = {f.name: getattr(info, f.name) for f in fields(info) if f.name not in ("kv_endpoints", "layout")}
     return pb.WorkerInfo(
-        **plain, kv_endpoint=endpoint_to_proto(info.kv_endpoint), layout=pb.Layout(**info.layout.to_wire())
+        **plain, kv_endpoints=endpoints_to_proto(info.kv_endpoints), layout=pb.Layout(**info.layout.to_wire())
     )
 
 
@@ -156,19 +157,20 @@ def info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
     """`WorkerInfo` from a message; ValueError on an unknown role."""
     values = _values(WorkerInfo, message)
     values["role"] = Role(message.role)
-    values["kv_endpoint"] = endpoint_from_proto(message.kv_endpoint)
+    values["kv_endpoints"] = endpoints_from_proto(message.kv_endpoints)
     values["layout"] = KVLayout(**_values(KVLayout, message.layout))
     return WorkerInfo(**values)
 
 
 def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
     """`WorkerLoad` as a message."""
-    return pb.WorkerLoad(**asdict(load))
+    return pb.WorkerLoad(**{**asdict(load), "links": [pb.PeerLink(**asdict(link)) for link in load.links]})
 
 
 def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
     """`WorkerLoad` from a message."""
-    return WorkerLoad(**{**_values(WorkerLoad, message), "peers": tuple(message.peers)})
+    links = tuple(PeerLink(**_values(PeerLink, link)) for link in message.links)
+    return WorkerLoad(**{**_values(WorkerLoad, message), "links": links, "kv_refused": dict(message.kv_refused)})
 
 
 def _logprobs(message: pb.Logprobs) -> TokenLogprobs:

@@ -27,7 +27,19 @@ from core.errors import (
 )
 from core.handoff import KVDestination
 from core.worker import Work, WorkerInfo, WorkerLoad
-from engine.messages import EngineEvent, Failed, KVRole, Load, Pong, PrefixFound, Ready, Rejected, Reserved, Step
+from engine.messages import (
+    EngineEvent,
+    Failed,
+    KVRole,
+    LayersDone,
+    Load,
+    Pong,
+    PrefixFound,
+    Ready,
+    Rejected,
+    Reserved,
+    Step,
+)
 from worker.flow import Flow
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
@@ -100,7 +112,7 @@ class Worker:
             role=self.spec.role,
             epoch=incarnation.epoch,
             control_address=self._server.address,
-            kv_endpoint=incarnation.kv_endpoint,
+            kv_endpoints=incarnation.kv_endpoints,
             node=self.spec.node,
             device=ready.device,
             pid=os.getpid(),
@@ -116,7 +128,6 @@ class Worker:
             engine_restarts=self._restarts,
             ready=True,
             clock_id=clock_id(),
-            transport_reason=incarnation.transport_reason,
         )
         self._heartbeat.start()
         self._heartbeat.wake()
@@ -155,7 +166,9 @@ class Worker:
         """How full the engine is, and the workers this one has shaken hands with."""
         if self._incarnation is None:
             return WorkerLoad()
-        return replace(self._incarnation.load, peers=self._incarnation.kv.peers)
+        return replace(
+            self._incarnation.load, links=self._incarnation.kv.links, kv_refused=self._incarnation.kv.refused
+        )
 
     # --- flows ----------------------------------------------------------------------------------------------
 
@@ -236,6 +249,8 @@ class Worker:
                 self._on_step(event)
             case Load():
                 incarnation.load = WorkerLoad(**asdict(event))
+            case LayersDone():
+                self._on_layers(event, incarnation)
             case Reserved():
                 if flow := self._flows.get(event.request_id):
                     flow.on_reserved(event)
@@ -251,6 +266,12 @@ class Worker:
                 incarnation.watchdog.pong()
             case Ready():
                 raise AssertionError("an engine is ready once")
+
+    def _on_layers(self, event: LayersDone, incarnation: Incarnation) -> None:
+        incarnation.computing = event.progress or incarnation.computing
+        for progress in incarnation.computing:
+            if flow := self._flows.get(progress.request_id):
+                flow.on_layers(progress, event.num_layers)
 
     def _on_step(self, step: Step) -> None:
         for progress in step.progress:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, Message
-from kv_transfer.transports.inbox import check_sizes
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
+from kv_transfer.transports.inbox import Arrived, check_sizes
 
 FRAME_BYTES = 2 * 2**20
 _DATA_FIELD = 0x0A
@@ -34,7 +34,7 @@ def encode(header: bytes, payload: Sequence[Buffer]) -> Iterator[bytes]:
     yield _frame(pieces)
 
 
-def decode(frames: Iterable[bytes]) -> Iterator[Message]:
+def decode(frames: Iterable[bytes]) -> Iterator[Arrived]:
     """The messages in a stream of frames; ValueError if these are other bytes. A message of one frame is a view."""
     stream = iter(frames)
     for frame in stream:
@@ -50,7 +50,7 @@ def decode(frames: Iterable[bytes]) -> Iterator[Message]:
             raise ValueError("a message whose lengths are wrong")
         if payload.nbytes < size:
             payload = _gather(payload, size, stream)
-        yield Message(header, payload)
+        yield Arrived(header, payload)
 
 
 def _gather(first: memoryview, size: int, stream: Iterator[bytes]) -> memoryview:

@@ -15,9 +15,9 @@ from queue import SimpleQueue
 import grpc
 
 from core.errors import PeerLost, TransferError, TransferTimeout
-from kv_transfer.base import Buffer, KVLink, Message
+from kv_transfer.base import Buffer, Message
 from kv_transfer.transports.grpc_frame import decode, encode
-from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox
+from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox, InboxLink
 
 _FLUSH_S = 1.0
 
@@ -46,18 +46,18 @@ class _Credit:
             self._changed.notify()
 
 
-class GrpcLink(KVLink):
+class GrpcLink(InboxLink):
     """A stream to ``peer``; ``on_end`` is called on the loop when it is over. Set ``cancel`` to what ends the RPC."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, peer: str, timeout_s: float, on_end: Callable[[GrpcLink], None]
     ) -> None:
+        super().__init__("grpc_stream", Inbox())
         self._loop, self._peer, self._timeout_s, self._on_end = loop, peer, timeout_s, on_end
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._queued_bytes = 0
         self._taken = asyncio.Event()
         self._credit = _Credit()
-        self._inbox = Inbox()
         self._gone: PeerLost | None = None
         self._over = asyncio.Event()
         self.cancel: Callable[[], object] = lambda: None
@@ -85,8 +85,8 @@ class GrpcLink(KVLink):
 
     async def recv(self) -> Message:
         """The next message."""
-        message = await self._inbox.get()
-        self._credit.give(len(message.payload))
+        message = await super().recv()
+        self._credit.give(message.size)
         return message
 
     @property

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from core.errors import TransferError
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, Message
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
+from kv_transfer.sink import Sink
 
 WINDOW_BYTES = 8 * 2**20
 """How much may wait in one direction of a link before its sender has to (one bigger message always may)."""
@@ -23,24 +25,31 @@ def check_sizes(header: bytes, payload: Sequence[Buffer]) -> int:
     return size
 
 
+class Arrived(NamedTuple):
+    """A message whose payload is here."""
+
+    header: bytes
+    payload: Buffer
+
+
 class Inbox:
     """Received messages of one link, for one task that takes them. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[Arrived] = deque()
         self._bytes = 0
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self.ended: TransferError | None = None
 
-    def push(self, message: Message) -> None:
+    def push(self, message: Arrived) -> None:
         """Add a message now; one that comes after the end is dropped."""
         if self.ended is None:
             self._messages.append(message)
             self._bytes += len(message.payload)
             self._changed.set()
 
-    async def put(self, message: Message) -> None:
+    async def put(self, message: Arrived) -> None:
         """Add a message once there is room for it; raises what `end` was given if the inbox ends meanwhile."""
         while self.ended is None and self._bytes and self._bytes + len(message.payload) > WINDOW_BYTES:
             self._room.clear()
@@ -49,7 +58,7 @@ class Inbox:
             raise self.ended
         self.push(message)
 
-    async def get(self) -> Message:
+    async def get(self) -> Arrived:
         """The next message; once all are taken and the inbox has ended, raises what `end` was given."""
         while not self._messages:
             if self.ended is not None:
@@ -69,3 +78,24 @@ class Inbox:
         self.ended = self.ended or error
         self._changed.set()
         self._room.set()
+
+
+class InboxLink(KVLink):
+    """A link whose messages arrive whole, in memory of their own: they are copied once more when they are taken."""
+
+    def __init__(self, transport: str, inbox: Inbox) -> None:
+        self.transport = transport
+        self._inbox = inbox
+        self._payload: Buffer = b""
+
+    async def recv(self) -> Message:
+        """The next message."""
+        self._payload = b""
+        header, self._payload = await self._inbox.get()
+        return Message(header, len(self._payload))
+
+    async def take(self, sink: Sink) -> None:
+        """Copy the payload of the last message."""
+        payload, self._payload = self._payload, b""
+        if len(payload):
+            sink.write(memoryview(payload).cast("B"))

@@ -8,31 +8,28 @@ from collections.abc import Sequence
 
 from core.errors import PeerLost, TransferTimeout
 from core.handoff import KVEndpoint
-from kv_transfer.base import Buffer, KVLink, KVTransport, Message
-from kv_transfer.transports.inbox import Inbox, check_sizes
+from kv_transfer.base import Buffer, KVLink, KVTransport
+from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
 
 _listening: dict[str, LoopbackTransport] = {}
 _numbers = itertools.count(1)
 
 
-class LoopbackLink(KVLink):
+class LoopbackLink(InboxLink):
     """One end: it takes from its own inbox and puts into the peer's."""
 
     def __init__(self, inbox: Inbox, peer_inbox: Inbox, timeout_s: float) -> None:
-        self._inbox, self._peer_inbox, self._timeout_s = inbox, peer_inbox, timeout_s
+        super().__init__("loopback", inbox)
+        self._peer_inbox, self._timeout_s = peer_inbox, timeout_s
 
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Copy the message into the peer's inbox."""
         check_sizes(header, payload)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._peer_inbox.put(Message(header, b"".join(payload)))
+                await self._peer_inbox.put(Arrived(header, b"".join(payload)))
         except TimeoutError:
             raise TransferTimeout(f"the peer took nothing for {self._timeout_s} s (loopback)") from None
-
-    async def recv(self) -> Message:
-        """The next message from this end's inbox."""
-        return await self._inbox.get()
 
     @property
     def closed(self) -> bool:

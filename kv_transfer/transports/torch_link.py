@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from core.errors import PeerLost, TransferError, TransferTimeout
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
-from kv_transfer.transports.inbox import Inbox, check_sizes
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
+from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
 from kv_transfer.transports.torch_groups import Groups
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
@@ -20,14 +20,14 @@ _GRACE_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class TorchDistLink(KVLink):
+class TorchDistLink(InboxLink):
     """Sends payloads in one thread and receives them in another."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, groups: Groups, timeout_s: float):
+        super().__init__("torch_dist", Inbox())
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
         self._groups: Groups | None = groups
         self._peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
-        self._inbox = Inbox()
         self._announced: asyncio.Queue[tuple[bytes, int] | None] = asyncio.Queue(_QUEUED_FRAMES)
         self._receiving = False
         self._closed = False
@@ -67,10 +67,6 @@ class TorchDistLink(KVLink):
             raise
         except RuntimeError as error:
             raise self._fail(self._why or error) from None
-
-    async def recv(self) -> Message:
-        """The next message."""
-        return await self._inbox.get()
 
     @property
     def closed(self) -> bool:
@@ -117,7 +113,7 @@ class TorchDistLink(KVLink):
                     async with asyncio.timeout(self._timeout_s):
                         payload = await loop.run_in_executor(self._receivers, self._groups.recv, size)
                     self._receiving = False
-                await self._inbox.put(Message(header, payload))
+                await self._inbox.put(Arrived(header, payload))
         except TimeoutError:
             self._fail(f"a payload timed out, it did not come within {self._timeout_s} s")
         except RuntimeError as error:

@@ -38,9 +38,15 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
         f"model {answer.model} ({answer.dtype}, context {answer.context_length}) · KV "
         f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
     )
-    for transport, reason in sorted({(w.transport, w.transport_reason) for w in answer.workers}):
-        console.print(f"KV travels by {transport} ({reason})")
     console.print(_workers(answer))
+    for worker in answer.workers:
+        for link in worker.links:
+            speed = f", {link.ceiling_gbs:.2f} GB/s" if link.ceiling_gbs else ""
+            how = f"by {link.transport}{speed} ({link.reason})" if link.transport else "connected just now"
+            console.print(f"KV {worker.worker_id} → {link.worker_id} {how}")
+        if worker.kv_refused:
+            refused = ", ".join(f"{count} {reason}" for reason, count in sorted(worker.kv_refused.items()))
+            console.print(f"[yellow]{worker.worker_id} refused KV messages: {refused}[/]")
 
 
 def _workers(answer: ServiceStatus) -> Table:
@@ -51,7 +57,6 @@ def _workers(answer: ServiceStatus) -> Table:
         table.add_column(column, no_wrap=True)
     for column in ("pids", "free", "cached", "prefix hits", "run", "wait", "preempted", "restarts", "heard"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("sends KV to", overflow="fold")
     for w in answer.workers:
         slot = w.cores if w.device == "cpu" else w.cuda_visible_devices
         table.add_row(
@@ -59,7 +64,6 @@ def _workers(answer: ServiceStatus) -> Table:
             f"{w.device} {slot}".strip(), f"{w.pid} {w.engine_pid}", f"{w.free_blocks}/{w.num_blocks}",
             str(w.cached_blocks), _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
             str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
-            ", ".join(w.peers),
         )  # fmt: skip
     return table
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from core.handoff import PeerLink
 from pb import inference_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceWorker:
     """One worker as the router last heard of it, ``heartbeat_age_s`` ago. Of its prefix cache: tokens of all prompts
-    since its engine's start, how many of those were cached, and the blocks that can be found now."""
+    since its engine's start, how many of those were cached, and the blocks that can be found now. ``kv_refused`` counts
+    the KV messages it refused since its engine's start, by reason."""
 
     worker_id: str
     role: str
@@ -26,14 +28,14 @@ class ServiceWorker:
     running: int
     waiting: int
     outstanding_tokens: int
-    transport: str
+    transports: tuple[str, ...]
     heartbeat_age_s: float
     engine_restarts: int
     preemptions: int
-    peers: tuple[str, ...]
+    links: tuple[PeerLink, ...]
     cuda_visible_devices: str
     cores: str
-    transport_reason: str
+    kv_refused: dict[str, int]
     prompt_tokens_looked_up: int
     prompt_tokens_cached: int
     cached_blocks: int
@@ -55,14 +57,16 @@ class ServiceWorker:
             running=worker.running,
             waiting=worker.waiting,
             outstanding_tokens=worker.outstanding_tokens,
-            transport=worker.transport,
+            transports=tuple(worker.transports),
             heartbeat_age_s=worker.heartbeat_age_s,
             engine_restarts=worker.engine_restarts,
             preemptions=worker.preemptions,
-            peers=tuple(worker.peers),
+            links=tuple(
+                PeerLink(link.worker_id, link.transport, link.reason, link.ceiling_gbs) for link in worker.links
+            ),
             cuda_visible_devices=worker.cuda_visible_devices,
             cores=worker.cores,
-            transport_reason=worker.transport_reason,
+            kv_refused=dict(worker.kv_refused),
             prompt_tokens_looked_up=worker.prompt_tokens_looked_up,
             prompt_tokens_cached=worker.prompt_tokens_cached,
             cached_blocks=worker.cached_blocks,

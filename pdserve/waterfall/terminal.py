@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from core.timeline import Figure
-from pdserve.client.generation import Generation
+from pdserve.client.generation import Generation, TransferDetails
 from pdserve.waterfall.bars import COLORS, FIGURE_TITLES, Bar, bars, longest, proof, reused
 
 _BAR_WIDTH = 44
@@ -100,8 +100,9 @@ def _proof_line(generation: Generation) -> Text:
     if generation.kv_bytes:
         transfer = generation.transfer
         text.append(
-            f"\ntransfer exposed {transfer.exposed_ms:.2f} ms, wire {transfer.wire_ms:.2f} ms, "
-            f"request to ready {transfer.request_to_ready_ms:.2f} ms",
+            f"\ntransfer exposed {transfer.exposed_ms:.2f} ms; export {transfer.export_ms:.2f}, wire "
+            f"{transfer.wire_ms:.2f}, import {transfer.import_ms:.2f} ms"
+            f"\nrequest to ready {transfer.request_to_ready_ms:.2f} ms; {transfer.gbs:.2f} GB/s{_of_ceiling(transfer)}",
             style="dim",
         )
     residues = ", ".join(
@@ -110,6 +111,10 @@ def _proof_line(generation: Generation) -> Text:
     return text.append(
         f"\nunattributed {residues or 'unknown'}; clock error ± {generation.clock_error_ms:.3f} ms", "dim"
     )
+
+
+def _of_ceiling(transfer: TransferDetails) -> str:
+    return f", {100 * transfer.gbs / transfer.ceiling_gbs:.0f}% of its link" if transfer.ceiling_gbs else ""
 
 
 def _positioned(bar: Bar, scale_ms: float) -> Text:

@@ -60,8 +60,12 @@ def test_many_requests_at_once(service: RunningService) -> None:
     asyncio.run(run())
     wait_all_free(service.target)
     with Client(service.target) as client:
-        peers = {worker.worker_id: worker.peers for worker in client.status().workers}
-    assert set(peers["prefill-0"]) == set(peers["prefill-1"]) == {"decode-0", "decode-1"}
+        links = {worker.worker_id: worker.links for worker in client.status().workers}
+    for prefill in ("prefill-0", "prefill-1"):
+        assert {(link.worker_id, link.transport) for link in links[prefill]} == {
+            ("decode-0", "shm"),
+            ("decode-1", "shm"),
+        }
 
 
 def test_generate_prints_one_json_object(service: RunningService) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
+from core import memory_file
 from core.kv_layout import KVLayout
 from engine.batch import SamplerParams, ScheduledSeq
 from engine.cpu_attention import CPUAttention
 from engine.history import TokenHistory
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.loader import load_weights
+from engine.mapped_pool import MappedPool
 from engine.model import LlamaDecoder, ModelStep
 from engine.model_source import resolve_model
 from engine.runner import ModelRunner
@@ -29,7 +31,7 @@ def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> 
     source = resolve_model(str(folder))
     shape = source.shape
     layout = KVLayout(source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    fd = os.memfd_create("test")
+    fd = memory_file.create("test")
     pool = KVPool.on_memory_file(layout, num_blocks, fd)
     os.close(fd)
     weights = load_weights(source, torch.float32, torch.device("cpu"))
@@ -44,7 +46,7 @@ def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -
     shape = source.shape
     layout = KVLayout("test", dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
     blocks = list(range(layout.blocks_for(len(prompt))))
-    fd = os.memfd_create("test")
+    fd = memory_file.create("test")
     pool = KVPool.on_memory_file(layout, len(blocks), fd)
     os.close(fd)
     device = torch.device("cpu")
@@ -117,3 +119,12 @@ def generate(
             if state.history is not None:
                 state.history.append(token.token_id)
         step += 1
+
+
+def fill(pool: MappedPool, block_ids: Sequence[int], data: bytes, layers: range | None = None) -> None:
+    """Write ``data`` into blocks as a receiver does."""
+    landing = pool.land(block_ids, layers)
+    for part in landing.parts:
+        part[:], data = data[: part.nbytes], data[part.nbytes :]
+    assert not data
+    landing.commit()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from core import memory_file
 from core.kv_layout import KVLayout
 from engine import cpu_attention
 from engine.batch import ScheduledSeq
@@ -22,7 +23,7 @@ SCALE = HEAD_DIM**-0.5
 
 
 def _pool(num_blocks: int, block_size: int, dtype: str = "float32") -> KVPool:
-    fd = os.memfd_create("test")
+    fd = memory_file.create("test")
     pool = KVPool.on_memory_file(KVLayout("m", dtype, block_size, LAYERS, KV_HEADS, HEAD_DIM), num_blocks, fd)
     os.close(fd)
     pool.tensor.normal_()

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from core import memory_file
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
 from engine.kv_pool import KVPool
-from engine.mapped_pool import MappedPool, runs
+from engine.mapped_pool import MappedPool
+from tests.engine.harness import fill
 
 LAYOUT = KVLayout("m", "float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 BLOCKS = 10
@@ -20,7 +22,7 @@ BLOCKS = 10
 @pytest.fixture
 def pools() -> Iterator[tuple[KVPool, MappedPool]]:
     """The engine's pool and the worker's view of it."""
-    fd = os.memfd_create("test")
+    fd = memory_file.create("test")
     pool = KVPool.on_memory_file(LAYOUT, BLOCKS, fd)
     mapped = MappedPool(LAYOUT, BLOCKS, pool.handle, fd)
     os.close(fd)
@@ -62,7 +64,7 @@ def test_adjacent_blocks_are_one_view(pools: tuple[KVPool, MappedPool]) -> None:
 def test_written_blocks_arrive_in_order(pools: tuple[KVPool, MappedPool]) -> None:
     pool, mapped = pools
     data = os.urandom(LAYOUT.block_bytes * 4)
-    mapped.write_blocks([8, 2, 3, 0], data)
+    fill(mapped, [8, 2, 3, 0], data)
     assert b"".join(_bytes(pool, b) for b in (8, 2, 3, 0)) == data
     assert not pool.tensor[[1, 4, 5, 6, 7, 9]].any()
 
@@ -73,16 +75,31 @@ def test_foreign_blocks_are_refused(pools: tuple[KVPool, MappedPool], ids: list[
     with pytest.raises(ValueError, match="outside the pool"):
         mapped.read_blocks(ids)
     with pytest.raises(ValueError, match="outside the pool"):
-        mapped.write_blocks(ids, b"\1" * LAYOUT.block_bytes * len(ids))
+        mapped.land(ids)
     assert not pool.tensor.any()
 
 
-@pytest.mark.parametrize("size", [0, 1, LAYOUT.block_bytes, 3 * LAYOUT.block_bytes])
-def test_data_of_another_size_is_refused(pools: tuple[KVPool, MappedPool], size: int) -> None:
+def test_layers_of_blocks(pools: tuple[KVPool, MappedPool]) -> None:
     pool, mapped = pools
-    with pytest.raises(ValueError, match="do not fill"):
-        mapped.write_blocks([0, 1], b"\1" * size)
-    assert not pool.tensor.any()
+    pool.tensor.copy_(torch.randn(pool.tensor.shape))
+    views = mapped.read_blocks([4, 5, 2], range(1, 3))
+    assert [*map(bytes, views)] == [pool.tensor[block, 1:3].contiguous().numpy().tobytes() for block in (4, 5, 2)]
+    fill(mapped, [7, 8], bytes(2 * LAYOUT.layer_bytes), range(2, 3))
+    assert not pool.tensor[7:9, 2].any()
+    assert pool.tensor[7:9, :2].all()
+    for layers in (range(2, 4), range(1, 1), range(-1, 2)):
+        with pytest.raises(ValueError, match="layers"):
+            mapped.land([1], layers)
+
+
+def test_a_workers_peers_can_map_the_pool_and_trust_its_size(pools: tuple[KVPool, MappedPool]) -> None:
+    _, mapped = pools
+    assert mapped.file is not None
+    fd, view = mapped.file
+    assert memory_file.is_sealed(fd)
+    assert view.nbytes == BLOCKS * LAYOUT.block_bytes
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(fd, 0)
 
 
 def test_views_outlive_close(pools: tuple[KVPool, MappedPool]) -> None:
@@ -97,19 +114,14 @@ def test_views_outlive_close(pools: tuple[KVPool, MappedPool]) -> None:
 
 
 def test_a_pool_of_another_size_is_refused() -> None:
-    fd = os.memfd_create("test")
+    fd = memory_file.create("test")
     with pytest.raises(ValueError, match="its layout needs"):
         MappedPool(LAYOUT, BLOCKS, {"kind": "memfd", "bytes": 17}, fd)
     os.close(fd)
 
 
 def test_a_pool_that_does_not_fit_names_the_key() -> None:
-    fd = os.memfd_create("test")
+    fd = memory_file.create("test")
     with pytest.raises(ConfigError, match=r"^engine\.kv_memory_mb: .* does not fit: the host has"):
         KVPool.on_memory_file(LAYOUT, 2**50, fd)
     os.close(fd)
-
-
-def test_runs_join_adjacent_ids() -> None:
-    assert list(runs([], 4)) == []
-    assert list(runs([0, 1, 3, 2, 3], 4)) == [(0, 2), (3, 1), (2, 2)]

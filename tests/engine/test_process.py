@@ -35,6 +35,7 @@ from engine.messages import (
     TokenOut,
 )
 from engine.spec import EngineSpec
+from tests.engine.harness import fill
 from tests.random_models import greedy_tokens, save_random_model
 
 START_S = 60.0
@@ -167,7 +168,7 @@ async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, 
         assert len(sources.block_ids) == len(targets) == 6
 
         source, target = here.client.open_pool(), there.client.open_pool()
-        target.write_blocks(targets, b"".join(source.read_blocks(sources.block_ids)))
+        fill(target, targets, b"".join(source.read_blocks(sources.block_ids)))
         source.close()
         target.close()
         there.client.send(KVReady("r", first.token_id))

@@ -20,7 +20,7 @@ from gateway.tokenizer import Tokenizer
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc, worker_pb2_grpc
 from pb import worker_pb2 as worker_pb
-from router.fakes import FakeWorker, fake_info
+from router.fakes import FakeWorker, fake_info, fake_links
 from worker.wire import info_to_proto, load_to_proto
 
 CORPUS = [
@@ -92,7 +92,7 @@ class Service:
         """One heartbeat."""
         info = replace(self.infos[worker_id], **changes)
         peers = tuple(sorted(self.fleet[worker_id].connected)) if worker_id in self.fleet else ()
-        load = load_to_proto(WorkerLoad(free_blocks=info.num_blocks, peers=peers))
+        load = load_to_proto(WorkerLoad(free_blocks=info.num_blocks, links=fake_links(*peers)))
         response: worker_pb.HeartbeatResponse = await self.registry.Heartbeat(
             worker_pb.HeartbeatRequest(info=info_to_proto(info), load=load)
         )

@@ -139,8 +139,10 @@ async def test_status_tells_workers_and_model(start_service: StartService) -> No
     assert status.pid > 0
     assert status.uptime_s > 0
     decode, prefill = status.workers
-    assert (prefill.worker_id, prefill.role, prefill.state, list(prefill.peers)) == ("p0", "prefill", "ready", ["d0"])
-    assert (decode.worker_id, decode.free_blocks, decode.num_blocks, decode.transport) == ("d0", 64, 64, "loopback")
+    assert (prefill.worker_id, prefill.role, prefill.state) == ("p0", "prefill", "ready")
+    assert [(link.worker_id, link.transport) for link in prefill.links] == [("d0", "loopback")]
+    assert (decode.worker_id, decode.free_blocks, decode.num_blocks) == ("d0", 64, 64)
+    assert list(decode.transports) == ["loopback"]
     assert (prefill.outstanding_tokens, decode.outstanding_tokens) == (3, 10)
     assert 0 <= prefill.heartbeat_age_s < 2
     call.cancel()

@@ -30,7 +30,7 @@ class Ends:
     receiver: KVReceiver
     source: MemoryStore
     target: MemoryStore
-    endpoint: KVEndpoint
+    endpoints: tuple[KVEndpoint, ...]
     receiving_transport: KVTransport
     clock: MonotonicClock
 
@@ -59,6 +59,7 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             checksum: bool = True,
             sender_checksum: bool | None = None,
             message_bytes: int = 4096,
+            max_inflight_bytes: int = 2**20,
             lease_s: float = 5.0,
             delay_s: float = 0.0,
             num_blocks: int = NUM_BLOCKS,
@@ -66,16 +67,16 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             receiving: KVTransport | None = None,
         ) -> Ends:
             clock = MonotonicClock()
-            sending = sending or create_transport(transport, timeout_s=5.0)
-            receiving = receiving or create_transport(transport, timeout_s=5.0)
-            stack.push_async_callback(sending.aclose)
-            stack.push_async_callback(receiving.aclose)
             source = MemoryStore(sender_layout or layout, num_blocks)
             source.data[:] = random.Random(1).randbytes(len(source.data))
             target = MemoryStore(layout, num_blocks)
+            sending = sending or create_transport(transport, timeout_s=5.0, memory=source.memory)
+            receiving = receiving or create_transport(transport, timeout_s=5.0, memory=target.memory)
+            stack.push_async_callback(sending.aclose)
+            stack.push_async_callback(receiving.aclose)
             receiver = KVReceiver(
                 target,
-                receiving,
+                [receiving],
                 worker_id="d",
                 epoch="e1",
                 checksum=checksum,
@@ -85,18 +86,19 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             )
             sender = KVSender(
                 source,
-                sending,
+                [sending],
                 worker_id="p",
                 checksum=checksum if sender_checksum is None else sender_checksum,
                 message_bytes=message_bytes,
+                max_inflight_bytes=max_inflight_bytes,
                 clock=clock,
                 lease_s=lease_s,
                 connect_timeout_s=5.0,
             )
-            endpoint = await receiver.start("127.0.0.1")
+            endpoints = await receiver.start("127.0.0.1")
             stack.push_async_callback(receiver.aclose)
             stack.push_async_callback(sender.aclose)
-            return Ends(sender, receiver, source, target, endpoint, receiving, clock)
+            return Ends(sender, receiver, source, target, endpoints, receiving, clock)
 
         yield make
 

@@ -12,6 +12,7 @@ from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.sink import Sink
 
 
 def say(**values: object) -> None:
@@ -27,15 +28,24 @@ async def echo(transport_name: str) -> None:
     link = await transport.accept()
     while True:
         message = await link.recv()
-        await link.send(message.header, [message.payload])
+        payload = memoryview(bytearray(message.size))
+        await link.take(Sink([payload]))
+        await link.send(message.header, [payload])
 
 
 async def receive(transport_name: str, blocks: int) -> None:
     """Receive one hand-off and say what came."""
     layout = KVLayout("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
     store, clock = MemoryStore(layout, blocks), MonotonicClock()
+    transport = create_transport(transport_name, memory=store.memory)
     receiver = KVReceiver(
-        store, create_transport(transport_name), worker_id="d", epoch="e", checksum=True, clock=clock, lease_s=5.0
+        store,
+        [transport],
+        worker_id="d",
+        epoch="e",
+        checksum=True,
+        clock=clock,
+        lease_s=5.0,
     )
     await receiver.start("127.0.0.1")
     say(**receiver.expect("r", range(blocks), 0, clock.now() + 20).to_wire())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from kv_transfer.memory_store import MemoryStore
 from kv_transfer.status import TransferStatus
 
 MakeEnds = Callable[..., Awaitable[Any]]
-TRANSPORTS = ["loopback", "grpc_stream", "torch_dist"]
+TRANSPORTS = ["loopback", "shm", "tcp", "grpc_stream", "torch_dist"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -43,10 +44,85 @@ async def test_a_prompt_travels_in_chunks(make_ends: MakeEnds, transport: str, l
     assert received.proof.messages == sent.messages <= 9
     assert received.proof.checksum == "xxh3-64 verified"
     assert received.trailer == b"token 1"
-    assert 0 < received.proof.wire_ms <= received.proof.request_to_ready_ms < 10_000
+    proof = received.proof
+    assert 0 < proof.wire_ms <= proof.span_ms <= proof.request_to_ready_ms < 10_000
+    assert 0 < proof.import_ms <= proof.span_ms
+    assert 0 < proof.export_ms == pytest.approx(sent.export_ms, abs=0.01)
     assert received.verified_s <= ends.clock.now()
-    assert ends.sender.peers() == ("d",)
+    assert [link.worker_id for link in ends.sender.links()] == ["d"]
     assert not any(ends.target.data[i * 1024 : (i + 1) * 1024] != bytes(1024) for i in range(64) if i not in target_ids)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_prompt_travels_layer_by_layer(make_ends: MakeEnds, transport: str, layout: KVLayout) -> None:
+    layout = replace(layout, num_layers=5)
+    ends = await make_ends(transport, layout=layout, message_bytes=3 * layout.layer_bytes)
+    target_ids, source_ids = [40, 3, 17, 18, 19], [5, 6, 7, 20, 9]
+    ends.sender.start("r", ends.receiver.expect("r", target_ids, 1, ends.in_s(10)), ends.in_s(10))
+    for layers in (range(2), range(2, 3)):
+        ends.sender.send_blocks("r", 0, source_ids[:3], layers)
+        await asyncio.sleep(0.01)
+    ends.sender.send_blocks("r", 3, source_ids[3:], range(4))
+    ends.sender.send_blocks("r", 0, source_ids[:3], range(3, 5))
+    ends.sender.send_blocks("r", 3, source_ids[3:], range(4, 5), last=True, trailer=b"token 1")
+    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert ends.blocks_of(ends.target, target_ids[1:]) == ends.blocks_of(ends.source, source_ids[1:])
+    assert received.proof.kv_bytes == sent.bytes == 4 * layout.block_bytes
+    assert received.proof.messages == sent.messages == 8
+    assert received.trailer == b"token 1"
+    assert not any(ends.target.data[40 * layout.block_bytes : 41 * layout.block_bytes])
+
+
+async def test_a_layer_that_never_comes_keeps_a_hand_off_incomplete(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
+    ends.sender.send_blocks("r", 0, [1, 2], range(1))
+    ends.sender.send_blocks("r", 0, [1], range(1, 2), last=True)
+    with pytest.raises(TransferRefused, match="1 layers of blocks never came"):
+        await ends.sender.wait("r")
+
+
+async def test_no_more_travels_than_may(make_ends: MakeEnds) -> None:
+    ends = await make_ends("tcp", message_bytes=1024, max_inflight_bytes=4096, delay_s=0.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    peer = ends.sender._peers["d"]
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, peer._inflight_bytes)
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    for i in range(3):
+        ids = list(range(20 * i, 20 * i + 20))
+        ends.sender.start(f"r{i}", ends.receiver.expect(f"r{i}", ids, 0, ends.in_s(10)), ends.in_s(10))
+        ends.sender.send_blocks(f"r{i}", 0, ids, last=True)
+    ends.receiver.expect("given up", [61], 0, ends.in_s(10))
+    await ends.receiver.abort("r1")
+    with pytest.raises(TransferError):
+        await ends.sender.wait("r1")
+    await asyncio.gather(*(ends.sender.wait(name) for name in ("r0", "r2")))
+    watching.cancel()
+    assert 0 < most <= 4096
+    assert peer._inflight_bytes == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_the_link_is_measured_when_it_is_opened(make_ends: MakeEnds, transport: str) -> None:
+    layout = KVLayout("model", "float32", block_size=64, num_layers=8, num_kv_heads=4, head_dim=64)  # 1 MiB
+    ends = await make_ends(transport, layout=layout, num_blocks=8, message_bytes=2**20)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    (link,) = ends.sender.links()
+    assert (link.worker_id, link.transport) == ("d", transport)
+    assert 0.05 < link.ceiling_gbs < 1000
+    ends.sender.start("r", ends.receiver.expect("r", list(range(8)), 0, ends.in_s(10)), ends.in_s(10))
+    ends.sender.send_blocks("r", 0, range(8), last=True)
+    proof = (await ends.receiver.wait("r")).proof
+    assert proof.ceiling_gbs == pytest.approx(link.ceiling_gbs, rel=0.05)
+    assert proof.gbs == pytest.approx(proof.kv_bytes / (proof.wire_ms + proof.import_ms) / 1e6)
+    assert proof.share_of_ceiling == pytest.approx(proof.gbs / proof.ceiling_gbs)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -96,7 +172,7 @@ async def test_several_at_once_share_a_link(make_ends: MakeEnds, transport: str,
 
 async def test_a_long_hand_off_does_not_keep_a_short_one_waiting(make_ends: MakeEnds) -> None:
     ends = await make_ends(message_bytes=1024)
-    await ends.sender.connect("d", "e1", ends.endpoint)
+    await ends.sender.connect("d", "e1", ends.endpoints)
     for name, ids in (("long", list(range(60))), ("short", [60, 61])):
         ends.sender.start(name, ends.receiver.expect(name, ids, 0, ends.in_s(10)), ends.in_s(10))
         ends.sender.send_blocks(name, 0, ids, last=True)
@@ -106,7 +182,7 @@ async def test_a_long_hand_off_does_not_keep_a_short_one_waiting(make_ends: Make
 
 async def test_adjacent_blocks_are_coalesced(make_ends: MakeEnds) -> None:
     ends = await make_ends(message_bytes=4096)
-    await ends.sender.connect("d", "e1", ends.endpoint)
+    await ends.sender.connect("d", "e1", ends.endpoints)
     ends.sender.start("r", ends.receiver.expect("r", list(range(10)), 0, ends.in_s(10)), ends.in_s(10))
     for slot in range(10):
         ends.sender.send_blocks("r", slot, [slot], last=slot == 9)
@@ -136,10 +212,10 @@ async def test_other_layouts_are_refused_before_any_request(
 ) -> None:
     ends = await make_ends(transport, sender_layout=other_layout)
     with pytest.raises(LayoutMismatch, match="block_size: 4 here, 8 at the peer"):
-        await ends.sender.connect("d", "e1", ends.endpoint)
+        await ends.sender.connect("d", "e1", ends.endpoints)
     assert ends.receiver.refused == {"layout": 1}
     assert "block_size: 4 here, 8 at the peer" in caplog.text
-    assert ends.sender.peers() == ()
+    assert ends.sender.links() == ()
     ends.sender.start("r", ends.receiver.expect("r", [1], 0, ends.in_s(5)), ends.in_s(5))
     with pytest.raises(LayoutMismatch):
         await ends.sender.wait("r")
@@ -148,20 +224,20 @@ async def test_other_layouts_are_refused_before_any_request(
 async def test_checksums_must_be_on_at_both_ends_or_neither(make_ends: MakeEnds) -> None:
     ends = await make_ends(sender_checksum=False)
     with pytest.raises(LayoutMismatch, match=r"transfer\.checksum differs: on here, off at the peer"):
-        await ends.sender.connect("d", "e1", ends.endpoint)
+        await ends.sender.connect("d", "e1", ends.endpoints)
 
 
 async def test_connecting_is_idempotent_and_follows_the_epoch(make_ends: MakeEnds) -> None:
     ends = await make_ends()
-    await asyncio.gather(*(ends.sender.connect("d", "e1", ends.endpoint) for _ in range(3)))
-    assert ends.sender.peers() == ("d",)
+    await asyncio.gather(*(ends.sender.connect("d", "e1", ends.endpoints) for _ in range(3)))
+    assert [link.worker_id for link in ends.sender.links()] == ["d"]
     with pytest.raises(TransferRefused, match="started anew"):
-        await ends.sender.connect("d", "e0", ends.endpoint)
-    assert ends.sender.peers() == ("d",)
+        await ends.sender.connect("d", "e0", ends.endpoints)
+    assert [link.worker_id for link in ends.sender.links()] == ["d"]
     with pytest.raises(TransferRefused, match="another worker"):
-        await ends.sender.connect("d2", "e1", ends.endpoint)
+        await ends.sender.connect("d2", "e1", ends.endpoints)
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
-        await ends.sender.connect("d", "e1", KVEndpoint("torch_dist", "127.0.0.1:1"))
+        await ends.sender.connect("d", "e1", [KVEndpoint("torch_dist", "127.0.0.1:1")])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -169,7 +245,7 @@ async def test_a_lost_link_fails_its_hand_offs_at_once_and_the_next_start_reconn
     make_ends: MakeEnds, transport: str
 ) -> None:
     ends = await make_ends(transport, lease_s=30.0)
-    await ends.sender.connect("d", "e1", ends.endpoint)
+    await ends.sender.connect("d", "e1", ends.endpoints)
     for name, ids in (("a", [1, 2]), ("b", [3, 4])):
         ends.sender.start(name, ends.receiver.expect(name, ids, 0, ends.in_s(30)), ends.in_s(30))
         ends.sender.send_blocks(name, 0, ids[:1])
@@ -181,7 +257,7 @@ async def test_a_lost_link_fails_its_hand_offs_at_once_and_the_next_start_reconn
             with pytest.raises(PeerLost):
                 await end.wait(name)
     assert time.monotonic() - start < 3
-    assert ends.sender.peers() == ()
+    assert ends.sender.links() == ()
     ends.sender.start("c", ends.receiver.expect("c", [5], 0, ends.in_s(5)), ends.in_s(5))
     ends.sender.send_blocks("c", 0, [7], last=True)
     await asyncio.gather(ends.receiver.wait("c"), ends.sender.wait("c"))
@@ -262,7 +338,7 @@ async def test_closing_either_end_fails_what_is_under_way(make_ends: MakeEnds) -
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_deadlines(make_ends: MakeEnds, transport: str) -> None:
     ends = await make_ends(transport)
-    await ends.sender.connect("d", "e1", ends.endpoint)
+    await ends.sender.connect("d", "e1", ends.endpoints)
     start = time.monotonic()
     ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(0.3)), ends.in_s(0.2))
     ends.sender.send_blocks("r", 0, [1])
@@ -293,8 +369,8 @@ async def test_the_planted_delay_comes_before_the_last_block_counts(make_ends: M
     ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
-    assert received.proof.wire_ms >= 200
-    assert sent.wire_ms >= 200
+    assert received.proof.span_ms >= 200
+    assert sent.span_ms >= 200
 
 
 async def test_bad_arguments(make_ends: MakeEnds) -> None:
@@ -320,20 +396,19 @@ async def test_bad_arguments(make_ends: MakeEnds) -> None:
         unstarted(ends).expect("r", [1], 0, 0.0)
 
 
-def test_the_memory_store_checks_what_is_written(layout: KVLayout) -> None:
+def test_the_memory_store_knows_its_blocks(layout: KVLayout) -> None:
     store = MemoryStore(layout, 4)
-    with pytest.raises(ValueError, match="bytes for 2 blocks"):
-        store.write_blocks([1, 2], bytes(1024))
-    with pytest.raises(ValueError, match="block 4 of 4"):
-        store.write_blocks([4], bytes(1024))
+    with pytest.raises(ValueError, match="block 4 is outside the pool of 4"):
+        store.land([4])
     assert [len(view) for view in store.read_blocks([0, 1, 3])] == [2048, 1024]
+    assert [len(view) for view in store.land([0, 1, 3], range(1, 2)).parts] == [512, 512, 512]
 
 
 def unstarted(ends: Any) -> Any:
     """A receiver that does not listen yet."""
     return type(ends.receiver)(
         ends.target,
-        create_transport("loopback"),
+        [create_transport("loopback")],
         worker_id="x",
         epoch="x",
         checksum=True,

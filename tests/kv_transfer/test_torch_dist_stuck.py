@@ -161,7 +161,7 @@ async def test_closing_ends_a_stuck_send() -> None:
 async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, giving_up: str) -> None:
     timeout_s = 1.0 if giving_up == "abort" else 30.0
     ends = await make_ends("torch_dist", lease_s=30.0, sending=TorchDistTransport(timeout_s=timeout_s))
-    await ends.sender.connect("d", "e1", ends.endpoint)
+    await ends.sender.connect("d", "e1", ends.endpoints)
     groups = stick(ends.sender._peers["d"]._link)
     ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(30)), ends.in_s(30))
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
@@ -174,7 +174,7 @@ async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, givin
             await ends.receiver.aclose()
             with pytest.raises(PeerLost):
                 await ends.sender.wait("r")
-        assert ends.sender.peers() == ()
+        assert ends.sender.links() == ()
     assert groups.aborted.is_set()
 
 
@@ -184,7 +184,7 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
 ) -> None:
     monkeypatch.setattr(sender_module, "_IDLE_TIMEOUT_S", 0.2)
     ends = await make_ends(lease_s=30.0)
-    await ends.sender.connect("d", "e1", ends.endpoint)
+    await ends.sender.connect("d", "e1", ends.endpoints)
     reading = asyncio.Event()
 
     async def send(header: bytes, payload: Sequence[Buffer] = ()) -> None:

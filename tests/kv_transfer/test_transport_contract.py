@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import socket
 import threading
 import time
@@ -15,14 +14,30 @@ import pytest
 from core.errors import ConfigError, PeerLost, TransferTimeout
 from core.handoff import KVEndpoint
 from kv_transfer import factory
-from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, KVTransport
-from kv_transfer.factory import choose_transport, create_transport
+from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, KVTransport, Message
+from kv_transfer.factory import choose, create_transport, offered_transports
+from kv_transfer.sink import Sink
 
-NETWORK = ["grpc_stream", "torch_dist"]
+NETWORK = ["tcp", "grpc_stream", "torch_dist"]
 Pair = tuple[KVLink, KVLink]
 
 
-@pytest.fixture(params=["loopback", *NETWORK])
+async def payload_of(link: KVLink, message: Message) -> bytes:
+    """Take a message's payload."""
+    into = bytearray(message.size)
+    sink = Sink([memoryview(into)])
+    await link.take(sink)
+    assert sink.left == 0
+    return bytes(into)
+
+
+async def receive(link: KVLink) -> tuple[bytes, bytes]:
+    """The next message's header and payload."""
+    message = await link.recv()
+    return message.header, await payload_of(link, message)
+
+
+@pytest.fixture(params=["loopback", "shm", *NETWORK])
 async def name(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """A transport's name; afterwards none of its threads may be left."""
     before = set(threading.enumerate())
@@ -41,6 +56,20 @@ async def make(name: str) -> AsyncIterator[Callable[[], KVTransport]]:
             transport = create_transport(name, timeout_s=5.0)
             stack.push_async_callback(transport.aclose)
             return transport
+
+        yield create
+
+
+@pytest.fixture
+async def make_all() -> AsyncIterator[Callable[..., list[KVTransport]]]:
+    """Creates transports by their names, and closes them in the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def create(*names: str) -> list[KVTransport]:
+            transports = [create_transport(each) for each in names]
+            for transport in transports:
+                stack.push_async_callback(transport.aclose)
+            return transports
 
         yield create
 
@@ -65,56 +94,98 @@ async def test_messages_arrive_whole_and_in_order(pair: Pair) -> None:
         for i in range(200):
             await sender.send(b"header %d" % i, [bytes([i]) * (i * 37)])
 
-    async def receive() -> None:
+    async def take() -> None:
         for i in range(200):
-            message = await receiver.recv()
-            assert message.header == b"header %d" % i
-            assert bytes(message.payload) == bytes([i]) * (i * 37)
+            assert await receive(receiver) == (b"header %d" % i, bytes([i]) * (i * 37))
 
     async with asyncio.timeout(20):
-        await asyncio.gather(send(), receive())
+        await asyncio.gather(send(), take())
 
 
 @pytest.mark.parametrize("size", [0, 1, 2 * 2**20 - 1, 2 * 2**20, 2 * 2**20 + 1, 20 * 2**20])
 async def test_payloads_of_any_size(pair: Pair, size: int) -> None:
     sender, receiver = pair
     payload = (bytes(range(251)) * (size // 251 + 1))[:size]
-    _, message = await asyncio.gather(sender.send(b"h", [payload]), receiver.recv())
-    assert message.header == b"h"
-    assert bytes(message.payload) == payload
+    _, received = await asyncio.gather(sender.send(b"h", [payload]), receive(receiver))
+    assert received == (b"h", payload)
 
 
 async def test_the_largest_payload_and_no_larger(pair: Pair) -> None:
     sender, receiver = pair
     payload = bytearray(MAX_PAYLOAD_BYTES)
     payload[-1] = 7
-    _, message = await asyncio.gather(sender.send(b"h", [payload]), receiver.recv())
-    assert len(message.payload) == MAX_PAYLOAD_BYTES
-    assert message.payload[-1] == 7
+    _, (_, received) = await asyncio.gather(sender.send(b"h", [payload]), receive(receiver))
+    assert len(received) == MAX_PAYLOAD_BYTES
+    assert received[-1] == 7
     with pytest.raises(ValueError, match="at most"):
         await sender.send(b"h", [payload, b"x"])
 
 
-async def test_many_parts_become_one_payload(pair: Pair) -> None:
+async def test_many_parts_become_one_payload_and_it_goes_to_many(pair: Pair) -> None:
     sender, receiver = pair
     pool = bytearray(bytes(range(256)) * 4096 * 3)
     view = memoryview(pool)
     parts = [view[i : i + 4096] for i in range(0, len(pool), 4096)]
-    _, message = await asyncio.gather(sender.send(b"", [b"first", *reversed(parts), b""]), receiver.recv())
-    assert message.header == b""
-    assert bytes(message.payload) == b"first" + b"".join(reversed(parts))
+    into = [memoryview(bytearray(size)) for size in (1, 0, 5000, len(pool) - 4996, 0)]
+
+    async def take() -> None:
+        message = await receiver.recv()
+        assert (message.header, message.size) == (b"", len(pool) + 5)
+        await receiver.take(Sink(into))
+
+    await asyncio.gather(sender.send(b"", [b"first", *reversed(parts), b""]), take())
+    assert b"".join(into) == b"first" + b"".join(reversed(parts))
 
 
-async def test_parts_may_change_once_sent(pair: Pair) -> None:
+async def test_what_is_not_taken_is_thrown_away(pair: Pair) -> None:
+    sender, receiver = pair
+
+    async def send() -> None:
+        for i in range(4):
+            await sender.send(b"%d" % i, [bytes([i]) * 3 * 2**20])
+
+    sending = asyncio.create_task(send())
+    assert (await receiver.recv()).header == b"0"
+    message = await receiver.recv()
+    closed = Sink([memoryview(bytearray(message.size))])
+    closed.close()
+    await receiver.take(closed)
+    assert await receive(receiver) == (b"2", b"\2" * 3 * 2**20)
+    assert await receive(receiver) == (b"3", b"\3" * 3 * 2**20)
+    await sending
+
+
+async def test_nothing_is_written_once_a_sink_is_closed(pair: Pair) -> None:
+    sender, receiver = pair
+    sending = asyncio.create_task(sender.send(b"h", [b"\1" * 32 * 2**20]))
+    into = bytearray((await receiver.recv()).size)
+    sink = Sink([memoryview(into)])
+    taking = asyncio.create_task(receiver.take(sink))
+    await asyncio.sleep(0)
+    sink.close()
+    there = bytes(into)
+    await taking
+
+    async def send_next() -> None:
+        await sending
+        await sender.send(b"next", [b"x"])
+
+    _, received = await asyncio.gather(send_next(), receive(receiver))
+    assert received == (b"next", b"x")
+    assert into == there
+
+
+async def test_parts_may_change_once_drained(pair: Pair) -> None:
     sender, receiver = pair
     payload = bytearray(b"a" * 100_000)
 
     async def send() -> None:
         await sender.send(b"h", [payload])
+        await sender.drained()
         payload[:] = b"b" * len(payload)
 
-    _, message = await asyncio.gather(send(), receiver.recv())
-    assert bytes(message.payload) == b"a" * 100_000
+    _, (_, received) = await asyncio.gather(send(), receive(receiver))
+    assert received == b"a" * 100_000
 
 
 async def test_both_directions_at_once(pair: Pair) -> None:
@@ -122,15 +193,13 @@ async def test_both_directions_at_once(pair: Pair) -> None:
         for _ in range(20):
             await link.send(mark, [mark * 300_000])
 
-    async def receive(link: KVLink, mark: bytes) -> None:
+    async def take(link: KVLink, mark: bytes) -> None:
         for _ in range(20):
-            message = await link.recv()
-            assert message.header == mark
-            assert bytes(message.payload) == mark * 300_000
+            assert await receive(link) == (mark, mark * 300_000)
 
     a, b = pair
     async with asyncio.timeout(20):
-        await asyncio.gather(send(a, b"a"), send(b, b"b"), receive(a, b"b"), receive(b, b"a"))
+        await asyncio.gather(send(a, b"a"), send(b, b"b"), take(a, b"b"), take(b, b"a"))
 
 
 async def test_concurrent_links(make: Callable[[], KVTransport]) -> None:
@@ -140,9 +209,9 @@ async def test_concurrent_links(make: Callable[[], KVTransport]) -> None:
 
     async def talk(sender: KVLink, receiver: KVLink, mark: int) -> None:
         for i in range(10):
-            _, message = await asyncio.gather(sender.send(bytes([mark, i]), [bytes([mark]) * 200_000]), receiver.recv())
-            assert message.header == bytes([mark, i])
-            assert bytes(message.payload) == bytes([mark]) * 200_000
+            payload = bytes([mark]) * 200_000
+            _, received = await asyncio.gather(sender.send(bytes([mark, i]), [payload]), receive(receiver))
+            assert received == (bytes([mark, i]), payload)
 
     async with asyncio.timeout(20):
         await asyncio.gather(*(talk(*pair, mark) for mark, pair in enumerate(pairs)))
@@ -220,8 +289,8 @@ async def test_a_new_link_after_a_lost_one(make: Callable[[], KVTransport]) -> N
     endpoint = await listener.listen("127.0.0.1")
     for i in range(3):
         sender, receiver = await open_link(listener, endpoint, client)
-        _, message = await asyncio.gather(sender.send(bytes([i]), [b"x" * 5000]), receiver.recv())
-        assert message.header == bytes([i])
+        _, received = await asyncio.gather(sender.send(bytes([i]), [b"x" * 5000]), receive(receiver))
+        assert received == (bytes([i]), b"x" * 5000)
         await receiver.aclose()
 
 
@@ -252,31 +321,41 @@ async def test_an_address_of_another_host(listening: str) -> None:
     await transport.aclose()
 
 
-def test_auto_takes_nccl_between_gpus_only() -> None:
-    assert choose_transport("auto", device="cpu", peer_device="cpu")[0] == "grpc_stream"
-    assert choose_transport("auto", device="cuda:0", peer_device="cpu")[0] == "grpc_stream"
-    name, reason = choose_transport("auto", device="cuda:0", peer_device="cuda:1")
-    assert (name == "torch_dist") == ("has no nccl" not in reason)
+def test_auto_offers_the_best_first() -> None:
+    assert offered_transports("auto", device="cpu") == ("shm", "tcp")
+    assert offered_transports("auto", device="cuda:0")[-1] == "tcp"
 
 
 def test_nccl_is_not_taken_where_workers_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "_backend_problem", lambda backend: None)
-    choose = functools.partial(choose_transport, device="cuda", peer_device="cuda")
-    assert choose("auto")[0] == "torch_dist"
-    name, reason = choose("auto", shared_device=True)
-    assert name == "grpc_stream"
-    assert "may share one GPU, which NCCL refuses" in reason
+    assert offered_transports("auto", device="cuda") == ("torch_dist", "tcp")
+    assert offered_transports("auto", device="cuda", shared_device=True) == ("tcp",)
     with pytest.raises(ConfigError, match=r"^transfer\.transport: torch_dist .* may share one GPU"):
-        choose("torch_dist", shared_device=True)
-    assert choose("torch_dist")[0] == "torch_dist"
-    assert choose("grpc_stream", shared_device=True)[0] == "grpc_stream"
-    assert choose_transport("torch_dist", device="cpu", peer_device="cpu", shared_device=True)[0] == "torch_dist"
+        offered_transports("torch_dist", device="cuda", shared_device=True)
+    assert offered_transports("torch_dist", device="cuda") == ("torch_dist",)
+    assert offered_transports("torch_dist", device="cpu", shared_device=True) == ("torch_dist",)
 
 
 def test_a_transport_that_cannot_work_is_a_configuration_error() -> None:
-    assert choose_transport("loopback", device="cpu", peer_device="cpu", same_process=True)[0] == "loopback"
-    for configured, peer in [("loopback", "cpu"), ("carrier_pigeon", "cpu"), ("torch_dist", "cuda:0")]:
-        with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
-            choose_transport(configured, device="cpu", peer_device=peer)
+    with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
+        offered_transports("carrier_pigeon", device="cpu")
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
         create_transport("auto")
+
+
+async def test_a_pair_takes_what_both_ends_share(make_all: Callable[..., list[KVTransport]]) -> None:
+    here, there = make_all("shm", "tcp"), make_all("shm", "tcp")
+    endpoints = [await transport.listen("127.0.0.1") for transport in there]
+    choice = choose(here, endpoints, "d")
+    assert (choice.transport, choice.endpoint) == (here[0], endpoints[0])
+    assert choice.reason == "the fastest both ends have"
+    elsewhere = [KVEndpoint("shm", "another-host/name"), endpoints[1]]
+    choice = choose(here, elsewhere, "d")
+    assert (choice.transport, choice.endpoint) == (here[1], endpoints[1])
+    assert choice.reason == "not shm: it is on another host"
+    with pytest.raises(ConfigError, match=r"^transfer\.transport: no way to d, .*it is on another host"):
+        choose(here[:1], elsewhere, "d")
+    with pytest.raises(ConfigError, match=r"d does not listen with it"):
+        choose(make_all("grpc_stream"), endpoints, "d")
+    with pytest.raises(PeerLost, match="on another host"):
+        await here[0].connect(elsewhere[0], 1.0)

@@ -25,9 +25,10 @@ from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sender import KVSender
+from kv_transfer.sink import Sink
 
 ROOT = Path(__file__).parents[2]
-NETWORK = pytest.mark.parametrize("transport_name", ["grpc_stream", "torch_dist"])
+NETWORK = pytest.mark.parametrize("transport_name", ["shm", "tcp", "grpc_stream", "torch_dist"])
 
 
 @contextlib.asynccontextmanager
@@ -90,7 +91,9 @@ async def test_messages_come_back_from_another_process(transport_name: str) -> N
             await link.send(b"%d" % i, [payload[: 2**20], payload[2**20 :]])
             message = await link.recv()
             assert message.header == b"%d" % i
-            assert bytes(message.payload) == payload
+            into = bytearray(message.size)
+            await link.take(Sink([memoryview(into)]))
+            assert into == payload
 
 
 @NETWORK
@@ -124,13 +127,14 @@ async def test_a_hand_off_to_another_process(transport_name: str) -> None:
     layout = KVLayout("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
     store, clock = MemoryStore(layout, 32), MonotonicClock()
     store.data[:] = random.Random(3).randbytes(len(store.data))
-    transport = create_transport(transport_name)
+    transport = create_transport(transport_name, memory=store.memory)
     sender = KVSender(
         store,
-        transport,
+        [transport],
         worker_id="p",
         checksum=True,
         message_bytes=2**20,
+        max_inflight_bytes=2**23,
         clock=clock,
         lease_s=5.0,
         connect_timeout_s=10.0,
@@ -153,6 +157,6 @@ async def test_a_hand_off_to_another_process(transport_name: str) -> None:
         with pytest.raises(PeerLost):
             await sender.wait("late")
         assert time.monotonic() - start < 2
-        assert sender.peers() == ()
+        assert sender.links() == ()
     await sender.aclose()
     await transport.aclose()

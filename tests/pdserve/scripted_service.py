@@ -149,7 +149,10 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
                     prompt_tokens_looked_up=200,
                     prompt_tokens_cached=150,
                     cached_blocks=37,
-                    peers=["decode-0"] if role == "prefill" else [],
+                    links=[pb.PeerLink(worker_id="decode-0", transport="shm", reason="the fastest", ceiling_gbs=9.5)]
+                    if role == "prefill"
+                    else [],
+                    kv_refused={"checksum": 2} if role == "decode" else {},
                 )
                 for role in ("prefill", "decode")
             ],

@@ -303,7 +303,7 @@ async def test_status_and_health(service: ScriptedService) -> None:
     assert status.idle
     assert status.used_blocks == 0
     assert [worker.role for worker in status.workers] == ["prefill", "decode"]
-    assert status.workers[0].peers == ("decode-0",)
+    assert [link.worker_id for link in status.workers[0].links] == ["decode-0"]
     service.set_serving(False)
     async with AsyncClient(service.target) as async_client:
         assert await async_client.status() == status

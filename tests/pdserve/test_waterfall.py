@@ -47,6 +47,8 @@ def test_the_terminal_shows_both_figures_residue_and_proof() -> None:
     assert any(line.split()[:2] == ["ttft", f"{generation.ttft_ms:.2f}"] for line in lines)
     assert any(line.split()[:2] == ["ttft_decode", f"{generation.ttft_decode_ms:.2f}"] for line in lines)
     assert "kv 1.3 MB = expected, 5 blocks over grpc_stream, xxh3-64 verified" in text
+    assert "transfer exposed 1.50 ms; export 0.50, wire 2.00, import 0.40 ms" in text
+    assert "request to ready 12.00 ms; 1.25 GB/s, 50% of its link" in text
     assert "unattributed -0.25 ms of ttft, +0.25 ms of ttft_decode; clock error ± 0.125 ms" in text
     assert sum(line.startswith("kv_exposed") for line in lines) == 1
     rows = [line for line in lines if " % " in line]

@@ -12,7 +12,7 @@ from core.request import Mode, Request
 from core.sampling import SamplingParams
 from core.timeline import EventKind
 from core.worker import Role, WorkerLoad
-from router.fakes import FakeWorker, fake_info
+from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
 from router.router import Router
 from router.waiting_line import RunMode
@@ -86,7 +86,7 @@ def make_cluster() -> MakeCluster:
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):
             role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
             worker = FakeWorker(fake_info(worker_id, role), cluster.fleet)
-            registry.add(worker, WorkerLoad(peers=decoders if role is Role.PREFILL else ()))
+            registry.add(worker, WorkerLoad(links=fake_links(*decoders) if role is Role.PREFILL else ()))
         return cluster
 
     return make

@@ -8,7 +8,7 @@ from core.clock import FakeClock
 from core.errors import LayoutMismatch, NotReady, TransferTimeout
 from core.request import Mode
 from core.worker import Role, WorkerLoad
-from router.fakes import FakeWorker, fake_info
+from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
 
 
@@ -113,21 +113,21 @@ async def test_pairs_are_those_that_shook_hands(registry: WorkerRegistry) -> Non
     registry.add(worker("d0"))
     d1 = registry.add(worker("d1"))
     assert registry.ready_peers(p0) == []
-    registry.heartbeat("p0", WorkerLoad(peers=("d1",)))
+    registry.heartbeat("p0", WorkerLoad(links=fake_links("d1")))
     assert registry.ready_peers(p0) == [d1]
     registry.connected("p0", "d0")
     assert p0.peers == ("d0", "d1")
-    registry.heartbeat("p0", WorkerLoad(peers=("d1",)))
+    registry.heartbeat("p0", WorkerLoad(links=fake_links("d1")))
     assert p0.peers == ("d0", "d1"), "that heartbeat may be older than the handshake"
-    registry.heartbeat("p0", WorkerLoad(peers=("d1",)))
+    registry.heartbeat("p0", WorkerLoad(links=fake_links("d1")))
     assert [*p0.peers] == ["d1"]
 
 
 async def test_a_new_incarnation_of_decode_must_shake_hands_again(registry: WorkerRegistry) -> None:
-    p0 = registry.add(worker("p0"), WorkerLoad(peers=("d0",)))
+    p0 = registry.add(worker("p0"), WorkerLoad(links=fake_links("d0")))
     registry.add(worker("d0"))
     d0 = registry.add(worker("d0", epoch="2"))
-    registry.heartbeat("p0", WorkerLoad(peers=("d0",)))
+    registry.heartbeat("p0", WorkerLoad(links=fake_links("d0")))
     assert registry.ready_peers(p0) == [], "the prefill worker still speaks of the earlier one"
     registry.connected("p0", "d0")
     assert registry.ready_peers(p0) == [d0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import LayoutMismatch, WorkerLost
-from core.handoff import KVDestination, KVEndpoint, TransferProof
+from core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
 from core.kv_layout import KVLayout
 from core.logprobs import TokenLogprobs
 from core.sampling import FinishReason, SamplingParams
@@ -15,11 +15,12 @@ from pb import worker_pb2 as pb
 from worker import wire
 
 LAYOUT = KVLayout("abc", "bfloat16", 64, 30, 3, 64)
-DESTINATION = KVDestination("decode-0", KVEndpoint("grpc_stream", "10.0.0.1:5"), "e1", "n1", 7, 2)
-PROOF = TransferProof("torch_dist", 10, 3, 5, 2, 4, "xxh3-64 verified", 1.5, 2.5)
+ENDPOINTS = (KVEndpoint("shm", "host/name"), KVEndpoint("tcp", "10.0.0.1:5"))
+DESTINATION = KVDestination("decode-0", ENDPOINTS, "e1", "n1", 7, 2)
+PROOF = TransferProof("torch_dist", 10, 3, 5, 2, 4, "xxh3-64 verified", 0.5, 1.5, 1.25, 1.75, 2.5, 9.5)
 INFO = WorkerInfo(
-    "prefill-0", Role.PREFILL, "e1", "10.0.0.1:4", KVEndpoint("grpc_stream", "10.0.0.1:5"), "10.0.0.1", "cpu", 1, 2,
-    LAYOUT, 100, 2048, 512, 4096, "0", "0,1", "0.1.0", 3, True, "clock", "because",
+    "prefill-0", Role.PREFILL, "e1", "10.0.0.1:4", ENDPOINTS, "10.0.0.1", "cpu", 1, 2,
+    LAYOUT, 100, 2048, 512, 4096, "0", "0,1", "0.1.0", 3, True, "clock",
 )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def test_errors_keep_their_class() -> None:
 
 def test_info_and_load() -> None:
     assert wire.info_from_proto(wire.info_to_proto(INFO)) == INFO
-    load = WorkerLoad(1, 2, 3, 4, ("decode-0",), 2**40, 2**39, 5)
+    load = WorkerLoad(1, 2, 3, 4, (PeerLink("decode-0", "shm", "because", 9.5),), 2**40, 2**39, 5, {"checksum": 2})
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
 
 

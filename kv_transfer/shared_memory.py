@@ -1,0 +1,62 @@
+"""A pool in an anonymous memory file, which a peer on the same host may map and read."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+import numpy as np
+
+from core.errors import TransferRefused
+from core.memory_file import is_sealed
+from kv_transfer.base import Buffer
+
+_PAGE = 4096
+
+
+class SharedMemory:
+    """This process's own mapping ``view`` of the sealed memory file ``fd``, both of which stay their owner's."""
+
+    def __init__(self, fd: int, view: memoryview) -> None:
+        self.fd = fd
+        self._start = _address(view)
+        self._size = view.nbytes
+
+    def offset(self, part: Buffer) -> int | None:
+        """Where ``part`` begins in the file; None if it lies elsewhere (then it has to be sent)."""
+        offset = _address(part) - self._start
+        return offset if 0 <= offset <= self._size - memoryview(part).nbytes else None
+
+
+class PeerMemory:
+    """A peer's memory file, mapped for reading. ``fd`` stays the caller's."""
+
+    def __init__(self, fd: int) -> None:
+        """`TransferRefused` if its size is not fixed."""
+        if not is_sealed(fd):
+            raise TransferRefused("the peer's memory file is not sealed against shrinking")
+        self.size = os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
+        self._view = memoryview(self._map)
+
+    def touch(self) -> None:
+        """Fault every page in, so that no transfer has to; takes milliseconds per GB, without the GIL."""
+        np.frombuffer(self._view, dtype=np.uint8)[::_PAGE].max(initial=0)
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """A part of it; `TransferRefused` if it reaches beyond."""
+        if offset + size > self.size:
+            raise TransferRefused(f"the peer refers to bytes {offset} to {offset + size} of its {self.size}")
+        return self._view[offset : offset + size]
+
+    def close(self) -> None:
+        """Unmap it (once the last view is dropped). Closing twice is fine."""
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
+
+
+def _address(part: Buffer) -> int:
+    address: int = np.frombuffer(part, dtype=np.uint8).__array_interface__["data"][0]
+    return address

@@ -1,0 +1,196 @@
+"""A stream socket on the event loop, without a copy of our own: bytes go from and to the memory they belong in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from core.errors import PeerLost, TransferTimeout
+from kv_transfer.base import Buffer
+from kv_transfer.sink import Sink
+
+_READ_AHEAD = 64 * 2**10
+_MAX_PARTS = 512  # of one system call; the kernel takes 1024
+_TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop get their turn
+_CLOSE_S = 1.0
+
+
+class SocketStream:
+    """Reads and writes exact numbers of bytes. ``peer`` and ``transport`` are for messages of errors; ``timeout_s``
+    bounds how long a write may go without any progress."""
+
+    def __init__(self, connection: socket.socket, peer: str, transport: str, timeout_s: float) -> None:
+        connection.setblocking(False)
+        self._socket, self._peer, self._transport, self._timeout_s = connection, peer, transport, timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._ahead = memoryview(b"")  # bytes that came with others, not asked for yet
+        self._lost: PeerLost | None = None
+        self._unwritable: PeerLost | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._turn = 0
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket itself, for what is not a byte stream about it."""
+        return self._socket
+
+    def lose(self, why: object) -> PeerLost:
+        """Nothing moves any more, because of ``why`` (the first reason stays)."""
+        self._lost = self._lost or self._error(why)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        return self._lost
+
+    def cut(self, why: str) -> None:
+        """Lose the connection at once, at the peer's end too."""
+        self.lose(why)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def write(self, parts: Sequence[Buffer]) -> None:
+        """Write all of ``parts``; PeerLost, or TransferTimeout without progress. Whatever ends it before its end ends
+        all writing, since the peer could not tell where the next message begins; what the peer has sent can still be
+        read."""
+        views = deque(view for part in parts if (view := memoryview(part).cast("B")).nbytes)
+        try:
+            while views:
+                await self._give_turns()
+                if (lost := self._lost or self._unwritable) is not None:
+                    raise lost
+                try:
+                    sent = self._socket.sendmsg(list(islice(views, _MAX_PARTS)))
+                except BlockingIOError:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._until(self._loop.add_writer, self._loop.remove_writer)
+                    continue
+                self._turn += sent
+                while sent:
+                    if sent < views[0].nbytes:
+                        views[0] = views[0][sent:]
+                        break
+                    sent -= views.popleft().nbytes
+        except TimeoutError:
+            raise TransferTimeout(f"{self._peer} took nothing for {self._timeout_s} s ({self._transport})") from None
+        except OSError as error:
+            self._unwritable = self._error(error.strerror)
+            raise self._unwritable from None
+        finally:
+            if views and self._unwritable is None:
+                self._unwritable = self._error("a message was left unfinished")
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)
+
+    async def read(self, size: int) -> memoryview:
+        """The next ``size`` bytes, a few: larger parts go into a `Sink`. PeerLost if they do not come."""
+        while self._ahead.nbytes < size:
+            if self._lost is not None:
+                raise self._lost
+            buffer = bytearray(max(_READ_AHEAD, size))
+            kept = self._ahead.nbytes
+            buffer[:kept] = self._ahead
+            rest = [memoryview(buffer)[kept:]]
+            if count := await self._receive(lambda: rest):  # noqa: B023 - it is called at once
+                self._ahead = memoryview(buffer)[: kept + count]
+        data, self._ahead = self._ahead[:size], self._ahead[size:]
+        return data
+
+    async def fill(self, sink: Sink) -> int:
+        """Move the next bytes into the sink until it is full or closed; returns how many were moved."""
+        before = sink.left
+        if self._ahead.nbytes and not sink.closed:
+            count = min(self._ahead.nbytes, sink.left)
+            sink.write(self._ahead[:count])
+            self._ahead = self._ahead[count:]
+        while sink.left and not sink.closed:
+            # The views are asked for after each wait: the sink may be closed meanwhile.
+            sink.advance(await self._receive(sink.views))
+        return before - sink.left
+
+    async def skip(self, size: int) -> None:
+        """Throw the next ``size`` bytes away."""
+        scratch = memoryview(bytearray(min(size, 2**20)))
+        while size:
+            if self._ahead.nbytes:
+                count = min(self._ahead.nbytes, size)
+                self._ahead = self._ahead[count:]
+            else:
+                rest = [scratch[:size]]
+                count = await self._receive(lambda: rest)  # noqa: B023 - it is called at once
+            size -= count
+
+    async def aclose(self) -> None:
+        """End this direction, give the peer a second to end its own (an early end would throw away what it has not
+        read yet), close."""
+        if self._socket.fileno() < 0:
+            return
+        self.lose("the link was closed here")
+        scratch = bytearray(2**20)
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(_CLOSE_S):
+                more = 1
+                while more:
+                    try:
+                        more = self._socket.recv_into(scratch)
+                        await asyncio.sleep(0)
+                    except BlockingIOError:
+                        await self._until(self._loop.add_reader, self._loop.remove_reader, although_lost=True)
+        except (OSError, TimeoutError):
+            pass  # it is gone already, or does not care
+        finally:
+            self._socket.close()
+
+    async def _receive(self, views: Callable[[], list[memoryview]]) -> int:
+        """Fill something of ``views()``, which is called right before; how many bytes (0 without views, or after a
+        wait)."""
+        await self._give_turns()
+        if self._lost is not None:
+            raise self._lost
+        wanted = views()[:_MAX_PARTS]
+        if not wanted:
+            return 0
+        try:
+            count = self._socket.recvmsg_into(wanted)[0]
+        except BlockingIOError:
+            await self._until(self._loop.add_reader, self._loop.remove_reader)
+            return 0
+        except OSError as error:
+            raise self.lose(error.strerror) from None
+        if not count:
+            raise self.lose("the peer closed the link")
+        self._turn += count
+        return count
+
+    async def _until(
+        self,
+        add: Callable[[int, Callable[[], object]], None],
+        remove: Callable[[int], object],
+        *,
+        although_lost: bool = False,
+    ) -> None:
+        """Wait until the socket can go on, or the stream is lost."""
+        if self._lost is not None and not although_lost:
+            return
+        fd, waiter = self._socket.fileno(), self._loop.create_future()
+        self._waiters.add(waiter)
+        add(fd, lambda: None if waiter.done() else waiter.set_result(None))
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+            if self._socket.fileno() == fd:
+                remove(fd)
+
+    async def _give_turns(self) -> None:
+        """Let other tasks of the loop run now and then: a fast peer would never have this one wait."""
+        if self._turn >= _TURN_BYTES:
+            self._turn = 0
+            await asyncio.sleep(0)
+
+    def _error(self, why: object) -> PeerLost:
+        return PeerLost(f"{self._peer}: {why} ({self._transport})")

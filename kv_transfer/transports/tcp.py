@@ -1,0 +1,79 @@
+"""Transport over a TCP connection per link: the only copies are the kernel's, out of one pool and into the other."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from core.errors import PeerLost
+from core.handoff import KVEndpoint
+from kv_transfer.base import KVLink
+from kv_transfer.transports.listener import SocketTransport
+from kv_transfer.transports.socket_link import SocketLink
+from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.threads import in_thread
+
+_GREETING = b"pdserve-kv/tcp/1"
+
+
+class TcpTransport(SocketTransport):
+    """Listens on a TCP port."""
+
+    name = "tcp"
+
+    async def listen(self, host: str) -> KVEndpoint:
+        """Accept connections on a free port of ``host``; PeerLost if that address is not this host's."""
+        server: socket.socket | None = None
+        try:
+            family, address = await _resolve(host, 0)
+            server = socket.socket(family, socket.SOCK_STREAM)
+            server.bind(address)
+            self._serve(server)
+        except OSError as error:
+            if server is not None:
+                server.close()
+            raise PeerLost(f"cannot listen on {host}: {error} (tcp)") from None
+        bracketed = f"[{host}]" if ":" in host else host
+        return KVEndpoint(self.name, f"{bracketed}:{server.getsockname()[1]}")
+
+    async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
+        """Open a connection."""
+        host, _, port = endpoint.address.rpartition(":")
+        try:
+            async with asyncio.timeout(timeout_s):
+                family, address = await _resolve(host.strip("[]"), int(port))
+        except (OSError, TimeoutError) as error:
+            raise PeerLost(f"no link to {endpoint.address}: {error or 'its name is not resolved'} (tcp)") from None
+        return await self._open(socket.socket(family, socket.SOCK_STREAM), address, endpoint, timeout_s)
+
+    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> SocketLink:
+        loop = asyncio.get_running_loop()
+        tune(connection)
+        await loop.sock_sendall(connection, _GREETING)
+        greeting = b""
+        while len(greeting) < len(_GREETING):
+            data = await loop.sock_recv(connection, len(_GREETING) - len(greeting))
+            if not data:
+                raise EOFError("the peer closed the connection")
+            greeting += data
+        if greeting != _GREETING:
+            raise EOFError("the peer speaks something else")
+        return SocketLink(self.name, SocketStream(connection, peer, self.name, self._timeout_s))
+
+
+async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    def resolve() -> tuple[socket.AddressFamily, Any]:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return family, address
+
+    return await in_thread("kv-tcp-resolve", resolve)
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave at once; and since a host that vanished closes no connection, TCP asks for it."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
