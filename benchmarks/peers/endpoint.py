@@ -48,6 +48,11 @@ class Endpoint(ABC):
         """Is there a next command?"""
         return not self._commands.empty()
 
+    def told(self) -> dict[str, Any]:
+        """The next line of the input, for a transfer that needs to know more."""
+        command: dict[str, Any] = json.loads(self._commands.get())
+        return command
+
     def say(self, **values: Any) -> None:
         """Answer with a line."""
         os.write(self._answers, json.dumps(values).encode() + b"\n")

@@ -41,8 +41,10 @@ class ProcessPair(Pair):
         target = self._child(python, "target", max_bytes, folder)
         self._children = (source, target)
         source_address, target_address = (self._address(child) for child in self._children)
-        source.ask(TIMEOUT_S, connect=target_address)
-        target.ask(TIMEOUT_S, connect=source_address)
+        source.send(connect=target_address)  # both at once: either may need the other's answers
+        target.send(connect=source_address)
+        source.receive(TIMEOUT_S)
+        target.receive(TIMEOUT_S)
         self.seconds(min(max_bytes, _PROBE_BYTES))
 
     def _move(self, num_bytes: int) -> float:

@@ -1,0 +1,133 @@
+"""Source or target of `HandoffPair`: a sender or a receiver over a pool of the model's block layout."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import time
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.loop_endpoint import MESSAGE_BYTES, TIMEOUT_S, LoopEndpoint
+from benchmarks.peers.buffer import Buffer
+from core.clock import MonotonicClock
+from core.handoff import KVDestination, KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer.factory import create_transport
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+
+SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
+_INFLIGHT_BYTES = 64 * 2**20
+_SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size
+
+
+def layout_of(shape: str) -> KVLayout:
+    """Blocks of 64 tokens in bfloat16, as the engine has them by default."""
+    layers, kv_heads, head_dim = _SHAPES[shape]
+    return KVLayout(shape, "bfloat16", 64, layers, kv_heads, head_dim)
+
+
+class BlockBuffer(Buffer):
+    """A pool whose blocks hand-offs use in a random order, so that hardly any two of them touch."""
+
+    def __init__(self, layout: KVLayout, num_bytes: int, *, filled: bool) -> None:
+        self._layout = layout
+        self.store = MemoryStore(layout, -(-num_bytes // layout.block_bytes))
+        self.store.data[:] = Buffer(self.store.data.nbytes, filled=filled).view
+        self._order = list(range(self.store.num_blocks))
+        random.Random(filled).shuffle(self._order)
+
+    def blocks(self, num_bytes: int) -> list[int]:
+        """Those of a hand-off of so many bytes."""
+        return self._order[: -(-num_bytes // self._layout.block_bytes)]
+
+    def clear(self, num_bytes: int) -> None:
+        """Zero the blocks of a hand-off."""
+        for view in self.store.read_blocks(self.blocks(num_bytes)):
+            memoryview(view)[:] = bytes(len(view))
+
+    def digest(self, num_bytes: int) -> str:
+        """Of the blocks of a hand-off."""
+        digest = hashlib.sha256()
+        for view in self.store.read_blocks(self.blocks(num_bytes)):
+            digest.update(view)
+        return digest.hexdigest()
+
+
+class HandoffEndpoint(LoopEndpoint):
+    """The target receives, the source sends. Connecting makes the handshake, measuring included."""
+
+    def __init__(self, role: str, max_bytes: int) -> None:
+        self.role = role
+        self.start_loop()
+        self.buffer: BlockBuffer = BlockBuffer(layout_of(os.environ[SHAPE_VARIABLE]), max_bytes, filled=role == "source")
+        self._clock, self._count = MonotonicClock(), 0
+        self._endpoints: tuple[KVEndpoint, ...] = self.on_loop(self._open())
+
+    async def _open(self) -> tuple[KVEndpoint, ...]:
+        store = self.buffer.store
+        transports = [create_transport(self.transport_name, memory=store.memory, timeout_s=TIMEOUT_S)]
+        if self.role == "source":
+            self._sender = KVSender(
+                store,
+                transports,
+                worker_id="source",
+                checksum=True,
+                message_bytes=MESSAGE_BYTES,
+                max_inflight_bytes=_INFLIGHT_BYTES,
+                clock=self._clock,
+                lease_s=TIMEOUT_S,
+                connect_timeout_s=TIMEOUT_S,
+            )
+            return ()
+        self._receiver = KVReceiver(
+            store, transports, worker_id="target", epoch="e", checksum=True, clock=self._clock, lease_s=TIMEOUT_S
+        )
+        return await self._receiver.start("127.0.0.1")
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """The target's endpoints; the source has none."""
+        return {"endpoints": [asdict(each) for each in self._endpoints]}
+
+    def connect(self, address: dict[str, Any]) -> None:
+        """The source shakes hands; the target waits for it anyway."""
+        if self.role == "source":
+            endpoints = [KVEndpoint(**each) for each in address["endpoints"]]
+            self.on_loop(self._sender.connect("target", "e", endpoints))
+
+    def transfer(self, num_bytes: int) -> float:
+        """One hand-off. The target says where it goes, the source is told before it is asked to begin."""
+        self._count += 1
+        blocks = self.buffer.blocks(num_bytes)
+        if self.role == "target":
+            return self.on_loop(self._receive(blocks))
+        destination = KVDestination.from_wire(self.told()["destination"])
+        return self.on_loop(self._send(blocks, destination))
+
+    async def _receive(self, blocks: list[int]) -> float:
+        name = str(self._count)
+        destination = self._receiver.expect(name, blocks, 0, self._clock.now() + TIMEOUT_S)
+        self.say(destination=destination.to_wire())
+        received = await self._receiver.wait(name)
+        expected = len(blocks) * self.buffer.store.layout.block_bytes
+        if received.proof.kv_bytes != expected:
+            raise RuntimeError(f"{received.proof.kv_bytes} bytes arrived, {expected} were expected")
+        return received.proof.span_ms / 1e3
+
+    async def _send(self, blocks: list[int], destination: KVDestination) -> float:
+        name = str(self._count)
+        await asyncio.sleep(0)
+        started_s = time.perf_counter()
+        self._sender.start(name, destination, self._clock.now() + TIMEOUT_S)
+        self._sender.send_blocks(name, 0, blocks, last=True)
+        await self._sender.wait(name)
+        return time.perf_counter() - started_s
+
+
+if __name__ == "__main__":
+    HandoffEndpoint.run()

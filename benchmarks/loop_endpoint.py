@@ -1,0 +1,31 @@
+"""An endpoint of ours: an event loop in a thread of its own, as a worker's KV ends have it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from benchmarks.peers.endpoint import Endpoint
+
+TRANSPORT_VARIABLE = "PDSERVE_BENCH_TRANSPORT"
+TIMEOUT_S = 60.0
+MESSAGE_BYTES = 8 * 2**20
+
+T = TypeVar("T")
+
+
+class LoopEndpoint(Endpoint):
+    """Base of our programs; ``transport_name`` is the transport that was asked for."""
+
+    def start_loop(self) -> None:
+        """Before anything is run."""
+        self.transport_name = os.environ[TRANSPORT_VARIABLE]
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result."""
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, TIMEOUT_S), self._loop).result()

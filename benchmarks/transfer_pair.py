@@ -1,0 +1,49 @@
+"""Our own side of the transfer benchmark: bare transports, and whole hand-offs of blocks."""
+
+from __future__ import annotations
+
+from benchmarks.handoff_program import SHAPE_VARIABLE, layout_of
+from benchmarks.loop_endpoint import TRANSPORT_VARIABLE
+from benchmarks.peers.child_process import ChildProcess
+from benchmarks.peers.process_pair import TIMEOUT_S, ProcessPair
+
+
+class TransportPair(ProcessPair):
+    """A link of ``transport`` between two processes: memory to memory, and an answer."""
+
+    module = "benchmarks.transfer_program"
+
+    def __init__(self, transport: str) -> None:
+        super().__init__()
+        self.name = transport
+        self.environment = {TRANSPORT_VARIABLE: transport}
+
+    def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
+        """Seconds at the source, from before its first message until the answer."""
+        target.send(bytes=num_bytes)
+        target.receive(TIMEOUT_S)  # it says so before it reads
+        seconds = float(source.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
+        target.receive(TIMEOUT_S)
+        return seconds
+
+
+class HandoffPair(ProcessPair):
+    """Hand-offs of a model's blocks (``shape``: 135m or 8b) over ``transport``: scattered blocks of one pool, read,
+    hashed, sent, verified and put into scattered blocks of the other."""
+
+    module = "benchmarks.handoff_program"
+
+    def __init__(self, shape: str, transport: str) -> None:
+        super().__init__()
+        self.name = f"{shape} blocks over {transport}"
+        self.environment = {TRANSPORT_VARIABLE: transport, SHAPE_VARIABLE: shape}
+        self.layout = layout_of(shape)
+
+    def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
+        """Seconds at the source, from the start of the hand-off until all of it is acknowledged."""
+        target.send(bytes=num_bytes)
+        destination = target.receive(TIMEOUT_S)["destination"]
+        source.send(bytes=num_bytes)
+        seconds = float(source.ask(TIMEOUT_S, destination=destination)["seconds"])
+        target.receive(TIMEOUT_S)
+        return seconds

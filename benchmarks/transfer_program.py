@@ -1,0 +1,84 @@
+"""Source or target of `TransportPair`: one link of a transport of ours, without blocks or requests."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.loop_endpoint import MESSAGE_BYTES, TIMEOUT_S, LoopEndpoint
+from benchmarks.peers.buffer import Buffer
+from core.handoff import KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer.base import KVLink
+from kv_transfer.factory import create_transport
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.sink import Sink
+
+
+class FileBuffer(Buffer):
+    """A buffer in a memory file, as engines have their pools in."""
+
+    def __init__(self, num_bytes: int, *, filled: bool) -> None:
+        layout = KVLayout("bytes", "float32", block_size=1, num_layers=1, num_kv_heads=1, head_dim=512)
+        self.store = MemoryStore(layout, -(-num_bytes // layout.block_bytes))
+        self.array = np.frombuffer(self.store.data, dtype=np.uint8)[:num_bytes]
+        self.array[:] = Buffer(num_bytes, filled=filled).array
+
+
+class TransportEndpoint(LoopEndpoint):
+    """The target listens, the source connects."""
+
+    def __init__(self, role: str, max_bytes: int) -> None:
+        self.role = role
+        self.start_loop()
+        self.buffer: FileBuffer = FileBuffer(max_bytes, filled=role == "source")
+        memory = self.buffer.store.memory
+        self._transport = create_transport(self.transport_name, memory=memory, timeout_s=TIMEOUT_S)
+        self._endpoint = self.on_loop(self._transport.listen("127.0.0.1")) if role == "target" else None
+        self._link: KVLink | None = None
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """The target's endpoint; the source has none."""
+        return {} if self._endpoint is None else {"address": self._endpoint.address}
+
+    def connect(self, address: dict[str, Any]) -> None:
+        """Open the link, or take it."""
+        if self.role == "source":
+            endpoint = KVEndpoint(self.transport_name, address["address"])
+            self._link = self.on_loop(self._transport.connect(endpoint, TIMEOUT_S))
+        else:
+            self._link = self.on_loop(self._transport.accept())
+
+    def transfer(self, num_bytes: int) -> float:
+        """Send everything and wait for the answer, or take it and answer."""
+        if self.role == "target":
+            self.say(reading=True)
+            return self.on_loop(self._take(num_bytes))
+        return self.on_loop(self._send(num_bytes))
+
+    async def _send(self, num_bytes: int) -> float:
+        assert self._link is not None, "a pair connects first"
+        data = self.buffer.view[:num_bytes]
+        started_s = time.perf_counter()
+        for start in range(0, num_bytes, MESSAGE_BYTES):
+            await self._link.send(b"payload", [data[start : start + MESSAGE_BYTES]])
+        await self._link.recv()
+        return time.perf_counter() - started_s
+
+    async def _take(self, num_bytes: int) -> float:
+        assert self._link is not None, "a pair connects first"
+        data = self.buffer.view[:num_bytes]
+        started_s = time.perf_counter()
+        while data.nbytes:
+            message = await self._link.recv()
+            await self._link.take(Sink([data[: message.size]]))
+            data = data[message.size :]
+        await self._link.send(b"all of it")
+        return time.perf_counter() - started_s
+
+
+if __name__ == "__main__":
+    TransportEndpoint.run()
