@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := core pb engine kv_transfer worker router prefill_worker decode_worker gateway pdserve tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit soak bench-engine proto tiny clean
+.PHONY: help install demo test lint types floors unit soak bench-engine bench-transfer proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ soak: $(INSTALLED)  ## long tests, run by hand
 
 bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of this machine, on one core (about 10 minutes)
 	$(BIN)/python -m benchmarks.engine
+
+bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP, NIXL and Mooncake (about 8 minutes)
+	$(BIN)/python -m benchmarks.transfer
 
 proto:  ## regenerate pb/ from proto/pb/
 	scripts/gen_proto.sh

@@ -37,7 +37,8 @@ class BlockBuffer(Buffer):
     def __init__(self, layout: KVLayout, num_bytes: int, *, filled: bool) -> None:
         self._layout = layout
         self.store = MemoryStore(layout, -(-num_bytes // layout.block_bytes))
-        self.store.data[:] = Buffer(self.store.data.nbytes, filled=filled).view
+        if filled:
+            self.store.data[:] = Buffer(self.store.data.nbytes, filled=True).view
         self._order = list(range(self.store.num_blocks))
         random.Random(filled).shuffle(self._order)
 
@@ -64,7 +65,9 @@ class HandoffEndpoint(LoopEndpoint):
     def __init__(self, role: str, max_bytes: int) -> None:
         self.role = role
         self.start_loop()
-        self.buffer: BlockBuffer = BlockBuffer(layout_of(os.environ[SHAPE_VARIABLE]), max_bytes, filled=role == "source")
+        self.buffer: BlockBuffer = BlockBuffer(
+            layout_of(os.environ[SHAPE_VARIABLE]), max_bytes, filled=role == "source"
+        )
         self._clock, self._count = MonotonicClock(), 0
         self._endpoints: tuple[KVEndpoint, ...] = self.on_loop(self._open())
 

@@ -9,7 +9,7 @@ from benchmarks.peers.process_pair import TIMEOUT_S, ProcessPair
 
 
 class TransportPair(ProcessPair):
-    """A link of ``transport`` between two processes: memory to memory, and an answer."""
+    """A link of ``transport`` between two processes: memory to memory."""
 
     module = "benchmarks.transfer_program"
 
@@ -19,12 +19,11 @@ class TransportPair(ProcessPair):
         self.environment = {TRANSPORT_VARIABLE: transport}
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
-        """Seconds at the source, from before its first message until the answer."""
+        """Seconds from before the source's first message until the target has everything: both read the same clock."""
         target.send(bytes=num_bytes)
         target.receive(TIMEOUT_S)  # it says so before it reads
-        seconds = float(source.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
-        target.receive(TIMEOUT_S)
-        return seconds
+        started_s = float(source.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
+        return float(target.receive(TIMEOUT_S)["seconds"]) - started_s
 
 
 class HandoffPair(ProcessPair):
@@ -33,8 +32,9 @@ class HandoffPair(ProcessPair):
 
     module = "benchmarks.handoff_program"
 
-    def __init__(self, shape: str, transport: str) -> None:
+    def __init__(self, shape: str, transport: str, *, probe: bool = True) -> None:
         super().__init__()
+        self.probe = probe
         self.name = f"{shape} blocks over {transport}"
         self.environment = {TRANSPORT_VARIABLE: transport, SHAPE_VARIABLE: shape}
         self.layout = layout_of(shape)

@@ -59,8 +59,10 @@ class Peer:
         handoff.status, handoff.settle = TransferStatus.WAITING, self._settle
         handoff.transport = self.about.transport
         self._handoffs[handoff.destination.nonce] = handoff
-        self._control(_open(handoff))
-        self.advance(handoff)
+        if handoff.ready:
+            self.advance(handoff)
+        else:
+            self._control(_open(handoff))
 
     def advance(self, handoff: Outgoing) -> None:
         """It may have something to send now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 
@@ -20,13 +21,15 @@ class SharedMemory:
 
     def __init__(self, fd: int, view: memoryview) -> None:
         self.fd = fd
-        self._start = _address(view)
-        self._size = view.nbytes
+        self.address = _address(view) if view.nbytes else 0
+        self.size = view.nbytes
 
     def offset(self, part: Buffer) -> int | None:
-        """Where ``part`` begins in the file; None if it lies elsewhere (then it has to be sent)."""
-        offset = _address(part) - self._start
-        return offset if 0 <= offset <= self._size - memoryview(part).nbytes else None
+        """Where ``part`` (not empty) begins in the file; None if it lies elsewhere (then it has to be sent)."""
+        if not isinstance(part, memoryview) or part.readonly:
+            return None
+        offset = _address(part) - self.address
+        return offset if 0 <= offset <= self.size - part.nbytes else None
 
 
 class PeerMemory:
@@ -57,6 +60,5 @@ class PeerMemory:
             self._map.close()
 
 
-def _address(part: Buffer) -> int:
-    address: int = np.frombuffer(part, dtype=np.uint8).__array_interface__["data"][0]
-    return address
+def _address(part: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(part))

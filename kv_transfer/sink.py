@@ -58,8 +58,9 @@ class Sink:
         if data.nbytes > self.left:
             raise ValueError(f"{data.nbytes} bytes for the last {self.left} of {self.size}")
         source = np.frombuffer(data, dtype=np.uint8)
+        most = source.size if self._digest is None else PIECE_BYTES
         while source.size:
-            target = self._parts[-1][: min(PIECE_BYTES, source.size)]
+            target = self._parts[-1][: min(most, source.size)]
             # numpy lets go of the GIL for the copy, slice assignment does not.
             np.copyto(np.frombuffer(target, dtype=np.uint8), source[: target.nbytes])
             source = source[target.nbytes :]

@@ -31,7 +31,14 @@ MB = 2**20
 def all_pairs() -> list[Pair]:
     """Every pair there is, not yet started."""
     environment = PeerEnvironment()
-    return [Memcpy(), RawTcp(), Nixl(environment), Nixl(environment, tcp_only=True), MooncakeTcp(environment)]
+    return [
+        Memcpy(),
+        RawTcp(),
+        Nixl(environment),
+        Nixl(environment, private_memory=True),
+        Nixl(environment, tcp_only=True),
+        MooncakeTcp(environment),
+    ]
 
 
 def measure(

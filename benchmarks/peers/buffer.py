@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 
 import numpy as np
 import numpy.typing as npt
+
+MEMORY_VARIABLE = "PEERS_MEMORY"
+"""``private``: a process's own memory, in huge pages where the kernel has them. Else a memory file, as it has to be
+where two processes (an engine and what serves its transfers) share a pool; the kernel gives those small pages as a
+rule."""
 
 
 class Buffer:
     """``num_bytes`` of memory with all its pages there already. ``filled``: with random bytes, else with zeros."""
 
     def __init__(self, num_bytes: int, *, filled: bool) -> None:
-        self.array: npt.NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
+        self.array = _private(num_bytes) if os.environ.get(MEMORY_VARIABLE) == "private" else _shared(num_bytes)
         if filled:
             words = np.random.default_rng().integers(0, 2**64, -(-num_bytes // 8), dtype=np.uint64)
             self.array[:] = words.view(np.uint8)[:num_bytes]
@@ -36,3 +43,16 @@ class Buffer:
     def digest(self, num_bytes: int) -> str:
         """Of the first bytes, in hexadecimal."""
         return hashlib.sha256(self.view[:num_bytes]).hexdigest()
+
+
+def _private(num_bytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(num_bytes, dtype=np.uint8)
+
+
+def _shared(num_bytes: int) -> npt.NDArray[np.uint8]:
+    fd = os.memfd_create("buffer")
+    os.ftruncate(fd, max(num_bytes, 1))
+    try:
+        return np.frombuffer(mmap.mmap(fd, max(num_bytes, 1)), dtype=np.uint8)[:num_bytes]
+    finally:
+        os.close(fd)

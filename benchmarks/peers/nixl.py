@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.peers.buffer import MEMORY_VARIABLE
 from benchmarks.peers.child_process import ChildProcess
 from benchmarks.peers.environment import PeerEnvironment
 from benchmarks.peers.library_pair import LibraryPair
@@ -10,15 +11,20 @@ from benchmarks.peers.process_pair import TIMEOUT_S
 
 class Nixl(LibraryPair):
     """``tcp_only``: as between two hosts without RDMA; else UCX takes the best that it finds, on one host that is
-    shared memory or one process reading the other's. Its sockets are the loopback interface's in both cases."""
+    shared memory or one process reading the other's. Its sockets are the loopback interface's in both cases.
+    ``private_memory``: between buffers in processes' own memory, instead of memory files as all others have."""
 
     module = "benchmarks.peers.nixl_program"
     requirement = "nixl-cu12==1.5.1"
 
-    def __init__(self, environment: PeerEnvironment, *, tcp_only: bool = False) -> None:
+    def __init__(self, environment: PeerEnvironment, *, tcp_only: bool = False, private_memory: bool = False) -> None:
         super().__init__(environment)
-        self.name = "nixl_tcp" if tcp_only else "nixl"
-        self.environment = {"UCX_NET_DEVICES": "lo"} | ({"UCX_TLS": "tcp"} if tcp_only else {})
+        self.name = "nixl" + "_tcp" * tcp_only + "_private" * private_memory
+        self.environment = {"UCX_NET_DEVICES": "lo"}
+        if tcp_only:
+            self.environment["UCX_TLS"] = "tcp"
+        if private_memory:
+            self.environment[MEMORY_VARIABLE] = "private"
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
         """Seconds at the target, from posting the read until it is done."""

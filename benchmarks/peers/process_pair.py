@@ -20,6 +20,8 @@ class ProcessPair(Pair):
     """Runs ``module`` (an `Endpoint`) twice. A subclass says which Python runs it and how a transfer goes."""
 
     module: str
+    probe = True
+    """Whether a small transfer at the start has to show that it works."""
     environment: Mapping[str, str] = {}
     """Environment variables of both processes."""
 
@@ -34,7 +36,7 @@ class ProcessPair(Pair):
         return tuple(child.pid for child in self._children or ())
 
     def _open(self, max_bytes: int) -> None:
-        """Both processes, connected; a small transfer shows that they can do it."""
+        """Both processes, connected."""
         python = self._python()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
         source = self._child(python, "source", max_bytes, folder)
@@ -45,7 +47,8 @@ class ProcessPair(Pair):
         target.send(connect=source_address)
         source.receive(TIMEOUT_S)
         target.receive(TIMEOUT_S)
-        self.seconds(min(max_bytes, _PROBE_BYTES))
+        if self.probe:
+            self.seconds(min(max_bytes, _PROBE_BYTES))
 
     def _move(self, num_bytes: int) -> float:
         return self._transfer(*self._both(), num_bytes)

@@ -7,15 +7,14 @@ from benchmarks.peers.process_pair import TIMEOUT_S, ProcessPair
 
 
 class RawTcp(ProcessPair):
-    """The source writes its buffer to the socket, the target reads right into its own and answers with one byte."""
+    """The source writes its buffer to the socket, the target reads right into its own."""
 
     name = "tcp"
     module = "benchmarks.peers.raw_tcp_program"
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
-        """Seconds at the source, from before its first write until the answer."""
+        """Seconds from before the source's first write until the target has everything: both read the same clock."""
         target.send(bytes=num_bytes)
         target.receive(TIMEOUT_S)  # it says so before it reads
-        seconds = float(source.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
-        target.receive(TIMEOUT_S)
-        return seconds
+        started_s = float(source.ask(TIMEOUT_S, bytes=num_bytes)["seconds"])
+        return float(target.receive(TIMEOUT_S)["seconds"]) - started_s

@@ -54,8 +54,8 @@ class SocketLink(KVLink):
 
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Write one frame."""
-        parts = [part for part in payload if memoryview(part).nbytes]
-        size = check_sizes(header, parts)
+        size = check_sizes(header, payload)
+        parts = [part for part in payload if len(part)]
         references = self._refer(parts)
         count = len(references) // _REFERENCE.size
         frame = _FRAME.pack(_MESSAGE, len(header), size, count) + header + references
@@ -137,7 +137,7 @@ class SocketLink(KVLink):
             offset = self._memory.offset(part)
             if offset is None:
                 return b""
-            references += _REFERENCE.pack(offset, memoryview(part).nbytes)
+            references += _REFERENCE.pack(offset, len(part))
         return bytes(references)
 
     def _map(self, references: memoryview, size: int) -> None:

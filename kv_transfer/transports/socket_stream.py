@@ -27,7 +27,8 @@ class SocketStream:
         connection.setblocking(False)
         self._socket, self._peer, self._transport, self._timeout_s = connection, peer, transport, timeout_s
         self._loop = asyncio.get_running_loop()
-        self._ahead = memoryview(b"")  # bytes that came with others, not asked for yet
+        self._buffer = bytearray(_READ_AHEAD)
+        self._ahead = memoryview(b"")  # of it: bytes that came with others, not asked for yet
         self._lost: PeerLost | None = None
         self._unwritable: PeerLost | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -86,16 +87,17 @@ class SocketStream:
                     self._socket.shutdown(socket.SHUT_WR)
 
     async def read(self, size: int) -> memoryview:
-        """The next ``size`` bytes, a few: larger parts go into a `Sink`. PeerLost if they do not come."""
+        """The next ``size`` bytes, a few: larger parts go into a `Sink`. Valid until the next call. PeerLost if they do
+        not come."""
         while self._ahead.nbytes < size:
-            if self._lost is not None:
-                raise self._lost
-            buffer = bytearray(max(_READ_AHEAD, size))
             kept = self._ahead.nbytes
-            buffer[:kept] = self._ahead
-            rest = [memoryview(buffer)[kept:]]
-            if count := await self._receive(lambda: rest):  # noqa: B023 - it is called at once
-                self._ahead = memoryview(buffer)[: kept + count]
+            if len(self._buffer) < size:
+                self._buffer = bytearray(size)
+            self._buffer[:kept] = self._ahead
+            self._ahead = memoryview(self._buffer)[:kept]
+            room = [memoryview(self._buffer)[kept:]]
+            if count := await self._receive(lambda: room):  # noqa: B023 - it is called at once
+                self._ahead = memoryview(self._buffer)[: kept + count]
         data, self._ahead = self._ahead[:size], self._ahead[size:]
         return data
 
