@@ -18,6 +18,9 @@ from core.errors import ConfigError
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
+KVFailurePolicy = Literal["retry", "recompute", "fail"]
+"""See `TransferConfig.on_kv_failure`."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
@@ -112,6 +115,12 @@ class TransferConfig(_Section):
     )
     max_inflight_bytes: Annotated[int, Field(ge=4096)] = Field(
         64 * 2**20, description="bytes that may be on their way to one worker before it has acknowledged some"
+    )
+    on_kv_failure: KVFailurePolicy = Field(
+        "retry",
+        description="what becomes of a request whose hand-off fails. retry: another hand-off, from the same prefill "
+        "worker if it can (what that has computed is sent again, not computed again); recompute: one worker computes "
+        "everything there is and goes on; fail: an error at once",
     )
     connect_timeout_s: Seconds = Field(10.0, description="how long a handshake with a peer may take")
     lease_s: Seconds = Field(30.0, description="how long blocks are held for a silent peer")

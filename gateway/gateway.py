@@ -63,7 +63,7 @@ class Gateway:
         self.registry = WorkerRegistry(clock, config.router.heartbeat_timeout_s)
         both_roles = config.cluster.prefill and config.cluster.decode
         auto_mode: RunMode = Mode.PD if both_roles else Mode.COLOCATED
-        self.router = Router(self.registry, config.router, clock, delay_s, auto_mode)
+        self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)
         self._directory = WorkerDirectory(self.registry, connect)
         report = StatusReport(
             self.registry, self.router, clock, config.model.name or model_name, version, lambda: self.problem is None

@@ -62,7 +62,7 @@ class Attempt:
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
         self._complete = False
-        self._decoded = False
+        self._reserved = self._decoded = False
 
     async def __aenter__(self) -> Attempt:
         prefill = self._placement.prefill.worker
@@ -99,6 +99,11 @@ class Attempt:
         if not self._decoded:
             self._result.kv_bytes_expected = 0
 
+    @property
+    def hands_off(self) -> bool:
+        """Whether its hand-off is under way: room is reserved, and decode has given nothing yet."""
+        return self._reserved and not self._decoded
+
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens this attempt adds; raises what went wrong (`failed` then names the workers to avoid)."""
         return self._colocated() if self._placement.decode is None else self._pd(self._placement.decode.worker)
@@ -128,6 +133,7 @@ class Attempt:
         with self._blaming(decode):
             reserving = decode.handle.reserve(work)
             destination = await self._deadline.bound(reserving, f"reserving blocks on {decode.worker_id}")
+        self._reserved = True
         self._note(EventKind.DESTINATION_KNOWN)
         self._result.decode_worker = decode.worker_id
         self._result.kv_bytes_expected = decode.info.layout.expected_bytes(len(work.token_ids), destination.num_skipped)

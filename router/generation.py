@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from core.clock import Clock
-from core.config import RouterConfig
+from core.config import KVFailurePolicy, RouterConfig
 from core.errors import PdserveError
 from core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus
 from core.timeline import EventKind
@@ -43,6 +43,7 @@ class Generation:
         clock: Clock,
         delay_s: Mapping[str, float],
         auto_mode: RunMode,
+        on_kv_failure: KVFailurePolicy,
         on_active: Callable[[int], None],
     ) -> None:
         self.request = request
@@ -54,6 +55,7 @@ class Generation:
         self._clock = clock
         self._delay_s = delay_s
         self._mode: RunMode = auto_mode if request.mode is Mode.AUTO else request.mode
+        self._on_kv_failure = on_kv_failure
         self._on_active = on_active
         self._stopped = False
         self._attempt: Attempt | None = None
@@ -80,8 +82,9 @@ class Generation:
             deadline = Deadline(request.deadline_s, self._clock)
             await deadline.sleep(self._delay_s.get("route", 0.0), "it waited to be routed")
             avoid: frozenset[str] = frozenset()
+            prefer = ""
             while True:
-                placement = await self._place(deadline, avoid)
+                placement = await self._place(deadline, avoid, prefer)
                 request.transition(RequestStatus.RUNNING)
                 request.attempts += 1
                 attempt = Attempt(request, placement, self.result, self._registry, self._clock, deadline, self._delay_s)
@@ -96,8 +99,13 @@ class Generation:
                 except PdserveError as error:
                     if not error.retryable or request.attempts >= self._config.max_attempts or not deadline.left_s:
                         raise
+                    if attempt.hands_off and self._on_kv_failure == "fail":
+                        raise
                     log.warning("request %s: attempt %d failed: %s", request.request_id, request.attempts, error)
+                if attempt.hands_off and self._on_kv_failure == "recompute":
+                    self._mode = Mode.COLOCATED
                 avoid |= attempt.failed
+                prefer = placement.prefill.worker.worker_id
                 request.transition(RequestStatus.QUEUED)
                 self._forget_attempt()
         except (asyncio.CancelledError, GeneratorExit):
@@ -109,7 +117,7 @@ class Generation:
         finally:
             self._on_active(-1)
 
-    async def _place(self, deadline: Deadline, avoid: frozenset[str]) -> Placement:
+    async def _place(self, deadline: Deadline, avoid: frozenset[str], prefer: str) -> Placement:
         request = self.request
         waiting = Waiting(
             self._order,
@@ -118,6 +126,7 @@ class Generation:
             output_tokens=request.sampling.max_tokens - len(request.output_token_ids),
             patient=request.attempts > 0,
             avoid=avoid,
+            prefer=prefer,
         )
         return await deadline.bound(self._line.place(waiting), "waiting for a free worker")
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from core.clock import Clock
-from core.config import RouterConfig
+from core.config import KVFailurePolicy, RouterConfig
 from core.request import Mode, Request
 from router.generation import Generation
 from router.registry import WorkerRegistry
@@ -25,12 +25,14 @@ class Router:
         clock: Clock,
         delay_s: Mapping[str, float] | None = None,
         auto_mode: RunMode = Mode.PD,
+        on_kv_failure: KVFailurePolicy = "retry",
     ) -> None:
         self.registry = registry
         self.auto_mode = auto_mode
         self._config = config
         self._clock = clock
         self._delay_s = dict(delay_s or {})
+        self._on_kv_failure = on_kv_failure
         self._line = WaitingLine(registry, config)
         self._orders = itertools.count()
         self._active = 0
@@ -60,6 +62,7 @@ class Router:
             self._clock,
             self._delay_s,
             self.auto_mode,
+            self._on_kv_failure,
             self._count,
         )
 

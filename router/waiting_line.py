@@ -35,7 +35,8 @@ class Placement:
 @dataclass(slots=True, order=True)
 class Waiting:
     """A request in the line. ``order`` is its place; a retry keeps the one it had. ``patient`` ones may wait for a
-    worker to come back, the others are refused when none can take them. ``avoid`` are workers that failed them."""
+    worker to come back, the others are refused when none can take them. ``avoid`` are workers that failed them,
+    ``prefer`` is the prefill worker of the attempt before: what it has computed, its cache still has."""
 
     order: int
     mode: RunMode = field(compare=False)
@@ -43,6 +44,7 @@ class Waiting:
     output_tokens: int = field(compare=False)
     patient: bool = field(compare=False, default=False)
     avoid: frozenset[str] = field(compare=False, default=frozenset())
+    prefer: str = field(compare=False, default="")
     placed: asyncio.Future[Placement] = field(compare=False, default_factory=asyncio.Future)
 
 
@@ -136,7 +138,9 @@ class WaitingLine:
             return None
         # A prefill worker all of whose peers failed this request is as little use as one that failed it itself.
         usable = [p for p, peers in pairs.items() if any(peer.worker_id not in waiting.avoid for peer in peers)]
-        prefill = self._prefill_policy.choose(_rather_not(usable or list(pairs), waiting.avoid))
+        candidates = _rather_not(usable or list(pairs), waiting.avoid)
+        again = next((worker for worker in candidates if worker.worker_id == waiting.prefer), None)
+        prefill = again or self._prefill_policy.choose(candidates)
         decode = self._decode_policy.choose(_rather_not(pairs[prefill], waiting.avoid))
         return Placement(
             self._registry.begin(prefill.worker_id, waiting.prompt_tokens, waiting.prompt_tokens),

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, NotReady
+from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, NotReady, TransferError, WorkerLost
 from core.worker import Role
 from pdserve import AsyncClient, Client
 from pdserve.client.status import ServiceWorker
@@ -214,6 +214,50 @@ def test_preemption_under_pressure_changes_no_token(model: Path) -> None:
         assert leaked_blocks(status) == 0
         with Client(cluster.target) as client, pytest.raises(InvalidRequest, match="context"):
             client.generate([1] * 300, max_tokens=100).result()
+
+
+@pytest.mark.parametrize("policy", ["retry", "recompute", "fail"])
+def test_decode_dies_during_the_hand_off(model: Path, policy: str) -> None:
+    """With ``retry``, what the surviving prefill worker has computed is sent again, not computed again."""
+    expected = greedy_tokens(model, PROMPT, 8)
+    slow = settings(model, testing={"delay_ms": {"kv_exposed": 3000.0}}, transfer={"on_kv_failure": policy})
+    with local_cluster(slow, prefill=2, decode=2) as cluster, Client(cluster.target) as client:
+        stream = client.generate(PROMPT, max_tokens=8, mode="pd", timeout_s=60)
+        assert next(stream).token_id == expected[0]
+        before = client.status().workers
+        busy = next(w for w in before if w.role == "decode" and w.outstanding_tokens)
+        psutil.Process(busy.engine_pid).kill()
+        if policy == "fail":
+            with pytest.raises((WorkerLost, TransferError)):
+                stream.result()
+        else:
+            result = stream.result()
+            assert list(result.token_ids) == expected
+            assert (result.attempts, result.mode) == (2, "pd" if policy == "retry" else "colocated")
+            assert result.kv_bytes == result.kv_bytes_expected
+            if policy == "retry":
+                assert result.prefill_cached_tokens >= len(PROMPT) // 16 * 16
+        wait_for(cluster, busy.worker_id, "ready")
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_layers_travel_while_others_are_computed(transport: str) -> None:
+    """With a model whose blocks are worth it: three chunks in five groups of layers, every byte once, equal tokens."""
+    config = {
+        "model": {"path": "dummy:135m", "dtype": "float32"},
+        "engine": {"num_blocks": 24, "max_num_batched_tokens": 128},
+        "transfer": {"transport": transport, "overlap": "layer", "layer_groups": 5},
+    }
+    prompt = [(31 * i) % 4000 for i in range(300)]
+    with local_cluster(config) as cluster, Client(cluster.target) as client:
+        pushed = client.generate(prompt, max_tokens=4, ignore_eos=True, mode="pd").result()
+        together = client.generate(prompt, max_tokens=4, ignore_eos=True, mode="colocated", salt="x").result()
+        assert pushed.token_ids == together.token_ids
+        assert (pushed.transport, pushed.kv_bytes) == (transport, pushed.kv_bytes_expected)
+        assert pushed.kv_bytes == 5 * 64 * 46_080
+        assert pushed.transfer.messages >= 3 * 5
+        assert leaked_blocks(cluster.wait_idle()) == 0
 
 
 @pytest.mark.parametrize("overlap", ["chunk", "none"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from core.clock import MonotonicClock
-from core.config import RouterConfig
+from core.config import KVFailurePolicy, RouterConfig
 from core.request import Mode, Request
 from core.sampling import SamplingParams
 from core.timeline import EventKind
@@ -76,11 +76,12 @@ def make_cluster() -> MakeCluster:
         decode: int = 1,
         delay_s: dict[str, float] | None = None,
         auto_mode: RunMode = Mode.PD,
+        on_kv_failure: KVFailurePolicy = "retry",
         **config: object,
     ) -> Cluster:
         clock = MonotonicClock()
         registry = WorkerRegistry(clock, heartbeat_timeout_s=3.0)
-        router = Router(registry, RouterConfig.model_validate(config), clock, delay_s, auto_mode)
+        router = Router(registry, RouterConfig.model_validate(config), clock, delay_s, auto_mode, on_kv_failure)
         cluster = Cluster(router, registry, clock)
         decoders = tuple(f"d{i}" for i in range(decode))
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):

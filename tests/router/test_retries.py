@@ -49,6 +49,62 @@ async def test_a_failure_anywhere_costs_the_client_nothing(
     cluster.check_idle()
 
 
+HANDOFF_POINTS: list[tuple[str, Point]] = [("p", "prefill"), ("d", "decode")]
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late"), ChecksumMismatch("changed")])
+@pytest.mark.parametrize(("role", "point"), HANDOFF_POINTS)
+async def test_a_failed_hand_off_may_fail_the_request(
+    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError
+) -> None:
+    cluster = make_cluster(prefill=2, decode=2, on_kv_failure="fail")
+    cluster.fleet[f"{role}0"].fail(point, error)
+    request = cluster.request()
+    with pytest.raises(type(error)):
+        await cluster.tokens(request)
+    assert (request.status, request.attempts) == (RequestStatus.FAILED, 1)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late"), ChecksumMismatch("changed")])
+@pytest.mark.parametrize(("role", "point"), HANDOFF_POINTS)
+async def test_a_failed_hand_off_may_be_recomputed_in_one_place(
+    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError
+) -> None:
+    cluster = make_cluster(prefill=2, decode=2, on_kv_failure="recompute")
+    cluster.fleet[f"{role}0"].fail(point, error)
+    generation = cluster.router.generate(request := cluster.request())
+    assert [t.token_id async for t in generation] == ALL
+    assert (request.status, request.attempts) == (RequestStatus.FINISHED, 2)
+    result = generation.result
+    assert (result.mode, result.kv_bytes_expected, result.proof) == (Mode.COLOCATED, 0, None)
+    assert result.prefill_worker == result.decode_worker != f"{role}0"
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize(("role", "point"), [("d", "reserve"), ("d", "decode_more")])
+async def test_what_fails_before_or_after_the_hand_off_is_tried_again_in_any_case(
+    make_cluster: MakeCluster, policy: str, role: str, point: Point
+) -> None:
+    cluster = make_cluster(prefill=2, decode=2, on_kv_failure=policy)
+    cluster.fleet[f"{role}0"].fail(point, WorkerLost("gone"))
+    generation = cluster.router.generate(cluster.request())
+    assert [t.token_id async for t in generation] == ALL
+    assert (generation.result.mode, generation.result.attempts) == (Mode.PD, 2)
+    cluster.check_idle()
+
+
+async def test_a_retry_goes_to_the_prefill_worker_that_has_computed_the_prompt(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=3, decode=2)
+    cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
+    generation = cluster.router.generate(cluster.request())
+    assert [t.token_id async for t in generation] == ALL
+    assert generation.result.prefill_worker == "p0"
+    assert [len(cluster.fleet[p].works) for p in ("p0", "p1", "p2")] == [2, 0, 0]
+    cluster.check_idle()
+
+
 @pytest.mark.parametrize("point", ["run", "run_more"])
 async def test_colocated_goes_on_elsewhere(make_cluster: MakeCluster, point: Point) -> None:
     cluster = make_cluster(prefill=1, decode=1)

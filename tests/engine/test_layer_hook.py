@@ -1,0 +1,69 @@
+"""Within a step, layers are told of when their KV is in place: what is read then is what is there in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.kv_layout import KVLayout
+from engine.batch import ScheduledSeq
+from engine.layer_hook import WORTH_BYTES, LayerHook, LayerReports
+from engine.messages import LayersDone, Progress
+from tests.engine.harness import BLOCK, GREEDY, make_runner
+from tests.random_models import save_random_model
+
+LAYOUT = KVLayout("m", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)  # 1.4 MiB a block
+
+
+def seq(name: str, start: int, tokens: int) -> ScheduledSeq:
+    return ScheduledSeq(name, [1] * tokens, start, [], False, GREEDY)
+
+
+def hook_of(groups: int, seqs: list[ScheduledSeq], pushes: list[Progress]) -> tuple[LayerHook | None, list[LayersDone]]:
+    told: list[LayersDone] = []
+    return LayerReports(LAYOUT, groups, told.append).hook(seqs, pushes), told
+
+
+def test_a_chunk_is_told_of_in_groups_of_layers_and_what_it_computes_only_once() -> None:
+    pushes = [Progress("a", 512, [1, 2])]
+    hook, told = hook_of(4, [seq("a", 0, 512), seq("b", 9, 1)], pushes)
+    assert hook is not None
+    assert sorted(hook.after) == [7, 15, 22]
+    for layers in (7, 15, 22):
+        hook.done(layers)
+    assert told == [LayersDone(7, pushes), LayersDone(15, []), LayersDone(22, [])]
+
+
+def test_groups_are_worth_their_messages() -> None:
+    assert LAYOUT.block_bytes > 5 * WORTH_BYTES
+    hook, _ = hook_of(30, [seq("a", 64, 1)], [Progress("a", 65, [1, 2])])
+    assert hook is not None
+    assert len(hook.after) + 1 == LAYOUT.block_bytes // WORTH_BYTES
+    hook, _ = hook_of(256, [seq("a", 0, 4096)], [Progress("a", 4096, [1, 2])])
+    assert hook is not None
+    assert hook.after == frozenset(range(1, 30)), "at most one group per layer"
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_nothing_is_told_where_nobody_wants_it(groups: int) -> None:
+    assert hook_of(groups, [seq("a", 0, 512)], [Progress("a", 512, [1])])[0] is None
+    assert hook_of(8, [seq("a", 0, 512)], [])[0] is None
+
+
+def test_a_layer_that_was_told_of_does_not_change_any_more(tmp_path: Path) -> None:
+    runner = make_runner(save_random_model(tmp_path, "gqa"))
+    pool = runner._pool.tensor
+    layers = pool.shape[1]
+    copies: dict[int, torch.Tensor] = {}
+    hook = LayerHook(frozenset(range(1, layers)), lambda n: copies.__setitem__(n, pool[:4, :n].clone()))
+    runner.execute([ScheduledSeq("r", list(range(3 * BLOCK)), 0, [0, 1, 2], False, GREEDY)], hook)
+    assert sorted(copies) == list(range(1, layers))
+    for n, copy in copies.items():
+        assert torch.equal(copy, pool[:4, :n])
+    copies.clear()
+    runner.execute([ScheduledSeq("r", list(range(BLOCK)), 3 * BLOCK, [0, 1, 2, 3], True, GREEDY)], hook)
+    for n, copy in copies.items():
+        assert torch.equal(copy, pool[:4, :n])
+        assert copy[3].any()
