@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.kv_layout import KVLayout
@@ -17,7 +17,8 @@ from core.kv_layout import KVLayout
 if TYPE_CHECKING:
     import torch
 
-Buffer = bytes | bytearray | memoryview
+Stretch = Any
+"""A memoryview of bytes on the host, or a tensor of uint8 with one dimension on a device."""
 
 
 class MappedPool:
@@ -53,15 +54,28 @@ class MappedPool:
         """The descriptor of the pool's memory file and the mapping of it; None for a pool on a device."""
         return self._memory.file if isinstance(self._memory, _HostMemory) else None
 
-    def read_blocks(self, block_ids: Sequence[int], layers: range | None = None) -> list[Buffer]:
-        """The bytes of whole blocks (or of ``layers`` of them), in order; what touches is one buffer. On CPUs these are
-        views of the pool itself, on CUDA staged copies. ValueError for blocks or layers that are not there."""
-        return self._memory.read(self._runs(block_ids, layers))
+    @property
+    def on_device(self) -> tuple[Sequence[Any], torch.Tensor] | None:
+        """How other processes open a pool on a device (what `torch.UntypedStorage._new_shared_cuda` takes), and its
+        bytes here; None for one on the host."""
+        return None if isinstance(self._memory, _HostMemory) else (self._memory.share, self._memory.bytes)
 
-    def land(self, block_ids: Sequence[int], layers: range | None = None) -> HostLanding | CudaLanding:
+    def read_blocks(
+        self, block_ids: Sequence[int], layers: range | None = None, *, on_device: bool = False
+    ) -> list[Stretch]:
+        """The bytes of whole blocks (or of ``layers`` of them), in order; what touches is one buffer. On CPUs these are
+        views of the pool itself; on CUDA too if ``on_device``, else staged copies. ValueError for blocks or layers that
+        are not there."""
+        return self._memory.read(self._runs(block_ids, layers), on_device)
+
+    def land(self, block_ids: Sequence[int], layers: range | None = None, *, on_device: bool = False) -> Landing:
         """Room for these blocks (or ``layers`` of them): memory to be filled in order, and then committed. ValueError
         as above."""
-        return self._memory.land(self._runs(block_ids, layers))
+        return self._memory.land(self._runs(block_ids, layers), on_device)
+
+    def scratch(self, size: int, *, on_device: bool = False) -> memoryview | torch.Tensor:
+        """Memory outside the pool."""
+        return self._memory.scratch(size, on_device)
 
     def _runs(self, block_ids: Sequence[int], layers: range | None) -> list[tuple[int, int]]:
         return self._layout.byte_runs(
@@ -73,13 +87,15 @@ class MappedPool:
         self._memory.close()
 
 
-class HostLanding(NamedTuple):
-    """The blocks themselves."""
+class PoolLanding(NamedTuple):
+    """The blocks themselves, and what to wait for until what was put there is there."""
 
-    parts: list[memoryview]
+    parts: list[Stretch]
+    wait: Callable[[], None]
 
     def commit(self) -> None:
-        """Nothing is left to do."""
+        """Wait for it."""
+        self.wait()
 
 
 class _HostMemory:
@@ -92,11 +108,19 @@ class _HostMemory:
     def file(self) -> tuple[int, memoryview]:
         return self._fd, self._view
 
-    def read(self, runs: list[tuple[int, int]]) -> list[Buffer]:
-        return [self._view[offset : offset + size] for offset, size in runs]
+    def read(self, runs: list[tuple[int, int]], on_device: bool) -> list[Stretch]:
+        return [*self._views(runs, on_device)]
 
-    def land(self, runs: list[tuple[int, int]]) -> HostLanding:
-        return HostLanding([self._view[offset : offset + size] for offset, size in runs])
+    def land(self, runs: list[tuple[int, int]], on_device: bool) -> PoolLanding:
+        return PoolLanding(self._views(runs, on_device), lambda: None)
+
+    def scratch(self, size: int, on_device: bool) -> memoryview:
+        assert not on_device, "the pool is on the host"
+        return memoryview(bytearray(size))
+
+    def _views(self, runs: list[tuple[int, int]], on_device: bool) -> list[memoryview]:
+        assert not on_device, "the pool is on the host"
+        return [self._view[offset : offset + size] for offset, size in runs]
 
     def close(self) -> None:
         self._view.release()
@@ -125,40 +149,61 @@ class CudaLanding:
 
 
 class _CudaMemory:
-    """Copies run on a stream of their own, through pinned memory: they neither wait for other work nor hold it up."""
+    """This process computes nothing, so its default stream is for transfers alone. What goes by the host is staged in
+    pinned memory."""
 
     def __init__(self, handle: Mapping[str, Any], size: int) -> None:
         import torch
 
         self._torch = torch
-        storage = torch.UntypedStorage._new_shared_cuda(*handle["share"])
-        device = torch.device("cuda", handle["share"][0])
-        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:size]
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.share: Sequence[Any] = handle["share"]
+        storage = torch.UntypedStorage._new_shared_cuda(*self.share)
+        self._device = torch.device("cuda", self.share[0])
+        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[:size]
 
-    def read(self, runs: list[tuple[int, int]]) -> list[Buffer]:
+    @property
+    def bytes(self) -> torch.Tensor:
+        if self._bytes is None:
+            raise ValueError("the pool is closed")
+        return self._bytes
+
+    def read(self, runs: list[tuple[int, int]], on_device: bool) -> list[Stretch]:
+        if on_device:
+            return [*self._views(runs)]
         staged = self.staging(sum(size for _, size in runs))
         self.copy(runs, staged, to_pool=False)
         return [staged.numpy().data]
 
-    def land(self, runs: list[tuple[int, int]]) -> CudaLanding:
-        return CudaLanding(self, runs)
+    def land(self, runs: list[tuple[int, int]], on_device: bool) -> PoolLanding | CudaLanding:
+        return PoolLanding(self._views(runs), self.synchronize) if on_device else CudaLanding(self, runs)
+
+    def scratch(self, size: int, on_device: bool) -> memoryview | torch.Tensor:
+        if on_device:
+            return self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
+        return memoryview(bytearray(size))
 
     def staging(self, size: int) -> torch.Tensor:
         return self._torch.empty(size, dtype=self._torch.uint8, pin_memory=True)
 
     def copy(self, runs: list[tuple[int, int]], staged: torch.Tensor, *, to_pool: bool) -> None:
         """Between the pool's ``runs`` and ``staged``, which holds them one after the other."""
-        if self._bytes is None:
-            raise ValueError("the pool is closed")
         start = 0
-        with self._torch.cuda.stream(self._stream):
-            for offset, size in runs:
-                ours, theirs = self._bytes[offset : offset + size], staged[start : start + size]
-                target, source = (ours, theirs) if to_pool else (theirs, ours)
-                target.copy_(source, non_blocking=True)
-                start += size
-        self._stream.synchronize()
+        for ours in self._views(runs):
+            theirs = staged[start : start + ours.nbytes]
+            target, source = (ours, theirs) if to_pool else (theirs, ours)
+            target.copy_(source, non_blocking=True)
+            start += ours.nbytes
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        self._torch.cuda.current_stream(self._device).synchronize()
+
+    def _views(self, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
+        return [self.bytes[offset : offset + size] for offset, size in runs]
 
     def close(self) -> None:
         self._bytes = None
+
+
+Landing = PoolLanding | CudaLanding
+"""What `MappedPool.land` gives."""

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
-from kv_transfer.sink import Sink
+from kv_transfer.sink import Sink, Stretch
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """Every transport carries payloads up to this; a bigger one is a ValueError of `KVLink.send`."""
@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 64 * 2**10
 """The same for headers."""
 
 Buffer = bytes | bytearray | memoryview
-"""Raw host bytes, contiguous. Transports on devices (NCCL) stage internally."""
+"""Raw host bytes, contiguous, ``len`` of them. Links that are `KVLink.on_device` take tensors of uint8 instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ class KVLink(ABC):
 
     transport: str
     """The name of the transport it belongs to."""
+    on_device = False
+    """Whether payloads go from device memory to device memory, as tensors. They are not hashed: nothing of them comes
+    near a processor that could."""
 
     @abstractmethod
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
@@ -104,8 +107,8 @@ class Landing(Protocol):
     """Room for blocks that are about to arrive."""
 
     @property
-    def parts(self) -> list[memoryview]:
-        """Host memory to be filled in order: the pool itself, or (for a pool on a device) memory staged for it."""
+    def parts(self) -> Sequence[Stretch]:
+        """Memory to be filled in order: the pool itself, or (for a pool on a device) memory staged for it."""
         ...
 
     def commit(self) -> None:
@@ -126,10 +129,15 @@ class BlockStore(Protocol):
         """Blocks in the pool."""
         ...
 
-    def read_blocks(self, block_ids: Sequence[int], layers: range) -> list[Buffer]:
-        """Views (or, on a device, staged copies) of ``layers`` of blocks, in order; what touches may be one buffer."""
+    def read_blocks(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> list[Stretch]:
+        """Views of ``layers`` of blocks, in order; what touches may be one. Of a pool on a device, copies on the host
+        unless ``on_device``."""
         ...
 
-    def land(self, block_ids: Sequence[int], layers: range) -> Landing:
-        """Room for ``layers`` of these blocks."""
+    def land(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> Landing:
+        """Room for ``layers`` of these blocks; on the host unless ``on_device``."""
+        ...
+
+    def scratch(self, size: int, *, on_device: bool) -> Stretch:
+        """Memory outside the pool, for a payload that is thrown away."""
         ...

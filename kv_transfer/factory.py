@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from core.errors import ConfigError
 from core.handoff import KVEndpoint
 from kv_transfer.base import KVTransport
+from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.shared_memory import SharedMemory
 
-TRANSPORTS = ("loopback", "shm", "tcp", "grpc_stream", "torch_dist")
+TRANSPORTS = ("loopback", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist")
 
 
 def offered_transports(configured: str, *, device: str, shared_device: bool = False) -> tuple[str, ...]:
@@ -21,9 +22,12 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
     if configured == "auto":
         if not cuda:
             return ("shm", "tcp")
-        return ("tcp",) if shared_device or _backend_problem("nccl") is not None else ("torch_dist", "tcp")
+        nccl = () if shared_device or _backend_problem("nccl") is not None else ("torch_dist",)
+        return ("cuda_ipc", *nccl, "tcp")
     if configured not in TRANSPORTS:
         raise ConfigError(f"transfer.transport: {configured!r} is unknown; known: auto, {', '.join(TRANSPORTS)}")
+    if configured == "cuda_ipc" and not cuda:
+        raise ConfigError(f"transfer.transport: cuda_ipc needs a GPU, and the device is {device}")
     if configured == "torch_dist":
         if cuda and shared_device:
             raise ConfigError(
@@ -65,11 +69,16 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
 
 
 def create_transport(
-    name: str, *, device: str = "cpu", timeout_s: float = 10.0, memory: SharedMemory | None = None
+    name: str,
+    *,
+    device: str = "cpu",
+    timeout_s: float = 10.0,
+    memory: SharedMemory | None = None,
+    device_memory: DeviceMemory | None = None,
 ) -> KVTransport:
     """The transport ``name`` (of `offered_transports`) for a worker on ``device``. ``timeout_s`` bounds one send to a
-    peer that takes nothing; ``memory`` is the pool, if processes of this host can map it. ConfigError if it cannot be
-    used here."""
+    peer that takes nothing; ``memory`` is the pool, if processes of this host can map it, ``device_memory`` if it is on
+    a GPU. ConfigError if it cannot be used here."""
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 
@@ -78,6 +87,10 @@ def create_transport(
         from kv_transfer.transports.shm import ShmTransport
 
         return ShmTransport(memory, timeout_s=timeout_s)
+    if name == "cuda_ipc" and device_memory is not None:
+        from kv_transfer.transports.cuda_ipc import CudaIpcTransport, gpu_of
+
+        return CudaIpcTransport(device_memory, gpu_of(device), timeout_s=timeout_s)
     if name == "tcp":
         from kv_transfer.transports.tcp import TcpTransport
 
@@ -91,7 +104,7 @@ def create_transport(
 
         offered_transports(name, device=device)
         return TorchDistTransport(backend="nccl" if device.startswith("cuda") else "gloo", timeout_s=timeout_s)
-    raise ConfigError(f"transfer.transport: {name!r} is unknown; known: {', '.join(TRANSPORTS)}")
+    raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(TRANSPORTS)}")
 
 
 def _backend_problem(backend: str) -> str | None:

@@ -47,12 +47,12 @@ async def measure(link: KVLink, store: BlockStore) -> float:
     count = min(store.num_blocks, max(1, _LARGEST_PROBE_BYTES // layout.block_bytes))
     best, size, started_s = 0.0, _FIRST_PROBE_BYTES, time.perf_counter()
     while count and time.perf_counter() - started_s < _PROBE_S:
-        payload = _at_most(size, store.read_blocks(range(count), layout.all_layers))
+        payload = _at_most(size, store.read_blocks(range(count), layout.all_layers, on_device=link.on_device))
         await link.send(encode(Probe()), payload)
         answer = decode((await link.recv()).header)
         if not isinstance(answer, Probed):
             raise TransferRefused(f"a {type(answer).__name__} has no place here")
-        moved = sum(memoryview(part).nbytes for part in payload)
+        moved = sum(len(part) for part in payload)
         micros = max(answer.micros, 1)
         if is_telling(moved, micros / 1e6):
             best = max(best, moved / micros / 1e3)
@@ -99,8 +99,8 @@ def _at_most(size: int, parts: list[Buffer]) -> list[Buffer]:
     cut: list[Buffer] = []
     for part in parts:
         if size > 0:
-            cut.append(memoryview(part)[:size])
-            size -= memoryview(cut[-1]).nbytes
+            cut.append(part[:size])
+            size -= len(cut[-1])
     return cut
 
 

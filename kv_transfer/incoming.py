@@ -129,7 +129,7 @@ class Incoming:
         """Whether every slot is filled and the sender has closed it."""
         return self._closed and not self._num_missing and not self._resending
 
-    def received(self, now_s: float, *, checksums: bool) -> ReceivedKV:
+    def received(self, now_s: float) -> ReceivedKV:
         """The account of the complete hand-off, whose last block is verified now."""
         assert self.source is not None, "it is complete, so somebody sent it"
         proof = TransferProof(
@@ -139,7 +139,7 @@ class Incoming:
             blocks_received=len(self._block_ids) - self._num_skipped,
             blocks_skipped=self._num_skipped,
             messages=self._messages,
-            checksum="xxh3-64 verified" if checksums else "off",
+            checksum="xxh3-64 verified" if self.source.checksums else "off",
             export_ms=self._export_us / 1e3,
             wire_ms=self._wire_s * 1e3,
             import_ms=self._import_s * 1e3,

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from core import memory_file
 from core.kv_layout import KVLayout
-from kv_transfer.base import Buffer
 from kv_transfer.shared_memory import SharedMemory
+from kv_transfer.sink import Stretch
 
 
 class _Place(NamedTuple):
-    parts: list[memoryview]
+    parts: list[Stretch]
 
     def commit(self) -> None:
         pass
@@ -42,19 +42,34 @@ class MemoryStore:
         """Blocks in the pool."""
         return self._num_blocks
 
-    def read_blocks(self, block_ids: Sequence[int], layers: range | None = None) -> list[Buffer]:
+    def read_blocks(
+        self, block_ids: Sequence[int], layers: range | None = None, *, on_device: bool = False
+    ) -> list[Stretch]:
         """Views of blocks (or ``layers`` of them), in order; what touches is one view."""
-        return [*self._views(block_ids, layers)]
+        return [*self._parts(block_ids, layers, on_device)]
 
-    def land(self, block_ids: Sequence[int], layers: range | None = None) -> _Place:
+    def land(self, block_ids: Sequence[int], layers: range | None = None, *, on_device: bool = False) -> _Place:
         """The blocks themselves."""
-        return _Place(self._views(block_ids, layers))
+        return _Place(self._parts(block_ids, layers, on_device))
 
-    def _views(self, block_ids: Sequence[int], layers: range | None) -> list[memoryview]:
+    def scratch(self, size: int, *, on_device: bool = False) -> Stretch:
+        """Fresh memory."""
+        return self._part(memoryview(bytearray(size)), on_device)
+
+    def _parts(self, block_ids: Sequence[int], layers: range | None, on_device: bool) -> list[Stretch]:
         runs = self._layout.byte_runs(
             block_ids, self._layout.all_layers if layers is None else layers, self._num_blocks
         )
-        return [self.data[offset : offset + size] for offset, size in runs]
+        return [self._part(self.data[offset : offset + size], on_device) for offset, size in runs]
+
+    @staticmethod
+    def _part(view: memoryview, on_device: bool) -> Stretch:
+        """Where tests have a device, it is the host: tensors over the same memory."""
+        if not on_device:
+            return view
+        import torch
+
+        return torch.frombuffer(view, dtype=torch.uint8)
 
     def __del__(self) -> None:
         os.close(self.memory.fd)

@@ -13,7 +13,8 @@ from core.errors import ChecksumMismatch, PdserveError, PeerLost, TransferError,
 from core.handoff import KVEndpoint, PeerLink
 from kv_transfer.base import BlockStore, KVLink
 from kv_transfer.integrity import Abort, Ack, Blocks, Header, Open, Refused, checksum, decode, encode, peer_error
-from kv_transfer.outgoing import Outgoing
+from kv_transfer.outgoing import Outgoing, Part
+from kv_transfer.sink import Stretch
 from kv_transfer.status import TransferStatus
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Peer:
         handoff.idle.clear()
         try:
             started_s = time.perf_counter()
-            payload = self._store.read_blocks(part.block_ids, part.layers) if part.block_ids else []
+            payload = self._blocks(part)
             digest = checksum(payload, trailer) if self._checksums else 0
             handoff.export_s += time.perf_counter() - started_s
             header = Blocks(
@@ -160,6 +161,11 @@ class Peer:
             self._conclude(handoff, error)
         finally:
             handoff.idle.set()
+
+    def _blocks(self, part: Part) -> list[Stretch]:
+        if not part.block_ids:
+            return []
+        return self._store.read_blocks(part.block_ids, part.layers, on_device=self._link.on_device)
 
     async def _read(self) -> None:
         while True:

@@ -138,7 +138,7 @@ class KVReceiver:
 
     def publish(self, incoming: Incoming) -> None:
         """Everything is verified and in the pool."""
-        self._conclude(incoming, incoming.received(self.clock.now(), checksums=self.checksums))
+        self._conclude(incoming, incoming.received(self.clock.now()))
 
     def fail(self, incoming: Incoming, error: PdserveError, *, tell: bool = True) -> None:
         """Nothing more is taken, because of ``error``; the sender is told."""

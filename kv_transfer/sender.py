@@ -204,7 +204,8 @@ class KVSender:
         peer: Peer | None = None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                hello = Hello(self._worker_id, epoch, self._store.layout.to_wire(), self._checksums)
+                checksums = self._checksums and not link.on_device
+                hello = Hello(self._worker_id, epoch, self._store.layout.to_wire(), checksums)
                 await introduce(link, hello, worker_id)
                 ceiling_gbs = await measure(link, self._store)
             peer = Peer(
@@ -213,7 +214,7 @@ class KVSender:
                 choice.endpoint,
                 link,
                 store=self._store,
-                checksums=self._checksums,
+                checksums=checksums,
                 max_inflight_bytes=self._max_inflight_bytes,
                 clock=self._clock,
                 heartbeat_s=self._lease_s / _HEARTBEATS_PER_LEASE,

@@ -53,6 +53,9 @@ class PeerMemory:
             raise TransferRefused(f"the peer refers to bytes {offset} to {offset + size} of its {self.size}")
         return self._view[offset : offset + size]
 
+    def finish(self) -> None:
+        """Copies out of it are done when they return."""
+
     def close(self) -> None:
         """Unmap it (once the last view is dropped). Closing twice is fine."""
         with contextlib.suppress(BufferError):

@@ -41,6 +41,7 @@ class Source:
 
     def __init__(self, receiver: KVReceiver, link: KVLink) -> None:
         self._receiver, self._link = receiver, link
+        self.checksums = receiver.checksums and not link.on_device
         self._answering = asyncio.Lock()
         self.ceiling_gbs = 0.0
         """What the link moved at best when its sender measured it."""
@@ -57,7 +58,7 @@ class Source:
                         receiver.worker_id,
                         receiver.epoch,
                         receiver.store.layout,
-                        checksums=receiver.checksums,
+                        checksums=self.checksums,
                     )
                 except Refusal as refusal:
                     receiver.count(refusal.reason)
@@ -129,10 +130,10 @@ class Source:
         receiver = self._receiver
         incoming.begin(receiver.clock.now())
         region = incoming.check(header, size)
-        digest = xxhash.xxh3_64() if receiver.checksums else None
+        digest = xxhash.xxh3_64() if self.checksums else None
         started_s = time.perf_counter()
         try:
-            landing = receiver.store.land(*region)
+            landing = receiver.store.land(*region, on_device=self._link.on_device)
             sink = incoming.sink = Sink(landing.parts, digest)
             await self._link.take(sink)
             landed_s = time.perf_counter()
@@ -168,7 +169,8 @@ class Source:
                 await self._finish(incoming, seq)
 
     async def _probe(self, size: int) -> None:
-        sink, started_s = Sink([memoryview(bytearray(size))]), time.perf_counter()
+        sink = Sink([self._receiver.store.scratch(size, on_device=self._link.on_device)])
+        started_s = time.perf_counter()
         await self._link.take(sink)
         took_s = time.perf_counter() - started_s
         if is_telling(size, took_s):

@@ -16,6 +16,7 @@ from core.worker import WorkerLoad
 from engine.client import EngineClient
 from engine.messages import Progress, Ready
 from engine.spec import EngineSpec
+from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.shared_memory import SharedMemory
 from worker.kv import KVEnds
@@ -63,9 +64,13 @@ class Incarnation:
         try:
             pool = engine.open_pool()
             memory = None if pool.file is None else SharedMemory(*pool.file)
+            device_memory = None if pool.on_device is None else DeviceMemory(*pool.on_device)
             kv = KVEnds(
                 pool,
-                [create_transport(name, device=spec.device, memory=memory) for name in names],
+                [
+                    create_transport(name, device=spec.device, memory=memory, device_memory=device_memory)
+                    for name in names
+                ],
                 transfer,
                 worker_id=spec.worker_id,
                 epoch=epoch,

@@ -17,7 +17,7 @@ WINDOW_BYTES = 8 * 2**20
 
 def check_sizes(header: bytes, payload: Sequence[Buffer]) -> int:
     """Bytes of the payload; ValueError if it or the header is larger than transports carry."""
-    size = sum(memoryview(part).nbytes for part in payload)
+    size = sum(len(part) for part in payload)
     if size > MAX_PAYLOAD_BYTES or len(header) > MAX_HEADER_BYTES:
         raise ValueError(
             f"a message of {len(header)} + {size} bytes; at most {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} travel"
@@ -98,4 +98,4 @@ class InboxLink(KVLink):
         """Copy the payload of the last message."""
         payload, self._payload = self._payload, b""
         if len(payload):
-            sink.write(memoryview(payload).cast("B"))
+            sink.write(payload if self.on_device else memoryview(payload))

@@ -12,11 +12,11 @@ import select
 import struct
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from core.errors import PeerLost, TransferError
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
-from kv_transfer.shared_memory import PeerMemory, SharedMemory
-from kv_transfer.sink import Sink
+from kv_transfer.sink import Sink, Stretch
 from kv_transfer.transports.inbox import check_sizes
 from kv_transfer.transports.socket_stream import SocketStream
 
@@ -27,22 +27,48 @@ _MAX_REFERENCES = 2**16
 _DRAIN_S = 5.0
 
 
+class OwnMemory(Protocol):
+    """What this process shares."""
+
+    def offset(self, part: Stretch) -> int | None:
+        """Where ``part`` begins in it; None if it lies elsewhere."""
+        ...
+
+
+class OthersMemory(Protocol):
+    """What the peer shares."""
+
+    def view(self, offset: int, size: int) -> Stretch:
+        """A part of it; `TransferRefused` if it reaches beyond."""
+        ...
+
+    def finish(self) -> None:
+        """Return when all copies out of it are done."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
 class SocketLink(KVLink):
     """With ``memory``, payloads that lie in it travel by reference, and the peer copies them out of its own mapping;
-    ``peer_memory`` is the peer's, mapped here."""
+    ``peer_memory`` is the peer's, mapped here. ``on_device``: both are on a GPU, and all payloads lie in them."""
 
     def __init__(
         self,
         transport: str,
         stream: SocketStream,
-        memory: SharedMemory | None = None,
-        peer_memory: PeerMemory | None = None,
+        memory: OwnMemory | None = None,
+        peer_memory: OthersMemory | None = None,
+        *,
+        on_device: bool = False,
     ) -> None:
-        self.transport = transport
+        self.transport, self.on_device = transport, on_device
         self._stream, self._memory, self._peer_memory = stream, memory, peer_memory
         self._writing = asyncio.Lock()
         self._left = 0  # of an inline payload
-        self._references: list[memoryview] = []
+        self._references: list[Stretch] = []
         self._referred = self._dealt_with = 0  # messages sent by reference, and those the peer will not read again
         self._flushes: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._closed = False
@@ -58,6 +84,8 @@ class SocketLink(KVLink):
         parts = [part for part in payload if len(part)]
         references = self._refer(parts)
         count = len(references) // _REFERENCE.size
+        if self.on_device and parts and not count:
+            raise ValueError(f"a payload outside the pool ({self.transport})")
         frame = _FRAME.pack(_MESSAGE, len(header), size, count) + header + references
         self._referred += bool(count)
         async with self._writing:
@@ -111,9 +139,11 @@ class SocketLink(KVLink):
             return
         if not self._references:
             return
+        assert self._peer_memory is not None, "references are into it"
         for view in self._references:
             sink.write(view)
         self._references.clear()
+        self._peer_memory.finish()
         poll = select.poll()
         poll.register(self._stream.socket, select.POLLRDHUP)
         if poll.poll(0):

@@ -32,12 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 class TorchDistTransport(KVTransport):
-    """Listens on a TCP port. ``timeout_s`` bounds one send or receive of a payload."""
+    """Listens on a TCP port. ``timeout_s`` bounds one send or receive of a payload. Payloads are ``on_device`` with
+    NCCL, unless told otherwise (by tests, which have Gloo carry tensors)."""
 
     name = "torch_dist"
 
-    def __init__(self, *, backend: Backend = "gloo", timeout_s: float = 10.0) -> None:
+    def __init__(self, *, backend: Backend = "gloo", timeout_s: float = 10.0, on_device: bool | None = None) -> None:
         self._backend: Backend = backend
+        self._on_device = backend == "nccl" if on_device is None else on_device
         self._timeout_s = timeout_s
         self._server: asyncio.Server | None = None
         self._accepted: asyncio.Queue[TorchDistLink | None] = asyncio.Queue()
@@ -137,7 +139,7 @@ class TorchDistTransport(KVTransport):
             loop.call_soon_threadsafe(writer.write, FRAME.pack(len(key), len(value)) + key + value)
 
         def build() -> Groups:
-            groups = Groups(self._backend, store, rank, hosts, self._timeout_s)
+            groups = Groups(self._backend, store, rank, hosts, self._timeout_s, on_device=self._on_device)
             publish(b"", b"")
             return groups
 
@@ -146,7 +148,7 @@ class TorchDistTransport(KVTransport):
             groups, _ = await asyncio.gather(in_thread("kv-torch-join", build), _take_keys(reader, store))
         finally:
             store.close()
-        link = TorchDistLink(reader, writer, groups, self._timeout_s)
+        link = TorchDistLink(reader, writer, groups, self._timeout_s, on_device=self._on_device)
         self._links = [*(other for other in self._links if not other.closed), link]
         return link
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from kv_transfer.base import Buffer
+from kv_transfer.sink import Stretch
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +26,17 @@ _log = logging.getLogger(__name__)
 
 
 class Groups:
-    """The group (Gloo) or groups (NCCL) of one link, and the staging of payloads for them."""
+    """The group (Gloo) or groups (NCCL) of one link. ``on_device``: payloads are tensors, and stay on the device."""
 
     def __init__(
-        self, backend: Backend, store: ExchangeStore, rank: int, hosts: tuple[str, str], timeout_s: float
+        self,
+        backend: Backend,
+        store: ExchangeStore,
+        rank: int,
+        hosts: tuple[str, str],
+        timeout_s: float,
+        *,
+        on_device: bool,
     ) -> None:
         """Join the peer; ``hosts`` are this end's address and the peer's. RuntimeError if it does not join in time."""
         import torch
@@ -37,6 +44,7 @@ class Groups:
         dist: Any = importlib.import_module("torch.distributed")
         self._torch, self._rank, self._peer_rank = torch, rank, 1 - rank
         self._aborted = False
+        self._on_device = on_device
         self.fails_alone = backend == "gloo"
         """Whether an operation ends by itself when its peer is gone, or is slower than the timeout; NCCL's never do."""
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -60,39 +68,42 @@ class Groups:
         ]
         self._streams = [_cuda_stream(), _cuda_stream()]
 
-    def send(self, payload: Sequence[Buffer]) -> None:
+    def send(self, payload: Sequence[Stretch]) -> None:
         """Send one joined payload; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
-        whole = payload[0] if len(payload) == 1 else bytearray().join(payload)
-        if memoryview(whole).readonly:
-            whole = bytearray(whole)
-        tensor = self._torch.frombuffer(whole, dtype=self._torch.uint8)
         group = self._by_sender[self._rank]
         if self._streams is None:
-            group.send([tensor], self._peer_rank, self._rank).wait()
+            group.send([self._joined(payload)], self._peer_rank, self._rank).wait()
             return
         stream = self._streams[0]
         self._check()
         with self._torch.cuda.stream(stream):
-            group.send([tensor.to("cuda", non_blocking=True)], self._peer_rank, self._rank).wait()
+            group.send([self._joined(payload)], self._peer_rank, self._rank).wait()
         stream.synchronize()
         self._check()
 
-    def recv(self, size: int) -> Buffer:
+    def recv(self, size: int) -> Stretch:
         """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
-        tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
         group = self._by_sender[self._peer_rank]
         if self._streams is None:
+            tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
             group.recv([tensor], self._peer_rank, self._peer_rank).wait()
-            return _view(tensor)
+            return tensor if self._on_device else tensor.numpy().data
         stream = self._streams[1]
         self._check()
         with self._torch.cuda.stream(stream):
-            staged = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
-            group.recv([staged], self._peer_rank, self._peer_rank).wait()
-            tensor.copy_(staged)
+            tensor = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
+            group.recv([tensor], self._peer_rank, self._peer_rank).wait()
         stream.synchronize()
         self._check()
-        return _view(tensor)
+        return tensor
+
+    def _joined(self, payload: Sequence[Stretch]) -> torch.Tensor:
+        if self._on_device:
+            return payload[0] if len(payload) == 1 else self._torch.cat(list(payload))
+        whole = payload[0] if len(payload) == 1 else bytearray().join(payload)
+        if memoryview(whole).readonly:
+            whole = bytearray(whole)
+        return self._torch.frombuffer(whole, dtype=self._torch.uint8)
 
     def abort(self) -> None:
         """Break off what is under way, where the backend can (NCCL); it raises then. Returns at once."""
@@ -114,11 +125,13 @@ def _abort(group: Any) -> None:
         _log.error("a communicator could not be aborted: %s (torch_dist)", error)
 
 
-def _view(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.numpy()
-    return memoryview(array)
-
-
 def _cuda_stream() -> Any:
     cuda: Any = importlib.import_module("torch.cuda")
     return cuda.Stream()
+
+
+def finish(tensor: Any) -> None:
+    """Wait for the copies of this process that read or write a tensor, if it is on a GPU."""
+    if tensor.is_cuda:
+        cuda: Any = importlib.import_module("torch.cuda")
+        cuda.current_stream(tensor.device).synchronize()

@@ -11,8 +11,9 @@ from typing import Any
 
 from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
+from kv_transfer.sink import Sink
 from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
-from kv_transfer.transports.torch_groups import Groups
+from kv_transfer.transports.torch_groups import Groups, finish
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
 _QUEUED_FRAMES = 256
@@ -23,8 +24,17 @@ _log = logging.getLogger(__name__)
 class TorchDistLink(InboxLink):
     """Sends payloads in one thread and receives them in another."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, groups: Groups, timeout_s: float):
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        groups: Groups,
+        timeout_s: float,
+        *,
+        on_device: bool,
+    ) -> None:
         super().__init__("torch_dist", Inbox())
+        self.on_device = on_device
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
         self._groups: Groups | None = groups
         self._peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
@@ -67,6 +77,13 @@ class TorchDistLink(InboxLink):
             raise
         except RuntimeError as error:
             raise self._fail(self._why or error) from None
+
+    async def take(self, sink: Sink) -> None:
+        """Copy the payload; on a device, wait for that, since its memory is used again."""
+        payload = self._payload
+        await super().take(sink)
+        if self.on_device and len(payload):
+            finish(payload)
 
     @property
     def closed(self) -> bool:

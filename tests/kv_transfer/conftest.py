@@ -63,13 +63,15 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             lease_s: float = 5.0,
             delay_s: float = 0.0,
             num_blocks: int = NUM_BLOCKS,
+            source: MemoryStore | None = None,
+            target: MemoryStore | None = None,
             sending: KVTransport | None = None,
             receiving: KVTransport | None = None,
         ) -> Ends:
             clock = MonotonicClock()
-            source = MemoryStore(sender_layout or layout, num_blocks)
+            source = source or MemoryStore(sender_layout or layout, num_blocks)
             source.data[:] = random.Random(1).randbytes(len(source.data))
-            target = MemoryStore(layout, num_blocks)
+            target = target or MemoryStore(layout, num_blocks)
             sending = sending or create_transport(transport, timeout_s=5.0, memory=source.memory)
             receiving = receiving or create_transport(transport, timeout_s=5.0, memory=target.memory)
             stack.push_async_callback(sending.aclose)

@@ -337,7 +337,7 @@ async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
     ends = await make_ends()
     await ends.sender.connect("d", "e1", ends.endpoints)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise WorkerLost("the engine is gone")
 
     with monkeypatch.context() as patch:

@@ -234,19 +234,18 @@ class Communicator:
 def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str) -> None:
     kernel, together = threading.Event(), threading.Barrier(2)
     groups = Groups.__new__(Groups)
-    tensor = SimpleNamespace(copy_=lambda _: None, numpy=lambda: b"garbage")
-    tensor.to = lambda *_, **__: tensor
+    tensor = SimpleNamespace()
     stream = SimpleNamespace(synchronize=lambda: kernel.wait(5))
     communicators = [Communicator(together, kernel), Communicator(together, kernel)]
     vars(groups).update(
         _rank=1,
         _peer_rank=0,
         _aborted=False,
+        _on_device=True,
         _by_sender=communicators,
         _streams=[stream, stream],
         _torch=SimpleNamespace(
             uint8=0,
-            frombuffer=lambda *_, **__: tensor,
             empty=lambda *_, **__: tensor,
             cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext()),
         ),
@@ -256,7 +255,7 @@ def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str) -> None:
     def operate() -> None:
         try:
             if way == "send":
-                groups.send([bytearray(7)])
+                groups.send([tensor])
             else:
                 groups.recv(7)
             outcome.append("complete")

@@ -328,8 +328,8 @@ def test_auto_offers_the_best_first() -> None:
 
 def test_nccl_is_not_taken_where_workers_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "_backend_problem", lambda backend: None)
-    assert offered_transports("auto", device="cuda") == ("torch_dist", "tcp")
-    assert offered_transports("auto", device="cuda", shared_device=True) == ("tcp",)
+    assert offered_transports("auto", device="cuda") == ("cuda_ipc", "torch_dist", "tcp")
+    assert offered_transports("auto", device="cuda", shared_device=True) == ("cuda_ipc", "tcp")
     with pytest.raises(ConfigError, match=r"^transfer\.transport: torch_dist .* may share one GPU"):
         offered_transports("torch_dist", device="cuda", shared_device=True)
     assert offered_transports("torch_dist", device="cuda") == ("torch_dist",)
@@ -339,6 +339,8 @@ def test_nccl_is_not_taken_where_workers_may_share_a_gpu(monkeypatch: pytest.Mon
 def test_a_transport_that_cannot_work_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
         offered_transports("carrier_pigeon", device="cpu")
+    with pytest.raises(ConfigError, match=r"^transfer\.transport: cuda_ipc needs a GPU"):
+        offered_transports("cuda_ipc", device="cpu")
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
         create_transport("auto")
 

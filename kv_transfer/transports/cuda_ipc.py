@@ -1,0 +1,75 @@
+"""Transport between workers that use the same GPU: the receiver copies out of the sender's pool, which it has opened by
+CUDA IPC, into its own; nothing leaves the device. A Unix socket carries the messages and, once, each end's handle."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from kv_transfer.device_memory import DeviceMemory, PeerDeviceMemory, open_cuda
+from kv_transfer.transports.socket_link import SocketLink
+from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.threads import in_thread
+from kv_transfer.transports.unix_socket import UnixSocketTransport
+
+if TYPE_CHECKING:
+    import torch
+
+_GREETING = struct.Struct("<16sI")  # what this is, the handle's length
+_NAME = b"pdserve-kv/ipc/1"
+_MAX_HANDLE_BYTES = 4096
+
+
+class CudaIpcTransport(UnixSocketTransport):
+    """``memory`` is this worker's pool on the GPU ``gpu`` (its UUID). ``opened`` stands for `open_cuda` in tests."""
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        gpu: str,
+        *,
+        timeout_s: float = 10.0,
+        opened: Callable[[Sequence[Any]], torch.Tensor] = open_cuda,
+    ) -> None:
+        super().__init__(gpu, timeout_s=timeout_s)
+        self._memory, self._opened = memory, opened
+
+    async def _share(self, connection: socket.socket, peer: str) -> SocketLink:
+        loop = asyncio.get_running_loop()
+        handle: bytes = msgpack.packb(self._memory.handle)
+        await loop.sock_sendall(connection, _GREETING.pack(_NAME, len(handle)) + handle)
+        name, size = _GREETING.unpack(await _read(connection, _GREETING.size))
+        if name != _NAME or size > _MAX_HANDLE_BYTES:
+            raise EOFError("the peer speaks something else")
+        theirs = await _read(connection, size)
+        try:
+            unpacked = msgpack.unpackb(theirs)
+        except (ValueError, msgpack.UnpackException):
+            raise EOFError("the peer's handle is none") from None
+        memory = await in_thread("kv-ipc-open", lambda: PeerDeviceMemory(unpacked, self._opened))
+        stream = SocketStream(connection, peer, self.name, self._timeout_s)
+        return SocketLink(self.name, stream, self._memory, memory, on_device=True)
+
+
+def gpu_of(device: str) -> str:
+    """The UUID of a CUDA device, the same in all processes; RuntimeError if there is none."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+
+
+async def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = await asyncio.get_running_loop().sock_recv(connection, size - len(data))
+        if not more:
+            raise EOFError("the peer closed the connection")
+        data += more
+    return data
