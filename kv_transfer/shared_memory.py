@@ -20,13 +20,14 @@ class SharedMemory:
 
     def __init__(self, fd: int, view: memoryview) -> None:
         self.fd = fd
-        self._start = _address(view)
-        self._size = view.nbytes
+        self.address = address_of(view)
+        """Where the mapping starts in this process."""
+        self.size = view.nbytes
 
     def offset(self, part: Buffer) -> int | None:
         """Where ``part`` begins in the file; None if it lies elsewhere (then it has to be sent)."""
-        offset = _address(part) - self._start
-        return offset if 0 <= offset <= self._size - memoryview(part).nbytes else None
+        offset = address_of(part) - self.address
+        return offset if 0 <= offset <= self.size - memoryview(part).nbytes else None
 
 
 class PeerMemory:
@@ -45,9 +46,7 @@ class PeerMemory:
         np.frombuffer(self._view, dtype=np.uint8)[::_PAGE].max(initial=0)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """A part of it; `TransferRefused` if it reaches beyond."""
-        if offset + size > self.size:
-            raise TransferRefused(f"the peer refers to bytes {offset} to {offset + size} of its {self.size}")
+        """A part of it, which must not reach beyond."""
         return self._view[offset : offset + size]
 
     def close(self) -> None:
@@ -57,6 +56,7 @@ class PeerMemory:
             self._map.close()
 
 
-def _address(part: Buffer) -> int:
+def address_of(part: Buffer) -> int:
+    """Where ``part`` begins in this process."""
     address: int = np.frombuffer(part, dtype=np.uint8).__array_interface__["data"][0]
     return address
