@@ -25,8 +25,8 @@ _MAX_METADATA_BYTES = 2**20
 
 
 class NixlTransport(TcpTransport):
-    """``memory`` is this worker's pool; without it (a pool that lies on a device) payloads travel over TCP. ``timeout_s``
-    bounds the read of a piece, too."""
+    """``memory`` is this worker's pool; without it (a pool that lies on a device) payloads travel over TCP.
+    ``timeout_s`` bounds the read of a piece, too."""
 
     name = "nixl"
 

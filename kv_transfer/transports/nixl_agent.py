@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import logging
 import mmap
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from core.errors import ConfigError, PeerLost
@@ -41,6 +43,7 @@ class NixlAgent:
         api, self._errors = _load()
         self.name = secrets.token_hex(NAME_BYTES // 2)
         """Different for each agent, of NAME_BYTES characters."""
+        failures: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         self._peers: Counter[str] = Counter()
         self._abandoned: list[tuple[Any, Staging]] = []
         try:
@@ -51,7 +54,7 @@ class NixlAgent:
             self._pool = None if memory is None else self._register(memory.address, memory.size)
             self.metadata: bytes = self._agent.get_agent_metadata()
             """What a peer needs to read from here."""
-        except (*self._errors, RuntimeError) as error:
+        except failures as error:
             raise ConfigError(f"transfer.transport: nixl cannot be used: its UCX backend fails ({error})") from None
 
     def stage(self, size: int) -> Staging:
@@ -146,17 +149,16 @@ class NixlAgent:
             raise PeerLost(f"{what} failed: {error} (nixl)") from None
 
 
-def nixl_problem() -> str | None:
-    """Why no agent can be made here, in words of a ConfigError; None if one can. Takes a second or two."""
-    try:
-        NixlAgent().close()
-    except ConfigError as error:
-        return str(error)
-    return None
+def check_nixl() -> None:
+    """ConfigError if no agent can be made here. Takes a second or two."""
+    NixlAgent().close()
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:
     """NIXL's Python interface, and the types of its errors (which have no base of their own)."""
+    if not Path("/sys/class/infiniband").exists():
+        # UCX's part for RDMA, as NIXL's wheels bring it, crashes the process as it exits; here it is of no use.
+        os.environ.setdefault("UCX_MODULES", "^ib")
     raise_exceptions = logging.raiseExceptions
     try:
         importlib.import_module("nixl")  # it picks the build for this CUDA, and makes its modules known under its name
