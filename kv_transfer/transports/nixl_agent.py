@@ -104,14 +104,13 @@ class NixlAgent:
         return self._guard("reading", begin)
 
     def done(self, handle: Any) -> bool:
-        """Whether a read has ended (its handle is released then); PeerLost if it failed. Makes progress."""
+        """Whether a read has ended (its handle is released then). PeerLost if it failed: `abandon` it. Makes progress."""
         state = self._guard("reading", lambda: self._agent.check_xfer_state(handle))
         if state == "PROC":
             return False
-        with suppress(*self._errors):
-            self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise PeerLost("reading the peer's memory failed (nixl)")
+        self._guard("reading", lambda: self._agent.release_xfer_handle(handle))
         return True
 
     def abandon(self, handle: Any, staging: Staging) -> None:
