@@ -45,7 +45,7 @@ class NixlAgent:
         """Different for each agent, of NAME_BYTES characters."""
         failures: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         self._peers: Counter[str] = Counter()
-        self._abandoned: list[tuple[Any, Staging]] = []
+        self._abandoned: list[Staging] = []
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(self.name, config)
@@ -65,7 +65,7 @@ class NixlAgent:
 
     def unstage(self, staging: Staging) -> None:
         """Nothing is read into it any more, unless a read into it was abandoned: then it lives as long as the agent."""
-        if all(staging is not other for _, other in self._abandoned):
+        if staging not in self._abandoned:
             with suppress(*self._errors):
                 self._agent.deregister_memory(staging.registration)
 
@@ -74,7 +74,7 @@ class NixlAgent:
         if not self._peers[name]:
             known = self._guard("learning of the peer", lambda: self._agent.add_remote_agent(metadata))
             if (known.decode() if isinstance(known, bytes) else known) != name:
-                raise PeerLost("the peer's metadata are another agent's (nixl)")
+                raise PeerLost("the peer's metadata are another agent's")
         self._peers[name] += 1
 
     def remove_peer(self, name: str) -> None:
@@ -104,21 +104,21 @@ class NixlAgent:
         return self._guard("reading", begin)
 
     def done(self, handle: Any) -> bool:
-        """Whether a read has ended (its handle is released then). PeerLost if it failed: `abandon` it. Makes progress."""
+        """Whether a read has ended, whose handle is then released; PeerLost if it failed. Makes progress."""
         state = self._guard("reading", lambda: self._agent.check_xfer_state(handle))
         if state == "PROC":
             return False
         if state != "DONE":
-            raise PeerLost("reading the peer's memory failed (nixl)")
+            raise PeerLost("reading the peer's memory failed")
         self._guard("reading", lambda: self._agent.release_xfer_handle(handle))
         return True
 
     def abandon(self, handle: Any, staging: Staging) -> None:
-        """Give up a read. UCX cannot always take one back: then ``staging`` may be written until the agent ends."""
-        try:
+        """Give up a read. UCX cannot take one back, whatever NIXL says when it is released: ``staging`` may be written
+        until the agent ends, and lives as long."""
+        self._abandoned.append(staging)
+        with suppress(*self._errors):  # then it goes with the agent
             self._agent.release_xfer_handle(handle)
-        except self._errors:
-            self._abandoned.append((handle, staging))
 
     def progress(self) -> None:
         """Do a bit of what peers need done here, where no hardware does it; PeerLost if that fails."""
@@ -132,9 +132,6 @@ class NixlAgent:
         if self._pool is not None:
             with suppress(*self._errors):
                 self._agent.deregister_memory(self._pool)
-        for handle, _ in self._abandoned:
-            with suppress(*self._errors):
-                self._agent.release_xfer_handle(handle)
         self._agent = None
         self._abandoned.clear()  # only now does nothing write there any more
 
@@ -145,7 +142,7 @@ class NixlAgent:
         try:
             return call()
         except self._errors as error:
-            raise PeerLost(f"{what} failed: {error} (nixl)") from None
+            raise PeerLost(f"{what} failed: {error}") from None
 
 
 def check_nixl() -> None:
