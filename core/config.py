@@ -96,7 +96,7 @@ class TransferConfig(_Section):
     transport: Literal["auto", "shm", "tcp", "grpc_stream", "torch_dist", "nixl", "loopback"] = Field(
         "auto",
         description="auto: for each pair the best of what both ends share, which is shm on one host, torch_dist (NCCL) "
-        "between GPUs, else tcp; nixl is for RDMA, and needs pip install 'pdserve[nixl]'; loopback works only within a "
+        "between GPUs, else tcp; nixl is for RDMA, and needs pip install nixl; loopback works only within a "
         "process",
     )
     overlap: Literal["none", "chunk", "layer"] = Field(

@@ -21,7 +21,7 @@ from kv_transfer.shared_memory import SharedMemory, address_of
 
 T = TypeVar("T")
 
-_INSTALL = "pip install 'pdserve[nixl]'"
+_INSTALL = "pip install nixl, or '.[nixl]' in place of '.'"
 NAME_BYTES = 16
 
 
