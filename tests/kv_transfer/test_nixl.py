@@ -22,6 +22,7 @@ from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sink import Sink
 from kv_transfer.transports.nixl import NixlTransport
+from kv_transfer.transports.socket_link import SocketLink
 from tests.kv_transfer.fake_nixl import FakeNetwork
 
 LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
@@ -166,6 +167,16 @@ async def test_a_closed_link_leaves_the_others_of_its_peer_alone() -> None:
             into = bytearray((await receiver.recv()).size)
             await receiver.take(Sink([memoryview(into)]))
         assert into == ends.source.data[:5000]
+
+
+@pytest.mark.usefixtures("network")
+async def test_a_reference_beyond_the_peers_memory_loses_the_link() -> None:
+    async with linked() as ends:
+        assert isinstance(ends.receiver, SocketLink)
+        ends.receiver._peer_size = 4999
+        await ends.sender.send(b"h", [ends.source.data[:5000]])
+        with pytest.raises(PeerLost, match="refers to bytes 0 to 5000 of its 4999"):
+            await ends.receiver.recv()
 
 
 async def test_a_peer_helps_where_nothing_else_serves_reads(network: FakeNetwork) -> None:
