@@ -96,10 +96,11 @@ class EngineConfig(_Section):
 class TransferConfig(_Section):
     """How KV blocks travel."""
 
-    transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "loopback"] = Field(
+    transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl", "loopback"] = Field(
         "auto",
         description="auto: for each pair the best of what both ends share, which is shm on one host, cuda_ipc on one "
-        "GPU, torch_dist (NCCL) between GPUs, else tcp; loopback works only within a process",
+        "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA, and needs pip install nixl; loopback works "
+        "only within a process",
     )
     overlap: Literal["none", "chunk", "layer"] = Field(
         "layer",

@@ -39,13 +39,13 @@ class PeerDeviceMemory:
     def __init__(self, handle: Sequence[Any], opened: Callable[[Sequence[Any]], torch.Tensor] = open_cuda) -> None:
         try:
             self._data: torch.Tensor | None = opened(handle)
+            self.size = self._data.nbytes
         except (RuntimeError, TypeError, ValueError) as error:
             raise TransferRefused(f"the peer's GPU memory cannot be opened: {error}") from None
 
     def view(self, offset: int, size: int) -> Stretch:
-        """A part of it; `TransferRefused` if it reaches beyond."""
-        if self._data is None or offset + size > self._data.nbytes:
-            raise TransferRefused(f"the peer refers to bytes {offset} to {offset + size}, which it does not have")
+        """A part of it, which must not reach beyond."""
+        assert self._data is not None, "it is closed"
         return self._data[offset : offset + size]
 
     def finish(self) -> None:

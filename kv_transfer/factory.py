@@ -11,13 +11,14 @@ from kv_transfer.base import KVTransport
 from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.shared_memory import SharedMemory
 
-TRANSPORTS = ("loopback", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist")
+TRANSPORTS = ("loopback", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
 
 
 def offered_transports(configured: str, *, device: str, shared_device: bool = False) -> tuple[str, ...]:
     """The transports a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) opens, best first. ``configured`` is
-    ``auto`` or a transport's name; ConfigError if that one cannot work here. ``shared_device``: workers may share one
-    GPU, which NCCL refuses."""
+    ``auto`` (which is never nixl: that one is chosen and installed on purpose) or a transport's name; ConfigError if it
+    cannot work here, which may take seconds to find out. ``shared_device``: workers may share one GPU, which NCCL
+    refuses."""
     cuda = device.startswith("cuda")
     if configured == "auto":
         if not cuda:
@@ -36,6 +37,10 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
             )
         if (problem := _backend_problem("nccl" if cuda else "gloo")) is not None:
             raise ConfigError(f"transfer.transport: torch_dist cannot be used: {problem}")
+    if configured == "nixl":
+        from kv_transfer.transports.nixl_agent import check_nixl
+
+        check_nixl()
     return (configured,)
 
 
@@ -104,6 +109,10 @@ def create_transport(
 
         offered_transports(name, device=device)
         return TorchDistTransport(backend="nccl" if device.startswith("cuda") else "gloo", timeout_s=timeout_s)
+    if name == "nixl":
+        from kv_transfer.transports.nixl import NixlTransport
+
+        return NixlTransport(memory, timeout_s=timeout_s)
     raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(TRANSPORTS)}")
 
 

@@ -21,14 +21,15 @@ class SharedMemory:
 
     def __init__(self, fd: int, view: memoryview) -> None:
         self.fd = fd
-        self.address = _address(view) if view.nbytes else 0
+        self.address = address_of(view) if view.nbytes else 0
+        """Where the mapping starts in this process."""
         self.size = view.nbytes
 
     def offset(self, part: Buffer) -> int | None:
         """Where ``part`` (not empty) begins in the file; None if it lies elsewhere (then it has to be sent)."""
         if not isinstance(part, memoryview) or part.readonly:
             return None
-        offset = _address(part) - self.address
+        offset = address_of(part) - self.address
         return offset if 0 <= offset <= self.size - part.nbytes else None
 
 
@@ -48,9 +49,7 @@ class PeerMemory:
         np.frombuffer(self._view, dtype=np.uint8)[::_PAGE].max(initial=0)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """A part of it; `TransferRefused` if it reaches beyond."""
-        if offset + size > self.size:
-            raise TransferRefused(f"the peer refers to bytes {offset} to {offset + size} of its {self.size}")
+        """A part of it, which must not reach beyond."""
         return self._view[offset : offset + size]
 
     def finish(self) -> None:
@@ -63,5 +62,6 @@ class PeerMemory:
             self._map.close()
 
 
-def _address(part: memoryview) -> int:
+def address_of(part: memoryview) -> int:
+    """Where writable memory begins in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(part))

@@ -19,6 +19,7 @@ from engine.spec import EngineSpec
 from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.shared_memory import SharedMemory
+from kv_transfer.transports.threads import in_thread
 from worker.kv import KVEnds
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
@@ -56,7 +57,10 @@ class Incarnation:
         """Start an engine and its KV ends. Raises what kept them from starting; nothing is left running then."""
         transfer, delays_ms = spec.config.transfer, spec.config.testing.delay_ms
         # An explicit transport that cannot work is told before a model is loaded for it.
-        names = offered_transports(transfer.transport, device=spec.device, shared_device=spec.device_share < 1)
+        names = await in_thread(
+            "kv-offered",
+            lambda: offered_transports(transfer.transport, device=spec.device, shared_device=spec.device_share < 1),
+        )
         engine = EngineClient()
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex

@@ -23,6 +23,8 @@ from kv_transfer.transports.socket_stream import SocketStream
 _FRAME = struct.Struct("<BIQI")
 _REFERENCE = struct.Struct("<QQ")
 _MESSAGE, _FLUSH, _FLUSHED = range(3)
+FIRST_OWN_SIGNAL = 3
+"""Signals (frames without anything behind them) from here on mean what a link's own class says."""
 _MAX_REFERENCES = 2**16
 _DRAIN_S = 5.0
 
@@ -36,10 +38,12 @@ class OwnMemory(Protocol):
 
 
 class OthersMemory(Protocol):
-    """What the peer shares."""
+    """What the peer shares: ``size`` bytes."""
+
+    size: int
 
     def view(self, offset: int, size: int) -> Stretch:
-        """A part of it; `TransferRefused` if it reaches beyond."""
+        """A part of it, which must not reach beyond."""
         ...
 
     def finish(self) -> None:
@@ -68,7 +72,8 @@ class SocketLink(KVLink):
         self._stream, self._memory, self._peer_memory = stream, memory, peer_memory
         self._writing = asyncio.Lock()
         self._left = 0  # of an inline payload
-        self._references: list[Stretch] = []
+        self._peer_size = 0 if peer_memory is None else peer_memory.size  # what references may lie in
+        self._references: list[tuple[int, int]] = []
         self._referred = self._dealt_with = 0  # messages sent by reference, and those the peer will not read again
         self._flushes: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._closed = False
@@ -101,7 +106,7 @@ class SocketLink(KVLink):
             async with asyncio.timeout(_DRAIN_S):
                 async with self._writing:
                     self._flushes.append((self._referred, flushed))
-                    await self._stream.write([_FRAME.pack(_FLUSH, 0, 0, 0)])
+                    await self._stream.write([_signal(_FLUSH)])
                 await flushed
         except (TimeoutError, TransferError):
             self._stream.cut("the peer did not let go of what it was sent")
@@ -121,9 +126,9 @@ class SocketLink(KVLink):
                 header = bytes(await self._stream.read(header_size))
                 if kind == _MESSAGE:
                     break
-                await self._on_flush(kind)
+                await self._on_signal(kind)
             if count:
-                self._map(await self._stream.read(count * _REFERENCE.size), size)
+                self._refer_to(await self._stream.read(count * _REFERENCE.size), size)
             else:
                 self._left = size
         except PeerLost:
@@ -137,17 +142,13 @@ class SocketLink(KVLink):
         if self._left:
             self._left -= await self._stream.fill(sink)
             return
-        if not self._references:
+        if not self._references or self._peer_memory is None:
             return
-        assert self._peer_memory is not None, "references are into it"
-        for view in self._references:
-            sink.write(view)
+        for offset, length in self._references:
+            sink.write(self._peer_memory.view(offset, length))
         self._references.clear()
         self._peer_memory.finish()
-        poll = select.poll()
-        poll.register(self._stream.socket, select.POLLRDHUP)
-        if poll.poll(0):
-            raise self._stream.lose("the peer closed the link while its memory was read")
+        self._check_open()
 
     async def aclose(self) -> None:
         """Close the socket, and let go of the peer's memory."""
@@ -170,19 +171,30 @@ class SocketLink(KVLink):
             references += _REFERENCE.pack(offset, len(part))
         return bytes(references)
 
-    def _map(self, references: memoryview, size: int) -> None:
-        pairs = list(_REFERENCE.iter_unpack(references))
-        if self._peer_memory is None or sum(length for _, length in pairs) != size:
+    def _refer_to(self, references: memoryview, size: int) -> None:
+        pairs: list[tuple[int, int]] = list(_REFERENCE.iter_unpack(references))
+        if sum(length for _, length in pairs) != size:
             raise self._stream.lose("the peer refers to memory in a way that makes no sense")
-        try:
-            self._references = [self._peer_memory.view(offset, length) for offset, length in pairs]
-        except TransferError as error:
-            raise self._stream.lose(error) from None
+        for offset, length in pairs:
+            if offset + length > self._peer_size:
+                reach = f"bytes {offset} to {offset + length} of its {self._peer_size}"
+                raise self._stream.lose(f"the peer refers to {reach}")
+        self._references = pairs
 
-    async def _on_flush(self, kind: int) -> None:
+    def _check_open(self) -> None:
+        """PeerLost once the peer has closed the link: what was read of its memory may be something else already."""
+        poll = select.poll()
+        poll.register(self._stream.socket, select.POLLRDHUP)
+        if poll.poll(0):
+            raise self._stream.lose("the peer closed the link while its memory was read")
+
+    async def _send_signal(self, kind: int) -> None:
+        async with self._writing:
+            await self._stream.write([_signal(kind)])
+
+    async def _on_signal(self, kind: int) -> None:
         if kind == _FLUSH:
-            async with self._writing:
-                await self._stream.write([_FRAME.pack(_FLUSHED, 0, 0, 0)])
+            await self._send_signal(_FLUSHED)
         elif kind == _FLUSHED and self._flushes:
             self._dealt_with, flushed = self._flushes.popleft()
             if not flushed.done():
@@ -197,3 +209,7 @@ class SocketLink(KVLink):
             if not flushed.done():
                 flushed.set_result(None)
         self._flushes.clear()
+
+
+def _signal(kind: int) -> bytes:
+    return _FRAME.pack(kind, 0, 0, 0)

@@ -33,7 +33,7 @@ class TcpTransport(SocketTransport):
         except OSError as error:
             if server is not None:
                 server.close()
-            raise PeerLost(f"cannot listen on {host}: {error} (tcp)") from None
+            raise PeerLost(f"cannot listen on {host}: {error} ({self.name})") from None
         bracketed = f"[{host}]" if ":" in host else host
         return KVEndpoint(self.name, f"{bracketed}:{server.getsockname()[1]}")
 
@@ -44,21 +44,14 @@ class TcpTransport(SocketTransport):
             async with asyncio.timeout(timeout_s):
                 family, address = await _resolve(host.strip("[]"), int(port))
         except (OSError, TimeoutError) as error:
-            raise PeerLost(f"no link to {endpoint.address}: {error or 'its name is not resolved'} (tcp)") from None
+            why = error or "its name is not resolved"
+            raise PeerLost(f"no link to {endpoint.address}: {why} ({self.name})") from None
         return await self._open(socket.socket(family, socket.SOCK_STREAM), address, endpoint, timeout_s)
 
     async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> SocketLink:
-        loop = asyncio.get_running_loop()
         tune(connection)
-        await loop.sock_sendall(connection, _GREETING)
-        greeting = b""
-        while len(greeting) < len(_GREETING):
-            data = await loop.sock_recv(connection, len(_GREETING) - len(greeting))
-            if not data:
-                raise EOFError("the peer closed the connection")
-            greeting += data
-        if greeting != _GREETING:
-            raise EOFError("the peer speaks something else")
+        await asyncio.get_running_loop().sock_sendall(connection, _GREETING)
+        await expect_greeting(connection, _GREETING)
         return SocketLink(self.name, SocketStream(connection, peer, self.name, self._timeout_s))
 
 
@@ -68,6 +61,23 @@ async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
         return family, address
 
     return await in_thread("kv-tcp-resolve", resolve)
+
+
+async def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """The next ``size`` bytes; EOFError if the peer closes before."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < size:
+        more = await loop.sock_recv(connection, size - len(data))
+        if not more:
+            raise EOFError("the peer closed the connection")
+        data += more
+    return data
+
+
+async def expect_greeting(connection: socket.socket, greeting: bytes) -> None:
+    """Read the peer's greeting; EOFError if it is another one."""
+    if await read_exactly(connection, len(greeting)) != greeting:
+        raise EOFError("the peer speaks something else")
 
 
 def tune(connection: socket.socket) -> None:

@@ -18,7 +18,7 @@ def up(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
     oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="let workers share device slots")] = False,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
-    transport: Annotated[str | None, typer.Option(help="auto, grpc_stream or torch_dist")] = None,
+    transport: Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")] = None,
     port: Annotated[int | None, typer.Option(help="port of the gRPC API; 0 picks a free one")] = None,
     address: Annotated[str | None, typer.Option(help="'local' starts a Ray; 'auto' or host:port joins one")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="return once the service is ready")] = False,

@@ -83,17 +83,9 @@ async def test_workers_on_different_gpus_do_not_meet() -> None:
     await there.aclose()
 
 
-async def test_memory_that_cannot_be_opened_or_reaches_too_far_is_refused() -> None:
-    store = MemoryStore(LAYOUT, 4)
+async def test_memory_that_cannot_be_opened_is_refused() -> None:
     with pytest.raises(TransferRefused, match="invalid device context"):
         PeerDeviceMemory(["unknown"], OneGpu().open)
-    memory = PeerDeviceMemory(["x"], lambda handle: bytes_of(store))
-    assert memory.view(1024, 3072).nbytes == 3072
-    with pytest.raises(TransferRefused, match="does not have"):
-        memory.view(1024, 3073)
-    memory.close()
-    with pytest.raises(TransferRefused, match="does not have"):
-        memory.view(0, 1)
 
 
 async def test_only_what_lies_in_the_pool_can_be_sent() -> None:

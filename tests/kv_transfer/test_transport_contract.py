@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import socket
 import threading
 import time
@@ -18,7 +19,10 @@ from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, KVTransport, Message
 from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.sink import Sink
 
-NETWORK = ["tcp", "grpc_stream", "torch_dist"]
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+)
+NETWORK = ["tcp", "grpc_stream", "torch_dist", NIXL]
 Pair = tuple[KVLink, KVLink]
 
 

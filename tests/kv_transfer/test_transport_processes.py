@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -28,7 +29,10 @@ from kv_transfer.sender import KVSender
 from kv_transfer.sink import Sink
 
 ROOT = Path(__file__).parents[2]
-NETWORK = pytest.mark.parametrize("transport_name", ["shm", "tcp", "grpc_stream", "torch_dist"])
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+)
+NETWORK = pytest.mark.parametrize("transport_name", ["shm", "tcp", "grpc_stream", "torch_dist", NIXL])
 
 
 @contextlib.asynccontextmanager

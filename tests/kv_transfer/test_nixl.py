@@ -1,0 +1,254 @@
+"""Payloads read out of the sender's pool: with NIXL itself where it is installed, and with a stand-in for it, which can
+be slow, stuck or broken on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+
+from core.errors import ConfigError, PeerLost
+from core.handoff import KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer.base import KVLink
+from kv_transfer.factory import create_transport, offered_transports
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.sink import Sink
+from kv_transfer.transports.nixl import NixlTransport
+from kv_transfer.transports.socket_link import SocketLink
+from tests.kv_transfer.fake_nixl import FakeNetwork
+
+LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
+NUM_BLOCKS = 400
+INSTALLED = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+
+
+class Ends(NamedTuple):
+    """Two transports over pools of their own, and both ends of a link between them."""
+
+    source: MemoryStore
+    target: MemoryStore
+    sending: NixlTransport
+    receiving: NixlTransport
+    endpoint: KVEndpoint
+    sender: KVLink
+    receiver: KVLink
+
+
+@contextlib.asynccontextmanager
+async def linked(timeout_s: float = 5.0) -> AsyncIterator[Ends]:
+    """Ends over random content."""
+    source, target = MemoryStore(LAYOUT, NUM_BLOCKS), MemoryStore(LAYOUT, NUM_BLOCKS)
+    source.data[:] = random.Random(4).randbytes(len(source.data))
+    sending = NixlTransport(source.memory, timeout_s=timeout_s)
+    receiving = NixlTransport(target.memory, timeout_s=timeout_s)
+    try:
+        endpoint = await receiving.listen("127.0.0.1")
+        sender, receiver = await asyncio.gather(sending.connect(endpoint, 10.0), receiving.accept())
+        yield Ends(source, target, sending, receiving, endpoint, sender, receiver)
+    finally:
+        await sending.aclose()
+        await receiving.aclose()
+
+
+@contextlib.asynccontextmanager
+async def answered(link: KVLink) -> AsyncIterator[None]:
+    """A task that receives on ``link``, as senders have one."""
+    task = asyncio.create_task(link.recv())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
+    """The stand-in, in NIXL's place."""
+    network = FakeNetwork()
+    network.install(monkeypatch)
+    return network
+
+
+@pytest.fixture(params=["stand-in", pytest.param("nixl", marks=INSTALLED)])
+def any_nixl(request: pytest.FixtureRequest) -> None:
+    """Either of them."""
+    if request.param == "stand-in":
+        request.getfixturevalue("network")
+
+
+@pytest.mark.usefixtures("any_nixl")
+async def test_scattered_blocks_land_in_scattered_blocks() -> None:
+    async with linked() as ends, answered(ends.sender):
+        ids = random.Random(5).sample(range(NUM_BLOCKS), 350)  # some 11 MiB, and no multiple of a piece
+        for _ in range(2):
+            ends.target.data[:] = bytes(len(ends.target.data))
+            await ends.sender.send(b"h", ends.source.read_blocks(ids))
+            message = await ends.receiver.recv()
+            sink = Sink(ends.target.land(ids[::-1]).parts)
+            assert message.size == sink.size
+            await ends.receiver.take(sink)
+            assert b"".join(ends.target.read_blocks(ids[::-1])) == b"".join(ends.source.read_blocks(ids))
+
+
+@pytest.mark.usefixtures("any_nixl")
+async def test_what_lies_outside_the_pool_travels_with_the_message() -> None:
+    async with linked() as ends, answered(ends.sender):
+        await ends.sender.send(b"h", [ends.source.data[:5000], b"elsewhere"])
+        into = bytearray((await ends.receiver.recv()).size)
+        await ends.receiver.take(Sink([memoryview(into)]))
+        assert into == bytes(ends.source.data[:5000]) + b"elsewhere"
+
+
+@pytest.mark.usefixtures("any_nixl")
+async def test_nothing_is_written_once_a_sink_is_closed() -> None:
+    async with linked() as ends, answered(ends.sender):
+        await ends.sender.send(b"h", [ends.source.data])
+        sink = Sink([ends.target.data[: (await ends.receiver.recv()).size]])
+        taking = asyncio.create_task(ends.receiver.take(sink))
+        await asyncio.sleep(0)
+        sink.close()
+        there = bytes(ends.target.data)
+        await taking
+        await ends.sender.send(b"next", [ends.source.data[:100]])
+        into = bytearray((await ends.receiver.recv()).size)
+        await ends.receiver.take(Sink([memoryview(into)]))
+        assert into == ends.source.data[:100]
+        assert ends.target.data == there
+
+
+@pytest.mark.usefixtures("any_nixl")
+async def test_blocks_may_change_once_drained() -> None:
+    async with linked() as ends, answered(ends.sender):
+        before = bytes(ends.source.data)
+
+        async def receive() -> None:
+            message = await ends.receiver.recv()
+            await ends.receiver.take(Sink([ends.target.data[: message.size]]))
+            with contextlib.suppress(PeerLost):
+                await ends.receiver.recv()
+
+        receiving = asyncio.create_task(receive())
+        await ends.sender.send(b"h", [ends.source.data])
+        await ends.sender.drained()
+        ends.source.data[:] = bytes(len(ends.source.data))
+        assert ends.target.data == before
+        await ends.sender.aclose()
+        await receiving
+
+
+@pytest.mark.usefixtures("any_nixl")
+async def test_what_a_peer_that_left_has_sent_counts_for_nothing() -> None:
+    async with linked() as ends:
+        await ends.sender.send(b"h", [ends.source.data[:5000]])
+        message = await ends.receiver.recv()
+        closing = asyncio.create_task(ends.sender.aclose())
+        await asyncio.sleep(0.05)
+        with pytest.raises(PeerLost, match="closed the link"):
+            await ends.receiver.take(Sink([memoryview(bytearray(message.size))]))
+        await ends.receiver.aclose()
+        await closing
+
+
+@pytest.mark.usefixtures("any_nixl")
+async def test_a_closed_link_leaves_the_others_of_its_peer_alone() -> None:
+    async with linked() as ends:
+        sender, receiver = await asyncio.gather(ends.sending.connect(ends.endpoint, 10.0), ends.receiving.accept())
+        await asyncio.gather(ends.sender.aclose(), ends.receiver.aclose())
+        async with answered(sender):
+            await sender.send(b"h", [ends.source.data[:5000]])
+            into = bytearray((await receiver.recv()).size)
+            await receiver.take(Sink([memoryview(into)]))
+        assert into == ends.source.data[:5000]
+
+
+@pytest.mark.usefixtures("network")
+async def test_a_reference_beyond_the_peers_memory_loses_the_link() -> None:
+    async with linked() as ends:
+        assert isinstance(ends.receiver, SocketLink)
+        ends.receiver._peer_size = 4999
+        await ends.sender.send(b"h", [ends.source.data[:5000]])
+        with pytest.raises(PeerLost, match="refers to bytes 0 to 5000 of its 4999"):
+            await ends.receiver.recv()
+
+
+async def test_a_peer_helps_where_nothing_else_serves_reads(network: FakeNetwork) -> None:
+    network.needs_progress = True
+    async with linked() as ends, answered(ends.sender):
+        for _ in range(3):
+            await ends.sender.send(b"h", [ends.source.data])
+            message = await ends.receiver.recv()
+            await ends.receiver.take(Sink([ends.target.data[: message.size]]))
+        assert ends.target.data == ends.source.data
+        await ends.receiver.send(b"so that it has heard of the end")
+        await asyncio.sleep(0.05)
+        made = sum(agent.progress for agent in network.agents.values())
+        await asyncio.sleep(0.05)
+        assert made == sum(agent.progress for agent in network.agents.values())
+
+
+@pytest.mark.parametrize("trouble", ["stuck", "broken"])
+async def test_a_read_that_does_not_end_or_fails_loses_the_link(network: FakeNetwork, trouble: str) -> None:
+    network.fails, network.polls = trouble == "broken", 2**62
+    async with linked(timeout_s=0.3) as ends, answered(ends.sender):
+        await ends.sender.send(b"h", [ends.source.data])
+        message = await ends.receiver.recv()
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match=r"longer than 0\.3 s" if trouble == "stuck" else "failed"):
+            await ends.receiver.take(Sink([ends.target.data[: message.size]]))
+        assert time.monotonic() - start < 2
+        with pytest.raises(PeerLost):
+            await ends.receiver.recv()
+    assert ends.target.data == bytes(len(ends.target.data))
+    assert all(read.released for agent in network.agents.values() for read in agent.reads)
+
+
+async def test_closing_ends_a_read_and_lets_go_of_pool_and_peer(network: FakeNetwork) -> None:
+    network.polls = 2**62
+    async with linked() as ends, answered(ends.sender):
+        await ends.sender.send(b"h", [ends.source.data])
+        message = await ends.receiver.recv()
+        taking = asyncio.create_task(ends.receiver.take(Sink([ends.target.data[: message.size]])))
+        await asyncio.sleep(0.02)
+        assert not taking.done()
+        closing = asyncio.create_task(ends.receiver.aclose())
+        with pytest.raises(PeerLost, match="closed here"):
+            await taking
+        await ends.sender.aclose()
+        await closing
+    assert ends.target.data == bytes(len(ends.target.data))
+    for agent in network.agents.values():
+        assert not agent.peers
+        assert len(ends.source.data) not in [size for _, size in agent.registered]
+        assert all(read.released for read in agent.reads)
+
+
+def test_without_nixl_it_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    expected = r"^transfer\.transport: nixl cannot be used: NIXL cannot be imported .*; pip install nixl\b"
+    with pytest.raises(ConfigError, match=expected):
+        offered_transports("nixl", device="cpu")
+
+
+async def test_without_nixl_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    transport = create_transport("nixl")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        await transport.listen("127.0.0.1")
+    await transport.aclose()
+
+
+def test_without_its_backend_it_is_a_configuration_error(network: FakeNetwork) -> None:
+    network.backends = []
+    with pytest.raises(ConfigError, match=r"^transfer\.transport: nixl cannot be used: .* no UCX backend"):
+        offered_transports("nixl", device="cpu")
+    network.backends = ["UCX"]
+    assert offered_transports("nixl", device="cpu") == ("nixl",)
+    assert "nixl" not in offered_transports("auto", device="cpu")
