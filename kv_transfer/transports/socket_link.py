@@ -24,7 +24,6 @@ _FRAME = struct.Struct("<BIQI")
 _REFERENCE = struct.Struct("<QQ")
 _MESSAGE, _FLUSH, _FLUSHED = range(3)
 _MAX_REFERENCES = 2**16
-_DRAIN_S = 5.0
 
 
 class SocketLink(KVLink):
@@ -64,20 +63,22 @@ class SocketLink(KVLink):
             await self._stream.write([frame] if count else [frame, *parts])
 
     async def drained(self) -> None:
-        """Wait until the peer has dealt with what was sent by reference. A peer that does not is cut off: from then on
-        it cannot take anything for good any more (see `take`)."""
+        """Wait until the peer has dealt with what was sent by reference."""
         if self._dealt_with == self._referred:
             return
         flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(_DRAIN_S):
-                async with self._writing:
-                    self._flushes.append((self._referred, flushed))
-                    await self._stream.write([_FRAME.pack(_FLUSH, 0, 0, 0)])
-                await flushed
-        except (TimeoutError, TransferError):
-            self._stream.cut("the peer did not let go of what it was sent")
-            self._let_go()
+            async with self._writing:
+                self._flushes.append((self._referred, flushed))
+                await self._stream.write([_FRAME.pack(_FLUSH, 0, 0, 0)])
+            await flushed
+        except TransferError as error:
+            self.cut(str(error))
+
+    def cut(self, why: str) -> None:
+        """Shut the socket down; from then on the peer cannot take anything for good any more (see `take`)."""
+        self._stream.cut(why)
+        self._let_go()
 
     async def recv(self) -> Message:
         """The next message."""
@@ -112,7 +113,8 @@ class SocketLink(KVLink):
         if not self._references:
             return
         for view in self._references:
-            sink.write(view)
+            with view:  # released at once: an error's traceback would keep it, and the peer's memory mapped
+                sink.write(view)
         self._references.clear()
         poll = select.poll()
         poll.register(self._stream.socket, select.POLLRDHUP)

@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kv_transfer.base import Buffer
@@ -60,17 +59,13 @@ class Groups:
         ]
         self._streams = [_cuda_stream(), _cuda_stream()]
 
-    def send(self, payload: Sequence[Buffer]) -> None:
-        """Send one joined payload; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
-        whole = payload[0] if len(payload) == 1 else bytearray().join(payload)
-        if memoryview(whole).readonly:
-            whole = bytearray(whole)
-        tensor = self._torch.frombuffer(whole, dtype=self._torch.uint8)
-        group = self._by_sender[self._rank]
+    def send(self, payload: bytearray) -> None:
+        """Send a payload; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
+        tensor = self._torch.frombuffer(payload, dtype=self._torch.uint8)
         if self._streams is None:
-            group.send([tensor], self._peer_rank, self._rank).wait()
+            self._gloo(self._rank).send([tensor], self._peer_rank, self._rank).wait()
             return
-        stream = self._streams[0]
+        group, stream = self._by_sender[self._rank], self._streams[0]
         self._check()
         with self._torch.cuda.stream(stream):
             group.send([tensor.to("cuda", non_blocking=True)], self._peer_rank, self._rank).wait()
@@ -80,11 +75,10 @@ class Groups:
     def recv(self, size: int) -> Buffer:
         """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
         tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
-        group = self._by_sender[self._peer_rank]
         if self._streams is None:
-            group.recv([tensor], self._peer_rank, self._peer_rank).wait()
+            self._gloo(self._peer_rank).recv([tensor], self._peer_rank, self._peer_rank).wait()
             return _view(tensor)
-        stream = self._streams[1]
+        group, stream = self._by_sender[self._peer_rank], self._streams[1]
         self._check()
         with self._torch.cuda.stream(stream):
             staged = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
@@ -97,9 +91,17 @@ class Groups:
     def abort(self) -> None:
         """Break off what is under way, where the backend can (NCCL); it raises then. Returns at once."""
         self._aborted = True
-        if self._streams is not None:
+        if self._streams is None:
+            self._by_sender = []  # its sockets close with the last operation, whatever error's traceback keeps this
+        else:
             for group in self._by_sender:  # each in its own thread: one may wait until the other's kernel has ended
                 threading.Thread(target=_abort, args=(group,), name="kv-torch-abort", daemon=True).start()
+
+    def _gloo(self, sender: int) -> Any:
+        try:
+            return self._by_sender[sender]
+        except IndexError:
+            raise RuntimeError("the group was aborted") from None
 
     def _check(self) -> None:
         """To the stream an aborted operation looks like one that is complete."""
