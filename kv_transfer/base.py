@@ -58,8 +58,14 @@ class KVLink(ABC):
         was taken for as long as the transport's own bound. A cancelled or failed send may have gone out or not."""
 
     async def drained(self) -> None:  # noqa: B027 - most transports have let go of the parts when `send` returns
-        """Return once nothing reads the parts of what was sent so far: they may then change. Bounded; a link that is
-        lost reads nothing. Needs a task that receives."""
+        """Return once nothing reads the parts of what was sent so far: they may then change. A link that is lost reads
+        nothing. Needs a task that receives. Unbounded: put a timeout around it, and `cut` a link that lets it pass."""
+
+    @abstractmethod
+    def cut(self, why: str) -> None:
+        """End the link at once, without a care for what is on its way: nothing reads the parts of what was sent, or
+        what was read counts for nothing. Whoever sends or receives sees PeerLost, at the peer as well. `aclose` has to
+        follow. Cutting twice is fine, and so is cutting what is closed."""
 
     @abstractmethod
     async def recv(self) -> Message:

@@ -56,7 +56,7 @@ class Outgoing:
         self.export_s = 0.0
         self.transport = ""
         self.settle: Callable[[], Awaitable[None]] | None = None
-        """Waits until nothing behind its link reads its blocks either."""
+        """Waits until nothing reads its blocks any more, here or behind its link, once it has failed."""
         self._layout, self._message_bytes = layout, message_bytes
         self._pending: deque[tuple[int, int, range]] = deque()  # slot, block, layers
         self._again: deque[Part] = deque()

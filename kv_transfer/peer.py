@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from kv_transfer.outgoing import Outgoing, Part
 from kv_transfer.sink import Stretch
 from kv_transfer.status import TransferStatus
 
+_SETTLE_S = 0.5
 _log = logging.getLogger(__name__)
 
 Conclude = Callable[[Outgoing, PdserveError | None], None]
@@ -57,7 +59,7 @@ class Peer:
 
     def add(self, handoff: Outgoing) -> None:
         """Take on a hand-off to this receiver."""
-        handoff.status, handoff.settle = TransferStatus.WAITING, self._settle
+        handoff.status, handoff.settle = TransferStatus.WAITING, lambda: self._settle(handoff)
         handoff.transport = self.about.transport
         self._handoffs[handoff.destination.nonce] = handoff
         if handoff.ready:
@@ -85,12 +87,18 @@ class Peer:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _settle(self) -> None:
-        """Return once the receiver reads nothing of what was sent so far."""
+    async def _settle(self, handoff: Outgoing) -> None:
+        """Return once nothing reads the blocks of a hand-off that failed, neither here nor at the receiver. A receiver
+        that keeps them for longer than `_SETTLE_S` is given up, with all hand-offs to it."""
         if self.alive:
-            await self._link.drained()
-        else:
-            await asyncio.wait({self._task})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SETTLE_S):
+                    await handoff.idle.wait()
+                    await self._link.drained()
+                    return
+            _log.warning("%s does not let go of %s: its KV link is cut", self.worker_id, handoff.request_id)
+        self._link.cut(f"{self.worker_id} did not let go of what it was sent")
+        await handoff.idle.wait()
 
     def _control(self, header: Header) -> None:
         self._controls.append(header)

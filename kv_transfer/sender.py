@@ -163,9 +163,9 @@ class KVSender:
         """Wait until nothing reads its blocks; a transport that never lets go of them must not keep them for good."""
         try:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
-                await handoff.idle.wait()
                 if handoff.settle is not None and not isinstance(handoff.outcome, SentKV):
                     await handoff.settle()
+                await handoff.idle.wait()
         except TimeoutError:
             _log.error("%s: a send of its blocks has not ended for %g s", handoff.request_id, _IDLE_TIMEOUT_S)
 

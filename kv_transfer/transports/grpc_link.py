@@ -98,6 +98,11 @@ class GrpcLink(InboxLink):
         """Return once the stream is over."""
         await self._over.wait()
 
+    def cut(self, why: str) -> None:
+        """Cancel the RPC. gRPC has copies of its own of what was sent."""
+        self._lose(why)
+        self.cancel()
+
     async def aclose(self) -> None:
         """Half-close after what is queued; cancel the RPC if the peer does not follow within a second."""
         self._gone = self._gone or PeerLost(f"the link to {self._peer} was closed here (grpc_stream)")

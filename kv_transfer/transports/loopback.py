@@ -36,6 +36,11 @@ class LoopbackLink(InboxLink):
         """Whether either end was closed."""
         return self._inbox.ended is not None
 
+    def cut(self, why: str) -> None:
+        """End both inboxes."""
+        self._peer_inbox.end(PeerLost(f"{why} (loopback)"))
+        self._inbox.end(PeerLost(f"{why} (loopback)"))
+
     async def aclose(self) -> None:
         """End both inboxes; what the peer has not taken yet stays there for it."""
         self._peer_inbox.end(PeerLost("the peer closed the link (loopback)"))

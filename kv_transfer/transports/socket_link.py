@@ -26,7 +26,6 @@ _MESSAGE, _FLUSH, _FLUSHED = range(3)
 FIRST_OWN_SIGNAL = 3
 """Signals (frames without anything behind them) from here on mean what a link's own class says."""
 _MAX_REFERENCES = 2**16
-_DRAIN_S = 5.0
 
 
 class OwnMemory(Protocol):
@@ -97,20 +96,22 @@ class SocketLink(KVLink):
             await self._stream.write([frame] if count else [frame, *parts])
 
     async def drained(self) -> None:
-        """Wait until the peer has dealt with what was sent by reference. A peer that does not is cut off: from then on
-        it cannot take anything for good any more (see `take`)."""
+        """Wait until the peer has dealt with what was sent by reference."""
         if self._dealt_with == self._referred:
             return
         flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(_DRAIN_S):
-                async with self._writing:
-                    self._flushes.append((self._referred, flushed))
-                    await self._stream.write([_signal(_FLUSH)])
-                await flushed
-        except (TimeoutError, TransferError):
-            self._stream.cut("the peer did not let go of what it was sent")
-            self._let_go()
+            async with self._writing:
+                self._flushes.append((self._referred, flushed))
+                await self._stream.write([_signal(_FLUSH)])
+            await flushed
+        except TransferError as error:
+            self.cut(str(error))
+
+    def cut(self, why: str) -> None:
+        """Shut the socket down; from then on the peer cannot take anything for good any more (see `take`)."""
+        self._stream.cut(why)
+        self._let_go()
 
     async def recv(self) -> Message:
         """The next message."""
@@ -144,11 +145,15 @@ class SocketLink(KVLink):
             return
         if not self._references or self._peer_memory is None:
             return
-        for offset, length in self._references:
-            sink.write(self._peer_memory.view(offset, length))
+        self._copy(self._peer_memory, sink)
         self._references.clear()
-        self._peer_memory.finish()
         self._check_open()
+
+    def _copy(self, memory: OthersMemory, sink: Sink) -> None:
+        """Without a view in the frame of `take`: an error's traceback would keep it, and that the peer's memory."""
+        for offset, length in self._references:
+            sink.write(memory.view(offset, length))
+        memory.finish()
 
     async def aclose(self) -> None:
         """Close the socket, and let go of the peer's memory."""

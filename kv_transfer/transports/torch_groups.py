@@ -68,27 +68,33 @@ class Groups:
         ]
         self._streams = [_cuda_stream(), _cuda_stream()]
 
-    def send(self, payload: Sequence[Stretch]) -> None:
-        """Send one joined payload; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
-        group = self._by_sender[self._rank]
+    def joined(self, payload: Sequence[Stretch]) -> torch.Tensor:
+        """A copy of the parts, one after the other, for `send`."""
+        if self._on_device:
+            whole: torch.Tensor = self._torch.cat(list(payload)) if len(payload) > 1 else payload[0].clone()
+            finish(whole)
+            return whole
+        return self._torch.frombuffer(bytearray().join(payload), dtype=self._torch.uint8)
+
+    def send(self, payload: torch.Tensor) -> None:
+        """Send what `joined` made; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
         if self._streams is None:
-            group.send([self._joined(payload)], self._peer_rank, self._rank).wait()
+            self._gloo(self._rank).send([payload], self._peer_rank, self._rank).wait()
             return
-        stream = self._streams[0]
+        group, stream = self._by_sender[self._rank], self._streams[0]
         self._check()
         with self._torch.cuda.stream(stream):
-            group.send([self._joined(payload)], self._peer_rank, self._rank).wait()
+            group.send([payload], self._peer_rank, self._rank).wait()
         stream.synchronize()
         self._check()
 
     def recv(self, size: int) -> Stretch:
         """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
-        group = self._by_sender[self._peer_rank]
         if self._streams is None:
             tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
-            group.recv([tensor], self._peer_rank, self._peer_rank).wait()
+            self._gloo(self._peer_rank).recv([tensor], self._peer_rank, self._peer_rank).wait()
             return tensor if self._on_device else tensor.numpy().data
-        stream = self._streams[1]
+        group, stream = self._by_sender[self._peer_rank], self._streams[1]
         self._check()
         with self._torch.cuda.stream(stream):
             tensor = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
@@ -97,20 +103,20 @@ class Groups:
         self._check()
         return tensor
 
-    def _joined(self, payload: Sequence[Stretch]) -> torch.Tensor:
-        if self._on_device:
-            return payload[0] if len(payload) == 1 else self._torch.cat(list(payload))
-        whole = payload[0] if len(payload) == 1 else bytearray().join(payload)
-        if memoryview(whole).readonly:
-            whole = bytearray(whole)
-        return self._torch.frombuffer(whole, dtype=self._torch.uint8)
-
     def abort(self) -> None:
         """Break off what is under way, where the backend can (NCCL); it raises then. Returns at once."""
         self._aborted = True
-        if self._streams is not None:
+        if self._streams is None:
+            self._by_sender = []  # its sockets close with the last operation, whatever error's traceback keeps this
+        else:
             for group in self._by_sender:  # each in its own thread: one may wait until the other's kernel has ended
                 threading.Thread(target=_abort, args=(group,), name="kv-torch-abort", daemon=True).start()
+
+    def _gloo(self, sender: int) -> Any:
+        try:
+            return self._by_sender[sender]
+        except IndexError:
+            raise RuntimeError("the group was aborted") from None
 
     def _check(self) -> None:
         """To the stream an aborted operation looks like one that is complete."""

@@ -47,7 +47,7 @@ class TorchDistLink(InboxLink):
         self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._fetch())]
 
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Announce the payload, then send it in the sending thread."""
+        """Announce the payload, then send a copy of it in the sending thread, which may go on after this has ended."""
         size = check_sizes(header, payload)
         if self._inbox.ended is not None or self._groups is None:
             raise self._inbox.ended or PeerLost(f"{self._peer}: the link is down (torch_dist)")
@@ -63,17 +63,16 @@ class TorchDistLink(InboxLink):
         if not size:
             return
         loop = asyncio.get_running_loop()
-        sent = loop.run_in_executor(self._senders, groups.send, payload)
+        sent = loop.run_in_executor(self._senders, groups.send, groups.joined(payload))
         try:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.shield(sent)
         except TimeoutError:
-            lost = self._fail(f"a payload timed out, it was not taken within {self._timeout_s} s")
-            await self._let_end(sent)
-            raise lost from None
+            self._leave(sent)
+            raise self._fail(f"a payload timed out, it was not taken within {self._timeout_s} s") from None
         except asyncio.CancelledError:
+            self._leave(sent)
             self._fail("a send was cancelled")
-            await self._let_end(sent)
             raise
         except RuntimeError as error:
             raise self._fail(self._why or error) from None
@@ -84,6 +83,10 @@ class TorchDistLink(InboxLink):
         await super().take(sink)
         if self.on_device and len(payload):
             finish(payload)
+
+    def cut(self, why: str) -> None:
+        """Close the connection and drop the groups."""
+        self._fail(why)
 
     @property
     def closed(self) -> bool:
@@ -153,10 +156,17 @@ class TorchDistLink(InboxLink):
         if groups is not None:
             groups.abort()
 
-    async def _let_end(self, sent: asyncio.Future[Any]) -> None:
-        """Wait for the thread of a send that was given up, which may still read the parts. NCCL ends it by the abort;
-        with Gloo the peer drops its group when it sees the connection end, else the group's timeout ends it."""
-        sent.add_done_callback(lambda done: done.exception())
-        done, _ = await asyncio.wait({sent}, timeout=self._timeout_s + _GRACE_S)
-        if not done:  # NCCL only, and that has its own copy of the parts by now
+    def _leave(self, sent: asyncio.Future[Any]) -> None:
+        """Let the thread of a send that was given up end alone. NCCL ends it by the abort; with Gloo the peer drops its
+        group when it sees the connection end, else the group's timeout ends it."""
+
+        def complain() -> None:
             _log.error("a send to %s does not end, its thread is left behind (torch_dist)", self._peer)
+
+        def ended(done: asyncio.Future[Any]) -> None:
+            complaint.cancel()
+            if not done.cancelled():
+                done.exception()
+
+        complaint = asyncio.get_running_loop().call_later(self._timeout_s + _GRACE_S, complain)
+        sent.add_done_callback(ended)

@@ -298,6 +298,10 @@ class CorruptingLink(KVLink):
         """As it came."""
         await self.link.take(sink)
 
+    def cut(self, why: str) -> None:
+        """Cut it."""
+        self.link.cut(why)
+
     async def aclose(self) -> None:
         """Close it."""
         await self.link.aclose()
