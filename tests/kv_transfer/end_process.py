@@ -1,0 +1,383 @@
+"""One end of hand-offs in a process of its own, for `End`: real senders or a real receiver over a pool of blocks, told
+what to do by a line of JSON each, and answering with one. It ends with its standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from core.clock import MonotonicClock
+from core.errors import PdserveError, to_wire
+from core.handoff import KVDestination, KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer.base import KVTransport, Landing
+from kv_transfer.factory import create_transport
+from kv_transfer.integrity import checksum
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+from tests.kv_transfer.tampering import TamperingTransport
+
+LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64)  # blocks of 64 KiB
+Values = dict[str, Any]
+
+
+class SlowStore(MemoryStore):
+    """Before a message's payload is moved, the whole process sleeps for ``landing_s``."""
+
+    landing_s = 0.0
+
+    if not TYPE_CHECKING:
+
+        def land(self, block_ids: Sequence[int], layers: range | None = None) -> Landing:
+            """The blocks, after a while."""
+            time.sleep(self.landing_s)
+            return super().land(block_ids, layers)
+
+
+class Pool:
+    """Which blocks are free. A block that is given back is somebody else's: it gets ``pattern``, which must stay."""
+
+    def __init__(self, store: MemoryStore, pattern: int) -> None:
+        self.store = store
+        self._pattern = bytes([pattern]) * store.layout.block_bytes
+        self._free = deque(range(store.num_blocks))
+        for block in self._free:
+            self._overwrite(block)
+
+    @property
+    def free(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Blocks for a hand-off."""
+        return [self._free.popleft() for _ in range(count)]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """They are free, and have a new owner's content."""
+        for block in blocks:
+            self._overwrite(block)
+        self._free.extend(blocks)
+
+    def intact(self) -> bool:
+        """Whether nobody else wrote into the free ones."""
+        size = self.store.layout.block_bytes
+        return all(self.store.data[block * size : (block + 1) * size] == self._pattern for block in self._free)
+
+    def content(self, blocks: Sequence[int]) -> int:
+        """A hash of what blocks hold."""
+        return checksum(self.store.read_blocks(blocks), b"") if blocks else 0
+
+    def _overwrite(self, block: int) -> None:
+        size = self.store.layout.block_bytes
+        self.store.data[block * size : (block + 1) * size] = self._pattern
+
+
+class End:
+    """What both kinds of end can be told. A method's keywords are those of its line."""
+
+    def __init__(self, options: Values, pattern: int) -> None:
+        self.clock = MonotonicClock()
+        self.store = SlowStore(replace(LAYOUT, **options["layout"]), options["num_blocks"])
+        self.pool = Pool(self.store, pattern)
+        self.options = options
+        self.inner = {
+            name: create_transport(name, timeout_s=options["timeout_s"], memory=self.store.memory)
+            for name in options["transports"]
+        }
+        self.blocks: dict[str, list[int]] = {}
+        self.deadlines: dict[str, float] = {}
+        self.skipped: dict[str, int] = {}
+
+    async def start_up(self) -> Values:
+        """Be ready; what the test has to know."""
+        return {}
+
+    async def stats(self) -> Values:
+        """What this process holds."""
+        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+        mappings = sum("memfd:pdserve-kv" in line for line in _lines("/proc/self/maps"))
+        return {
+            "free": self.pool.free,
+            "held": {
+                "sockets": sum(link.startswith("socket:") for link in links),
+                "memory files": sum("memfd:pdserve-kv" in link for link in links),
+                "mappings": mappings,
+                "threads": threading.active_count(),
+                "children": len(multiprocessing.active_children()) + len(_children()),
+            },
+        }
+
+    async def intact(self) -> Values:
+        """Whether blocks that were given back hold what their new owner wrote."""
+        return {"intact": self.pool.intact()}
+
+    async def sleep(self, seconds: float) -> Values:
+        """Do nothing else at all for a while, right after the answer."""
+        asyncio.get_running_loop().call_soon(time.sleep, seconds)
+        return {}
+
+    async def slow(self, seconds: float) -> Values:
+        """Sleep before each message is moved."""
+        self.store.landing_s = seconds
+        return {}
+
+    async def cut(self) -> Values:
+        """End every connection."""
+        for transport in self.inner.values():
+            for link in list(vars(transport)["_links"]):
+                _cut(link)
+        return {}
+
+    async def ended(self, request: str, work: Awaitable[Any]) -> Values:
+        """Do it; whether it raised or not, the request's blocks are free then."""
+        try:
+            done: Values = _plain(await work)
+            blocks = self.blocks.get(request, [])
+            done["content"] = self.pool.content(blocks)
+            done["arrived"] = self.pool.content(blocks[self.skipped.get(request, 0) :])
+        except PdserveError as error:
+            kind, message = to_wire(error)
+            done = {"error": kind, "message": message}
+        done["late_s"] = self.clock.now() - self.deadlines.get(request, self.clock.now())
+        self.pool.give_back(self.blocks.pop(request, ()))
+        return done
+
+
+class ReceivingEnd(End):
+    """A `KVReceiver`."""
+
+    def __init__(self, options: Values) -> None:
+        super().__init__(options, 0xA5)
+        self.receiver = KVReceiver(
+            self.store,
+            list(self.inner.values()),
+            worker_id=options["worker_id"],
+            epoch=options["epoch"],
+            checksum=options["checksum"],
+            clock=self.clock,
+            lease_s=options["lease_s"],
+        )
+
+    async def start_up(self) -> Values:
+        """Listen."""
+        endpoints = await self.receiver.start("127.0.0.1")
+        return {"endpoints": [[endpoint.transport, endpoint.address] for endpoint in endpoints]}
+
+    async def expect(self, request: str, count: int, deadline_s: float, skipped: int = 0) -> Values:
+        """Reserve blocks, the first ``skipped`` of which hold what they should."""
+        self.blocks[request] = blocks = self.pool.take(count)
+        self.deadlines[request], self.skipped[request] = self.clock.now() + deadline_s, skipped
+        return self.receiver.expect(request, blocks, skipped, self.deadlines[request]).to_wire()
+
+    async def wait(self, request: str) -> Values:
+        """Wait for the hand-off."""
+        return await self.ended(request, self.receiver.wait(request))
+
+    async def abort(self, request: str) -> Values:
+        """Give it up."""
+        return await self.ended(request, self.receiver.abort(request))
+
+    async def status(self, request: str) -> Values:
+        """How far it is."""
+        return {"status": self.receiver.status(request)}
+
+    async def refused(self) -> Values:
+        """Counts of refusals."""
+        return {"refused": self.receiver.refused}
+
+    async def delay(self, seconds: float) -> Values:
+        """How long a complete hand-off is not acknowledged."""
+        self.receiver.delay_s = seconds
+        return {}
+
+
+class SendingEnd(End):
+    """A `KVSender` for each transport."""
+
+    def __init__(self, options: Values) -> None:
+        super().__init__(options, 0x5A)
+        self.tampering = {name: TamperingTransport(transport) for name, transport in self.inner.items()}
+        self.senders = {name: self.sender(transport, self.store) for name, transport in self.tampering.items()}
+        self.by_request: dict[str, KVSender] = {}
+
+    def sender(self, transport: KVTransport, store: MemoryStore) -> KVSender:
+        """One over this transport."""
+        return KVSender(
+            store,
+            [transport],
+            worker_id="p",
+            checksum=self.options["checksum"],
+            message_bytes=self.options["message_bytes"],
+            max_inflight_bytes=self.options["max_inflight_bytes"],
+            clock=self.clock,
+            lease_s=self.options["lease_s"],
+            connect_timeout_s=self.options["connect_timeout_s"],
+        )
+
+    async def connect(
+        self, transport: str, worker_id: str, epoch: str, address: str, layout: Values | None = None
+    ) -> Values:
+        """Have a link; with ``layout``, as another worker whose pool differs in this."""
+        sender, endpoints = self.senders[transport], [KVEndpoint(transport, address)]
+        if layout is None:
+            await sender.connect(worker_id, epoch, endpoints)
+            return {}
+        stranger = self.sender(self.tampering[transport], MemoryStore(replace(LAYOUT, **layout), 2))
+        try:
+            await stranger.connect(worker_id, epoch, endpoints)
+        finally:
+            await stranger.aclose()
+        return {}
+
+    async def unlink(self, transport: str) -> Values:
+        """Close the links."""
+        sender = self.senders[transport]
+        for peer in list(sender._peers.values()):
+            await peer.aclose()
+        return {}
+
+    async def tamper(self, transport: str, plan: list[Any]) -> Values:
+        """Damage the next messages with blocks."""
+        self.tampering[transport].plan.clear()
+        self.tampering[transport].plan.extend(plan)
+        return {}
+
+    async def start(self, request: str, transport: str, destination: Values, deadline_s: float, seed: int) -> Values:
+        """Begin a hand-off of random content."""
+        where = KVDestination.from_wire(destination)
+        self.blocks[request] = blocks = self.pool.take(where.num_blocks)
+        draw, size = random.Random(seed), self.store.layout.block_bytes
+        for block in blocks:
+            self.store.data[block * size : (block + 1) * size] = draw.randbytes(size)
+        self.deadlines[request] = self.clock.now() + deadline_s
+        self.by_request[request] = sender = self.senders[transport]
+        sender.start(request, where, self.deadlines[request])
+        return {"content": self.pool.content(blocks[where.num_skipped :])}
+
+    async def send(
+        self,
+        request: str,
+        first: int = 0,
+        count: int | None = None,
+        layers: list[int] | None = None,
+        last: bool = False,
+        trailer: str = "",
+    ) -> Values:
+        """Queue blocks of it, unless it has failed already."""
+        if (blocks := self.blocks.get(request)) is None:
+            return {}
+        self.by_request[request].send_blocks(
+            request,
+            first,
+            blocks[first:] if count is None else blocks[first : first + count],
+            None if layers is None else range(*layers),
+            last=last,
+            trailer=trailer.encode(),
+        )
+        return {}
+
+    async def wait(self, request: str) -> Values:
+        """Wait until it is acknowledged."""
+        return await self.ended(request, self.by_request[request].wait(request))
+
+    async def abort(self, request: str) -> Values:
+        """Give it up."""
+        return await self.ended(request, self.by_request[request].abort(request))
+
+    async def status(self, request: str) -> Values:
+        """How far it is."""
+        return {"status": self.by_request[request].status(request)}
+
+    async def links(self, transport: str) -> Values:
+        """To whom there are links."""
+        return {"links": [link.worker_id for link in self.senders[transport].links()]}
+
+
+def _plain(outcome: Any) -> Values:
+    """What a hand-off's account says."""
+    if outcome is None:
+        return {}
+    if hasattr(outcome, "proof"):
+        proof = outcome.proof
+        return {
+            "bytes": proof.kv_bytes,
+            "retried": proof.kv_bytes_retried,
+            "messages": proof.messages,
+            "trailer": outcome.trailer.decode(),
+        }
+    return {"bytes": outcome.bytes, "messages": outcome.messages, "retries": outcome.retries}
+
+
+def _cut(link: Any) -> None:
+    if link.transport in ("shm", "tcp"):
+        link._stream.cut("the test cut it")
+    elif link.transport == "grpc_stream":
+        link.cancel()
+    else:
+        link._writer.transport.abort()
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def _children() -> list[str]:
+    pid = os.getpid()
+    return "".join(_lines(f"/proc/{pid}/task/{pid}/children")).split()
+
+
+def _lines(path: str) -> list[str]:
+    with open(path, encoding="utf-8") as file:
+        return file.readlines()
+
+
+async def serve(end: End) -> None:
+    """Follow what standard input says until it ends. Each line is worked on by itself."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**20)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    working: set[asyncio.Task[None]] = set()
+
+    async def follow(order: Values) -> None:
+        number, method = order.pop("number"), order.pop("do")
+        work: Callable[..., Awaitable[Values]] = getattr(end, method)
+        try:
+            values = await work(**order)
+        except PdserveError as error:
+            kind, message = to_wire(error)
+            values = {"error": kind, "message": message}
+        except Exception as error:  # noqa: BLE001 - the test has to know
+            values = {"bug": f"{type(error).__name__}: {error}"}
+        _say(number=number, **values)
+
+    _say(number=0, **await end.start_up())
+    while line := await reader.readline():
+        task = asyncio.create_task(follow(json.loads(line)))
+        working.add(task)
+        task.add_done_callback(working.discard)
+    os._exit(0)
+
+
+async def _main(options: Values) -> None:
+    await serve(ReceivingEnd(options) if options["role"] == "receiver" else SendingEnd(options))
+
+
+def _say(**values: object) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(json.loads(sys.argv[1])))

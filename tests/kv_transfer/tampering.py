@@ -1,0 +1,107 @@
+"""A transport that damages what passes through it: corrupts, duplicates and swaps messages with blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+from core.errors import ChecksumMismatch
+from core.handoff import KVEndpoint
+from kv_transfer.base import Buffer, KVLink, KVTransport, Message
+from kv_transfer.integrity import Blocks, Refused, decode
+from kv_transfer.sink import Sink
+
+Damage = Literal["", "corrupt", "flip", "duplicate", "reorder"]
+
+
+class TamperingTransport(KVTransport):
+    """Does to the next messages with blocks what `plan` says, one entry for each message ("" leaves it alone):
+
+    - ``corrupt``: sends a copy with one bit changed;
+    - ``flip``: changes one bit in the pool itself, after it was hashed, until the receiver complains;
+    - ``duplicate``: sends it twice;
+    - ``reorder``: sends it after the one that follows.
+    """
+
+    def __init__(self, transport: KVTransport) -> None:
+        self.name = transport.name
+        self.plan: deque[Damage] = deque()
+        self.links: list[TamperingLink] = []
+        self._transport = transport
+
+    async def listen(self, host: str) -> KVEndpoint:
+        """As it is."""
+        return await self._transport.listen(host)
+
+    async def accept(self) -> KVLink:
+        """As it is."""
+        return await self._transport.accept()
+
+    def obstacle(self, endpoint: KVEndpoint) -> str | None:
+        """As it is."""
+        return self._transport.obstacle(endpoint)
+
+    async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
+        """A link that tampers."""
+        return TamperingLink(await self._transport.connect(endpoint, timeout_s), self.plan)
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await self._transport.aclose()
+
+
+class TamperingLink(KVLink):
+    """See `TamperingTransport`."""
+
+    def __init__(self, link: KVLink, plan: deque[Damage]) -> None:
+        self.transport = link.transport
+        self._link, self._plan = link, plan
+        self._held: tuple[bytes, bytes] | None = None
+        self._flipped: memoryview | None = None
+
+    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Send it, perhaps damaged."""
+        damage: Damage = self._plan.popleft() if self._plan and payload and isinstance(decode(header), Blocks) else ""
+        if damage == "reorder":
+            self._held = header, b"".join(payload)
+            return
+        if damage == "corrupt":
+            whole = bytearray().join(payload)
+            whole[len(whole) // 2] ^= 1
+            payload = [whole]
+        elif damage == "flip":
+            self._flipped = memoryview(payload[0]).cast("B")[:1]
+            self._flipped[0] ^= 1
+        await self._link.send(header, payload)
+        if damage == "duplicate":
+            await self._link.send(header, payload)
+        if payload and self._held is not None:
+            (held, content), self._held = self._held, None
+            await self._link.send(held, [content])
+
+    async def drained(self) -> None:
+        """As it is."""
+        await self._link.drained()
+
+    async def recv(self) -> Message:
+        """As it came; a complaint undoes a flip."""
+        message = await self._link.recv()
+        if self._flipped is not None:
+            answer = decode(message.header)
+            if isinstance(answer, Refused) and answer.kind == ChecksumMismatch.__name__:
+                self._flipped[0] ^= 1
+                self._flipped = None
+        return message
+
+    async def take(self, sink: Sink) -> None:
+        """As it came."""
+        await self._link.take(sink)
+
+    def cut(self, why: str) -> None:
+        """Cut it."""
+        self._link.cut(why)
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await self._link.aclose()

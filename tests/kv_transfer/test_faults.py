@@ -1,0 +1,388 @@
+"""What becomes of hand-offs when something breaks, at each state of them, between real processes.
+
+After every fault: both ends that still live have a final state within the deadline plus `GRACE_S`, all blocks are free
+and hold what their next owner wrote, no socket, mapping, memory file, thread or process is left, and the next hand-off
+passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.kv_transfer.end import End, until
+from tests.kv_transfer.pair import BLOCK_BYTES, GRACE_S, HandOff, Pair
+
+DEADLINE_S = 1.0
+LARGE = 128  # blocks, in one message
+GetPair = Callable[..., Pair]
+
+BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
+STATES = pytest.mark.parametrize(
+    ("transport", "state"),
+    [
+        *[(transport, state) for transport in ("shm", "tcp") for state in ("bootstrapping", "linked", "mid-message")],
+        ("grpc_stream", "linked"),
+        ("grpc_stream", "mid-message"),
+        ("torch_dist", "linked"),
+    ],
+)
+ENDS = pytest.mark.parametrize("which", ["sender", "receiver"])
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[dict[str, Pair]]:
+    """Pairs that are up, since processes take their time to start."""
+    pairs: dict[str, Pair] = {}
+    yield pairs
+    for pair in pairs.values():
+        pair.close()
+
+
+@pytest.fixture
+def get_pair(pairs: dict[str, Pair]) -> GetPair:
+    """A linked pair that nothing is wrong with."""
+
+    def get(transport: str, **options: Any) -> Pair:
+        key = f"{transport} {options}"
+        known = pairs.pop(key, None)
+        if known is not None and not known.clean:
+            known.close()
+            known = None
+        pairs[key] = pair = known or Pair(transport, **options)
+        pair.make_ready()
+        return pair
+
+    return get
+
+
+def reach(pair: Pair, state: str) -> list[HandOff]:
+    """Hand-offs at ``state``. Linked: one that waits, one between two messages, one that is sent but not
+    acknowledged."""
+    if state == "linked":
+        pair.receiver.call("delay", seconds=DEADLINE_S + GRACE_S)
+        waiting, transferring, unacknowledged = (pair.start(4, DEADLINE_S) for _ in range(3))
+        pair.send(transferring, 0, 2)
+        pair.send(unacknowledged, last=True)
+        pair.wait_status(waiting, "waiting")
+        pair.wait_status(transferring, "transferring")
+        pair.wait_status(unacknowledged, "transferring")
+        pair.receiver.call("delay", seconds=0)
+        return [waiting, transferring, unacknowledged]
+    assert state == "mid-message"
+    handoff = pair.start(LARGE, DEADLINE_S)
+    pair.wait_status(handoff, "waiting")
+    if pair.relay is None:  # the receiver sleeps before it copies; there is nobody else to ask
+        pair.receiver.call("slow", seconds=0.4)
+        pair.send(handoff, last=True)
+        time.sleep(0.1)
+        pair.receiver.begin("slow", seconds=0)
+    else:
+        pair.relay.stall(3 * 2**20)
+        pair.send(handoff, last=True)
+        assert pair.relay.wait_stalled()
+    return [handoff]
+
+
+def go_on_after(pair: Pair) -> None:
+    """Undo what `reach` did."""
+    if pair.relay is not None:
+        pair.relay.flow()
+
+
+def end_of(pair: Pair, which: str) -> tuple[End, End]:
+    """The end that something happens to, and the other."""
+    return (pair.sender, pair.receiver) if which == "sender" else (pair.receiver, pair.sender)
+
+
+def order_of(handoff: HandOff, end: End) -> int:
+    """The order to wait for it there."""
+    return handoff.sending if end.role == "sender" else handoff.receiving
+
+
+@STATES
+@ENDS
+def test_a_killed_end_fails_its_hand_offs_at_the_other(
+    get_pair: GetPair, transport: str, state: str, which: str
+) -> None:
+    pair = get_pair(transport)
+    victim, other = end_of(pair, which)
+    if state == "bootstrapping":
+        pair.unlink()
+        handoff, reserved = pair.expect(4, DEADLINE_S)
+        victim.kill()
+        if which == "receiver":
+            pair.order_start(handoff, reserved, DEADLINE_S)
+        kind = "PeerLost" if which == "receiver" else "TransferTimeout"
+        pair.failed(other, order_of(handoff, other), kind)
+    else:
+        handoffs = reach(pair, state)
+        victim.kill()
+        go_on_after(pair)
+        for handoff in handoffs:
+            pair.failed(other, order_of(handoff, other), "PeerLost")
+    pair.check_settled()
+
+
+@STATES
+@ENDS
+def test_an_end_that_stands_still_past_the_deadline_writes_nothing_when_it_goes_on(
+    get_pair: GetPair, transport: str, state: str, which: str
+) -> None:
+    check_stop(get_pair(transport), state, which)
+
+
+@BOTH
+def test_without_checksums_an_end_that_goes_on_publishes_nothing_either(get_pair: GetPair, transport: str) -> None:
+    check_stop(get_pair(transport, checksum=False), "mid-message", "receiver")
+
+
+def check_stop(pair: Pair, state: str, which: str) -> None:
+    """Stop one end for longer than the deadline; what the other end took back is overwritten meanwhile."""
+    victim, other = end_of(pair, which)
+    if state == "bootstrapping":
+        pair.unlink()
+        handoff, reserved = pair.expect(4, DEADLINE_S)
+        handoffs = [handoff]
+        victim.stop()
+        started = pair.order_start(handoff, reserved, DEADLINE_S)
+    else:
+        handoffs = reach(pair, state)
+        victim.stop()
+    if (pair.transport, state, which) == ("shm", "mid-message", "sender"):  # its memory can be read all the same
+        for handoff in handoffs:
+            pair.check_received(handoff, other.result(order_of(handoff, other)))
+        time.sleep(DEADLINE_S)
+    else:
+        ended = [pair.failed(other, order_of(handoff, other), "TransferTimeout", "PeerLost") for handoff in handoffs]
+        assert any(each["error"] == "TransferTimeout" for each in ended)
+    assert other.call("stats")["free"] == other.num_blocks
+    go_on_after(pair)
+    victim.go_on()
+    went_on_s = time.monotonic()
+    late: set[str] = set()
+    for handoff in handoffs:
+        final = victim.result(order_of(handoff, victim))
+        if which == "receiver":
+            # What the kernel had all of may still count; what had to come out of the sender's memory may not.
+            assert pair.transport != "shm" or "error" in final, f"published after the sender had given it up: {final}"
+            pair.check_content(handoff, final)
+        late.add(final.get("error", ""))
+    assert time.monotonic() - went_on_s < GRACE_S + DEADLINE_S
+    if state == "bootstrapping":
+        pair.sender.result(started)
+        if which == "sender":
+            assert late == {"TransferRefused"}
+    time.sleep(0.5)  # in which nobody may write
+    pair.check_settled()
+
+
+@pytest.mark.parametrize(
+    ("transport", "state", "which"),
+    [
+        *[(transport, "linked", which) for transport in ("shm", "tcp") for which in ("sender", "receiver")],
+        *[("tcp", "mid-message", which) for which in ("sender", "receiver")],
+        ("shm", "mid-message", "sender"),  # a receiver does nothing else while it copies
+    ],
+)
+def test_a_link_cut_at_one_end_fails_its_hand_offs_at_both(
+    get_pair: GetPair, transport: str, state: str, which: str
+) -> None:
+    pair = get_pair(transport)
+    handoffs = reach(pair, state)
+    end_of(pair, which)[0].call("cut")
+    go_on_after(pair)
+    check_both_lost(pair, handoffs)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc_stream"])
+@pytest.mark.parametrize("state", ["linked", "mid-message"])
+def test_a_connection_cut_on_its_way_fails_its_hand_offs_at_both_ends(
+    get_pair: GetPair, transport: str, state: str
+) -> None:
+    pair = get_pair(transport)
+    handoffs = reach(pair, state)
+    assert pair.relay is not None
+    pair.relay.cut()
+    check_both_lost(pair, handoffs)
+
+
+@ENDS
+def test_a_torch_link_that_is_cut_fails_its_hand_offs_at_both_ends(get_pair: GetPair, which: str) -> None:
+    pair = get_pair("torch_dist")
+    handoffs = reach(pair, "linked")
+    end_of(pair, which)[0].call("cut")
+    check_both_lost(pair, handoffs)
+
+
+def check_both_lost(pair: Pair, handoffs: list[HandOff]) -> None:
+    """Both ends know."""
+    for handoff in handoffs:
+        for end in (pair.sender, pair.receiver):
+            assert pair.failed(end, order_of(handoff, end), "PeerLost")["late_s"] < 0
+    pair.check_settled()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc_stream"])
+def test_a_receiver_that_cannot_be_reached_fails_the_hand_off(get_pair: GetPair, transport: str) -> None:
+    pair = get_pair(transport)
+    assert pair.relay is not None
+    pair.unlink()
+    pair.relay.refuse(yes=True)
+    handoff = pair.start(4, DEADLINE_S)
+    pair.failed(pair.sender, handoff.sending, "PeerLost", "TransferTimeout")
+    pair.failed(pair.receiver, handoff.receiving, "TransferTimeout")
+    pair.relay.refuse(yes=False)
+    pair.check_settled()
+
+
+NTH = pytest.mark.parametrize("nth", [0, 1, 2], ids=["first", "between", "last"])
+
+
+def send_three(pair: Pair, plan: list[str]) -> HandOff:
+    """A hand-off of three messages, damaged as planned."""
+    pair.sender.call("tamper", transport=pair.transport, plan=plan)
+    handoff = pair.start(9, DEADLINE_S)
+    pair.wait_status(handoff, "waiting")
+    for first in (0, 3, 6):
+        pair.send(handoff, first, 3, last=first == 6)
+    return handoff
+
+
+@BOTH
+@NTH
+@pytest.mark.parametrize("damage", ["corrupt", "flip"])
+def test_a_changed_message_comes_again(get_pair: GetPair, transport: str, nth: int, damage: str) -> None:
+    pair = get_pair(transport)
+    if (transport, damage) == ("tcp", "flip"):  # on its way, within the payload of one of the three messages
+        assert pair.relay is not None
+        handoff = pair.start(9, 5.0)
+        pair.wait_status(handoff, "waiting")
+        for first in (0, 3, 6):
+            if first == 3 * nth:
+                pair.relay.flip(100_000)
+            pair.send(handoff, first, 3, last=first == 6)
+            assert until(lambda: pair.sender.call("status", request=handoff.request)["status"] != "waiting")
+    else:
+        handoff = send_three(pair, [*[""] * nth, damage])
+    sent, received = pair.complete(handoff)
+    assert sent["retries"] == 1
+    assert received["retried"] == 3 * BLOCK_BYTES
+    pair.check_settled()
+
+
+@BOTH
+def test_a_message_that_never_comes_right_fails_the_hand_off(get_pair: GetPair, transport: str) -> None:
+    pair = get_pair(transport)
+    handoff = send_three(pair, ["corrupt"] * 9)
+    for end in (pair.sender, pair.receiver):
+        pair.failed(end, order_of(handoff, end), "ChecksumMismatch")
+    pair.sender.call("tamper", transport=transport, plan=[])
+    pair.check_settled()
+
+
+@BOTH
+@NTH
+@pytest.mark.parametrize("damage", ["duplicate", "reorder"])
+def test_a_repeated_or_late_message_is_refused(get_pair: GetPair, transport: str, nth: int, damage: str) -> None:
+    pair = get_pair(transport)
+    before = pair.receiver.call("refused")["refused"]
+    handoff = send_three(pair, [*[""] * nth, damage])
+    if nth < 2:
+        pair.failed(pair.sender, handoff.sending, "TransferRefused")
+        received = pair.receiver.result(handoff.receiving)
+        if damage == "reorder" or "error" in received:
+            assert received["error"] == "TransferRefused"
+        else:  # the rest came before the sender knew
+            pair.check_received(handoff, received)
+        counts = pair.receiver.call("refused")["refused"]
+        key = "duplicate" if damage == "duplicate" else "reordered"
+        assert counts[key] > before.get(key, 0)
+    elif damage == "duplicate":  # by then the receiver has it all
+        pair.complete(handoff)
+        assert until(
+            lambda: pair.receiver.call("refused")["refused"].get("unknown_nonce", 0) > before.get("unknown_nonce", 0)
+        )
+    else:  # held back for good
+        pair.failed(pair.sender, handoff.sending, "TransferTimeout")
+        pair.failed(pair.receiver, handoff.receiving, "TransferTimeout")
+    pair.check_settled()
+
+
+@BOTH
+def test_messages_for_a_reservation_that_expired_are_refused(get_pair: GetPair, transport: str) -> None:
+    pair = get_pair(transport)
+    handoff, reserved = pair.expect(4, 0.1)
+    pair.failed(pair.receiver, handoff.receiving, "TransferTimeout")
+    pair.order_start(handoff, reserved, DEADLINE_S)
+    pair.send(handoff, last=True)
+    refused = pair.failed(pair.sender, handoff.sending, "TransferRefused")
+    assert "not expected (any more)" in refused["message"]
+    pair.check_settled()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "layout",
+    [{"model_hash": "other"}, {"dtype": "bfloat16"}, {"block_size": 8}, {"num_layers": 5}, {"head_dim": 32}],
+    ids=lambda layout: next(iter(layout)),
+)
+def test_another_layout_or_model_is_refused_before_any_request(
+    get_pair: GetPair, transport: str, layout: dict[str, Any]
+) -> None:
+    pair = get_pair(transport)
+    ((_, address),) = pair.receiver.about["endpoints"]
+    refused = pair.sender.call(
+        "connect", transport=transport, worker_id="d", epoch=pair.receiver.epoch, address=address, layout=layout
+    )
+    assert refused["error"] == "LayoutMismatch"
+    assert f"KV layout differs in {next(iter(layout))}" in refused["message"]
+    pair.check_settled()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc_stream", "torch_dist"])
+def test_a_receiver_that_takes_nothing_until_the_deadline_keeps_nobody_s_blocks(
+    get_pair: GetPair, transport: str
+) -> None:
+    pair = get_pair(transport)
+    small, large = pair.start(4, DEADLINE_S), pair.start(LARGE, DEADLINE_S)
+    pair.wait_status(large, "waiting")
+    pair.receiver.call("sleep", seconds=DEADLINE_S + 0.7)
+    pair.send(large, last=True)
+    pair.send(small, last=True)
+    for handoff in (small, large):
+        pair.failed(pair.sender, handoff.sending, "TransferTimeout", "PeerLost")
+    assert pair.sender.call("stats")["free"] == pair.sender.num_blocks
+    for handoff in (small, large):
+        received = pair.receiver.result(handoff.receiving)
+        assert received["late_s"] < GRACE_S
+        pair.check_content(handoff, received)
+        if transport == "shm":
+            assert "error" in received, f"published after the sender had given it up: {received}"
+    pair.check_settled()
+
+
+@BOTH
+@pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
+def test_what_a_sender_takes_back_is_never_published(get_pair: GetPair, transport: str, checksum: bool) -> None:
+    pair = get_pair(transport, checksum=checksum)
+    pair.receiver.call("slow", seconds=0.015)
+    outcomes = []
+    for i in range(16):
+        handoff = pair.start(12, 5.0)
+        for first in (0, 6, 3, 9)[: 3 if i % 4 == 0 else 4]:  # now and then the last message never comes
+            pair.sender.begin("send", request=handoff.request, first=first, count=3, last=first == 9)
+        time.sleep(0.4 if i == 15 else i * 0.006)
+        pair.sender.result(pair.sender.begin("abort", request=handoff.request))  # its blocks are overwritten now
+        received = pair.receiver.result(handoff.receiving)
+        if "error" not in received:
+            pair.check_received(handoff, received)
+        outcomes.append(received.get("error"))
+        assert "error" in pair.sender.result(handoff.sending) or outcomes[-1] is None
+    assert None in outcomes
+    assert set(outcomes) - {None}
+    pair.receiver.call("slow", seconds=0)
+    pair.check_settled()
