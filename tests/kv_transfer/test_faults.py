@@ -166,7 +166,10 @@ def check_stop(pair: Pair, state: str, which: str) -> None:
     late: set[str] = set()
     for handoff in handoffs:
         final = victim.result(order_of(handoff, victim))
-        assert which == "sender" or "error" in final, f"published after the other end had given it up: {final}"
+        if which == "receiver":
+            # What the kernel had all of may still count; what had to come out of the sender's memory may not.
+            assert pair.transport != "shm" or "error" in final, f"published after the sender had given it up: {final}"
+            pair.check_content(handoff, final)
         late.add(final.get("error", ""))
     assert time.monotonic() - went_on_s < GRACE_S + DEADLINE_S
     if state == "bootstrapping":
@@ -354,7 +357,11 @@ def test_a_receiver_that_takes_nothing_until_the_deadline_keeps_nobody_s_blocks(
         pair.failed(pair.sender, handoff.sending, "TransferTimeout", "PeerLost")
     assert pair.sender.call("stats")["free"] == pair.sender.num_blocks
     for handoff in (small, large):
-        pair.failed(pair.receiver, handoff.receiving, "TransferTimeout", "PeerLost", "TransferError")
+        received = pair.receiver.result(handoff.receiving)
+        assert received["late_s"] < GRACE_S
+        pair.check_content(handoff, received)
+        if transport == "shm":
+            assert "error" in received, f"published after the sender had given it up: {received}"
     pair.check_settled()
 
 
@@ -362,13 +369,13 @@ def test_a_receiver_that_takes_nothing_until_the_deadline_keeps_nobody_s_blocks(
 @pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
 def test_what_a_sender_takes_back_is_never_published(get_pair: GetPair, transport: str, checksum: bool) -> None:
     pair = get_pair(transport, checksum=checksum)
-    pair.receiver.call("slow", seconds=0.01)
+    pair.receiver.call("slow", seconds=0.015)
     outcomes = []
-    for i in range(24):
+    for i in range(16):
         handoff = pair.start(12, 5.0)
-        for first in range(0, 12, 3):
+        for first in (0, 6, 3, 9)[: 3 if i % 4 == 0 else 4]:  # now and then the last message never comes
             pair.sender.begin("send", request=handoff.request, first=first, count=3, last=first == 9)
-        time.sleep(i * 0.003)
+        time.sleep(0.4 if i == 15 else i * 0.006)
         pair.sender.result(pair.sender.begin("abort", request=handoff.request))  # its blocks are overwritten now
         received = pair.receiver.result(handoff.receiving)
         if "error" not in received:
