@@ -35,6 +35,10 @@ class StuckGroups:
         self.begun, self.aborted = threading.Event(), threading.Event()
         self._aborts, self._over = aborts, threading.Event()
 
+    def joined(self, payload: object) -> object:
+        """As it is: nothing is sent."""
+        return payload
+
     def send(self, payload: object) -> None:
         """Stuck, whatever the payload."""
         self.begun.set()
