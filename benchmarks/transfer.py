@@ -2,8 +2,9 @@
 
 Every pair is two processes (memcpy is one). In each round every pair moves every size once, so that whatever else the
 machine does meets all of them; figures are medians. A transfer is timed from the source's first act until the last byte
-is in the target's memory; a hand-off until its sender has the receiver's word for it. Then a service with the 135m
-shape shows what is left of it beside a prefill. Tables, then one JSON line. 1 MB is 2**20 bytes, 1 GB/s 10**9 bytes.
+is in the target's memory (NIXL and Mooncake read, and are timed where they do), a hand-off until the last block is
+verified. Then a service with the 135m shape shows what is left of it beside a prefill. Tables, then one JSON line. 1 MB
+is 2**20 bytes, 1 GB/s 10**9 bytes.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class HandoffPair(ProcessPair):
         self.layout = layout_of(shape)
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
-        """Seconds at the source, from the start of the hand-off until all of it is acknowledged."""
+        """Seconds from the start of the hand-off at the source until the target has verified the last block: both read
+        the same clock."""
         target.send(bytes=num_bytes)
         destination = target.receive(TIMEOUT_S)["destination"]
         source.send(bytes=num_bytes)
-        seconds = float(source.ask(TIMEOUT_S, destination=destination)["seconds"])
-        target.receive(TIMEOUT_S)
-        return seconds
+        started_s = float(source.ask(TIMEOUT_S, destination=destination)["seconds"])
+        return float(target.receive(TIMEOUT_S)["seconds"]) - started_s

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.loop_endpoint import MESSAGE_BYTES, TIMEOUT_S, LoopEndpoint
+from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from benchmarks.peers.buffer import Buffer
 from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
@@ -65,8 +65,8 @@ class TransportEndpoint(LoopEndpoint):
         assert self._link is not None, "a pair connects first"
         data = self.buffer.view[:num_bytes]
         started_s = time.perf_counter()
-        for start in range(0, num_bytes, MESSAGE_BYTES):
-            await self._link.send(b"payload", [data[start : start + MESSAGE_BYTES]])
+        for start in range(0, num_bytes, TRANSFER.message_bytes):
+            await self._link.send(b"payload", [data[start : start + TRANSFER.message_bytes]])
         return started_s
 
     async def _take(self, num_bytes: int) -> float:

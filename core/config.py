@@ -115,7 +115,7 @@ class TransferConfig(_Section):
         4 * 2**20, description="target size of one message; blocks are coalesced up to it"
     )
     max_inflight_bytes: Annotated[int, Field(ge=4096)] = Field(
-        64 * 2**20, description="bytes that may be on their way to one worker before it has acknowledged some"
+        16 * 2**20, description="bytes that may be on their way to one worker before it has acknowledged some"
     )
     on_kv_failure: KVFailurePolicy = Field(
         "retry",

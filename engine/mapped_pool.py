@@ -101,7 +101,8 @@ class PoolLanding(NamedTuple):
 class _HostMemory:
     def __init__(self, fd: int, size: int) -> None:
         self._fd = os.dup(fd)
-        self._map: mmap.mmap | None = mmap.mmap(fd, size)
+        # With its page table filled: else the first hand-off into each block would pay for that.
+        self._map: mmap.mmap | None = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._view = memoryview(self._map)
 
     @property

@@ -29,7 +29,7 @@ class MemoryStore:
         fd = memory_file.create("pdserve-kv")
         os.ftruncate(fd, max(size, 1))
         memory_file.seal(fd)
-        self.data = memoryview(mmap.mmap(fd, max(size, 1)))[:size]
+        self.data = memoryview(mmap.mmap(fd, max(size, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))[:size]
         self.memory = SharedMemory(fd, self.data)
 
     @property

@@ -13,6 +13,8 @@ from core.kv_layout import KVLayout
 from kv_transfer.integrity import MAX_RESENDS, MAX_TRAILER_BYTES
 from kv_transfer.status import TransferStatus
 
+_FIRST_MESSAGE_BYTES = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class SentKV:
@@ -95,7 +97,9 @@ class Outgoing:
         all_layers = self._layout.all_layers
         first_slot, _, layers = self._pending[0] if self._pending else (self.destination.num_blocks, 0, all_layers)
         piece_bytes = len(layers) * self._layout.layer_bytes
-        most = max(1, self._message_bytes // piece_bytes)
+        # A small first one has the receiver begin while the next is read and hashed.
+        message_bytes = self._message_bytes if self._seq else min(self._message_bytes, _FIRST_MESSAGE_BYTES)
+        most = max(1, message_bytes // piece_bytes)
         block_ids: list[int] = []
         while (
             self._pending
