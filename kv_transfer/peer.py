@@ -62,10 +62,8 @@ class Peer:
         handoff.status, handoff.settle = TransferStatus.WAITING, lambda: self._settle(handoff)
         handoff.transport = self.about.transport
         self._handoffs[handoff.destination.nonce] = handoff
-        if handoff.ready:
-            self.advance(handoff)
-        else:
-            self._control(_open(handoff))
+        self._control(_open(handoff))
+        self.advance(handoff)
 
     def advance(self, handoff: Outgoing) -> None:
         """It may have something to send now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import socket
 import threading
@@ -52,30 +51,22 @@ async def name(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def make(name: str) -> AsyncIterator[Callable[[], KVTransport]]:
-    """Creates transports, and closes them in the end."""
-    async with contextlib.AsyncExitStack() as stack:
+async def make_all() -> AsyncIterator[Callable[..., list[KVTransport]]]:
+    """Creates transports by their names, and closes them in the end: at once, since each end waits for the other."""
+    created: list[KVTransport] = []
 
-        def create() -> KVTransport:
-            transport = create_transport(name, timeout_s=5.0)
-            stack.push_async_callback(transport.aclose)
-            return transport
+    def create(*names: str) -> list[KVTransport]:
+        created.extend(transports := [create_transport(each, timeout_s=5.0) for each in names])
+        return transports
 
-        yield create
+    yield create
+    await asyncio.gather(*(transport.aclose() for transport in created))
 
 
 @pytest.fixture
-async def make_all() -> AsyncIterator[Callable[..., list[KVTransport]]]:
-    """Creates transports by their names, and closes them in the end."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        def create(*names: str) -> list[KVTransport]:
-            transports = [create_transport(each) for each in names]
-            for transport in transports:
-                stack.push_async_callback(transport.aclose)
-            return transports
-
-        yield create
+async def make(name: str, make_all: Callable[..., list[KVTransport]]) -> Callable[[], KVTransport]:
+    """Creates transports."""
+    return lambda: make_all(name)[0]
 
 
 async def open_link(listener: KVTransport, endpoint: KVEndpoint, client: KVTransport) -> Pair:
