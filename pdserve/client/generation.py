@@ -129,6 +129,7 @@ class Generation:
             },
             "clock_error_ms": self.clock_error_ms,
             "itl_ms": list(self.itl_ms),
+            "transfer": asdict(self.transfer),
         }
         if any(token.logprob is not None for token in self.tokens):
             plain["logprobs"] = [

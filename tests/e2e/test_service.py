@@ -77,9 +77,14 @@ def test_generate_prints_one_json_object(service: RunningService) -> None:
         "request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport",
         "block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped", "ttft_ms",
         "prefill_cached_tokens", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms",
+        "transfer",
     }  # fmt: skip
     assert result["mode"] == "pd"
-    assert result["transport"] == "grpc_stream"
+    assert result["transport"] == "shm"
+    transfer = result["transfer"]
+    assert transfer["checksum"] == "xxh3-64 verified"
+    assert 0 < transfer["wire_ms"] <= transfer["span_ms"] <= transfer["request_to_ready_ms"]
+    assert transfer["gbs"] > 0
     assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
 
 

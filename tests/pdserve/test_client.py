@@ -46,7 +46,7 @@ ISSUE_KEYS = [
     *("request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport"),
     *("block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped"),
     "prefill_cached_tokens",
-    *("ttft_ms", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms"),
+    *("ttft_ms", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms", "transfer"),
 ]
 
 
