@@ -22,7 +22,7 @@ from tests.random_models import save_random_model
 log = logging.getLogger(__name__)
 
 SEED = 20
-REQUESTS = 2_500
+REQUESTS = 6_000
 CONCURRENCY = 8
 KILL_EVERY_S = 2.0
 PROMPTS = 24
