@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from benchmarks.peers.endpoint import Endpoint
+from benchmarks.peers.pinning import pin
 from core.config import TransferConfig
 
 TRANSPORT_VARIABLE = "PDSERVE_BENCH_TRANSPORT"
@@ -24,7 +25,7 @@ class LoopEndpoint(Endpoint):
 
     def start_loop(self) -> None:
         """Before anything is run."""
-        _pin(self.role)
+        pin(self.role)
         self.transport_name = os.environ[TRANSPORT_VARIABLE]
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -32,10 +33,3 @@ class LoopEndpoint(Endpoint):
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result."""
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, TIMEOUT_S), self._loop).result()
-
-
-def _pin(role: str) -> None:
-    """Source and target on cores of their own, as workers should be: the kernel likes to wake the one where the other
-    runs, and then both share a core while the next is idle."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[0] if role == "source" else cores[-1]})

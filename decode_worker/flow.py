@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgpack
 
-from core.errors import PdserveError
+from core.errors import PdserveError, TransferRefused
 from core.handoff import KVDestination
 from core.sampling import FinishReason
 from core.timeline import Event, EventKind
@@ -61,7 +61,7 @@ class DecodeFlow(Flow):
         """Once every block is verified: into the running batch, with prefill's token."""
         try:
             self._kv = await self.incarnation.kv.received(self.request_id)
-            token_id, ends_here = msgpack.unpackb(self._kv.trailer)
+            token_id, ends_here = _first_token(self._kv.trailer)
             # Even if nothing is left to decode, what came is verified: the prefix cache may keep it.
             self.incarnation.engine.send(KVReady(self.request_id, token_id))
             if not ends_here:
@@ -91,6 +91,17 @@ class DecodeFlow(Flow):
         """Close the reservation first: only then can nothing write the blocks any more."""
         await self.incarnation.kv.abort_receive(self.request_id)
         await super().close()
+
+
+def _first_token(trailer: bytes) -> tuple[int, bool]:
+    """Prefill's token, and whether it ends the request; TransferRefused if the trailer is something else."""
+    try:
+        token_id, ends_here = msgpack.unpackb(trailer)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        raise TransferRefused("the hand-off's trailer is no token") from None
+    if type(token_id) is not int or type(ends_here) is not bool:
+        raise TransferRefused("the hand-off's trailer is no token")
+    return token_id, ends_here
 
 
 FLOWS: Mapping[KVRole, type[Flow]] = {KVRole.LOCAL: LocalFlow, KVRole.RECEIVE: DecodeFlow}

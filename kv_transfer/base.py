@@ -46,6 +46,8 @@ class KVLink(ABC):
 
     transport: str
     """The name of the transport it belongs to."""
+    arrival_s = 0.0
+    """What the payload of the last message took to arrive before `take`, where it arrives whole (else 0)."""
     on_device = False
     """Whether payloads go from device memory to device memory, as tensors. They are not hashed: nothing of them comes
     near a processor that could."""

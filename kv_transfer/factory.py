@@ -27,8 +27,12 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
         return ("cuda_ipc", *nccl, "tcp")
     if configured not in TRANSPORTS:
         raise ConfigError(f"transfer.transport: {configured!r} is unknown; known: auto, {', '.join(TRANSPORTS)}")
+    if configured == "loopback":
+        raise ConfigError("transfer.transport: loopback works only within a process, and each worker is one")
     if configured == "cuda_ipc" and not cuda:
         raise ConfigError(f"transfer.transport: cuda_ipc needs a GPU, and the device is {device}")
+    if configured in ("shm", "nixl") and cuda:
+        raise ConfigError(f"transfer.transport: {configured} reads host memory, and the pool is on a GPU; use auto")
     if configured == "torch_dist":
         if cuda and shared_device:
             raise ConfigError(

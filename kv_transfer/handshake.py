@@ -45,9 +45,12 @@ async def measure(link: KVLink, store: BlockStore) -> float:
     (or one payload of 64 KiB, if the link is slow). 0 with an empty pool. Unbounded as well."""
     layout = store.layout
     count = min(store.num_blocks, max(1, _LARGEST_PROBE_BYTES // layout.block_bytes))
-    best, size, started_s = 0.0, _FIRST_PROBE_BYTES, time.perf_counter()
+    best, size, start, started_s = 0.0, _FIRST_PROBE_BYTES, 0, time.perf_counter()
     while count and time.perf_counter() - started_s < _PROBE_S:
-        payload = _at_most(size, store.read_blocks(range(count), layout.all_layers, on_device=link.on_device))
+        # Other blocks each time: what has just travelled is in the processor's cache.
+        blocks = range(start, start + count)
+        start = start + count if start + 2 * count <= store.num_blocks else 0
+        payload = _at_most(size, store.read_blocks(blocks, layout.all_layers, on_device=link.on_device))
         await link.send(encode(Probe()), payload)
         answer = decode((await link.recv()).header)
         if not isinstance(answer, Probed):

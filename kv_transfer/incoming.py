@@ -132,6 +132,7 @@ class Incoming:
     def received(self, now_s: float) -> ReceivedKV:
         """The account of the complete hand-off, whose last block is verified now."""
         assert self.source is not None, "it is complete, so somebody sent it"
+        span_s = now_s - self._first_s
         proof = TransferProof(
             transport=self.source.transport,
             kv_bytes=self._bytes,
@@ -141,9 +142,10 @@ class Incoming:
             messages=self._messages,
             checksum="xxh3-64 verified" if self.source.checksums else "off",
             export_ms=self._export_us / 1e3,
-            wire_ms=self._wire_s * 1e3,
+            # Where messages arrive behind one another's backs, the first ones' waiting is no part of the span.
+            wire_ms=min(self._wire_s, span_s) * 1e3,
             import_ms=self._import_s * 1e3,
-            span_ms=(now_s - self._first_s) * 1e3,
+            span_ms=span_s * 1e3,
             request_to_ready_ms=(now_s - self._reserved_s) * 1e3,
             ceiling_gbs=self.source.ceiling_gbs,
         )

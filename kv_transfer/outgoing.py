@@ -59,7 +59,7 @@ class Outgoing:
         self.transport = ""
         self.settle: Callable[[], Awaitable[None]] | None = None
         """Waits until nothing reads its blocks any more, here or behind its link, once it has failed."""
-        self._layout, self._message_bytes = layout, message_bytes
+        self._layout, self.message_bytes = layout, message_bytes
         self._pending: deque[tuple[int, int, range]] = deque()  # slot, block, layers
         self._again: deque[Part] = deque()
         self._unacknowledged: dict[int, Part] = {}
@@ -98,7 +98,7 @@ class Outgoing:
         first_slot, _, layers = self._pending[0] if self._pending else (self.destination.num_blocks, 0, all_layers)
         piece_bytes = len(layers) * self._layout.layer_bytes
         # A small first one has the receiver begin while the next is read and hashed.
-        message_bytes = self._message_bytes if self._seq else min(self._message_bytes, _FIRST_MESSAGE_BYTES)
+        message_bytes = self.message_bytes if self._seq else min(self.message_bytes, _FIRST_MESSAGE_BYTES)
         most = max(1, message_bytes // piece_bytes)
         block_ids: list[int] = []
         while (

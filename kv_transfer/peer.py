@@ -19,6 +19,9 @@ from kv_transfer.sink import Stretch
 from kv_transfer.status import TransferStatus
 
 _SETTLE_S = 0.5
+_MESSAGE_S = 0.1  # what one message should take at most
+_LEAST_MESSAGE_BYTES = 64 * 2**10
+_NOBODY: deque[Outgoing] = deque()
 _log = logging.getLogger(__name__)
 
 Conclude = Callable[[Outgoing, PdserveError | None], None]
@@ -50,9 +53,13 @@ class Peer:
         self._link, self._store, self._checksums, self._clock = link, store, checksums, clock
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
+        # On a slow link messages are small: an abort has to wait for the one that is being written.
+        moved_bytes = round(about.ceiling_gbs * 1e9 * _MESSAGE_S)
+        self._most_message_bytes = max(_LEAST_MESSAGE_BYTES, moved_bytes) if moved_bytes else None
         self._heartbeat_s, self._heard, self._conclude = heartbeat_s, heard, conclude
         self._handoffs: dict[str, Outgoing] = {}
         self._turns: deque[Outgoing] = deque()
+        self._resending: deque[Outgoing] = deque()  # their turns, which no bound keeps: those bytes count already
         self._controls: deque[Header] = deque()
         self._work = asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -61,6 +68,8 @@ class Peer:
         """Take on a hand-off to this receiver."""
         handoff.status, handoff.settle = TransferStatus.WAITING, lambda: self._settle(handoff)
         handoff.transport = self.about.transport
+        if self._most_message_bytes is not None:
+            handoff.message_bytes = min(handoff.message_bytes, self._most_message_bytes)
         self._handoffs[handoff.destination.nonce] = handoff
         self._control(_open(handoff))
         self.advance(handoff)
@@ -124,13 +133,13 @@ class Peer:
 
     async def _write(self) -> None:
         while True:
-            while not self._controls and not (self._turns and self._inflight_bytes < self._max_inflight_bytes):
+            while not (turns := self._resending or self._open_turns()) and not self._controls:
                 self._work.clear()
                 await self._work.wait()
             if self._controls:
                 await self._link.send(encode(self._controls.popleft()))
                 continue
-            handoff = self._turns.popleft()
+            handoff = turns.popleft()
             if handoff.ready:
                 await self._send_part(handoff)
                 self.advance(handoff)
@@ -161,12 +170,18 @@ class Peer:
                 trailer=trailer,
             )
             await self._link.send(encode(header), payload)
+            if handoff.outcome is None:
+                self._heard(handoff)  # somebody takes what is written
         except TransferError:
             raise
         except PdserveError as error:  # its blocks cannot be read: the others are not concerned
             self._conclude(handoff, error)
         finally:
             handoff.idle.set()
+
+    def _open_turns(self) -> deque[Outgoing]:
+        """Those who may send something new; empty while enough is on its way."""
+        return self._turns if self._inflight_bytes < self._max_inflight_bytes else _NOBODY
 
     def _blocks(self, part: Part) -> list[Stretch]:
         if not part.block_ids:
@@ -192,7 +207,8 @@ class Peer:
             elif (
                 isinstance(answer, Refused) and answer.kind == ChecksumMismatch.__name__ and handoff.resend(answer.seq)
             ):
-                self.advance(handoff)
+                self._resending.append(handoff)
+                self._work.set()
             else:
                 if isinstance(answer, Abort):
                     self.drop(handoff, None)  # it knows already

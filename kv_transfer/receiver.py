@@ -130,7 +130,8 @@ class KVReceiver:
 
     def heard(self, incoming: Incoming) -> None:
         """Its sender lives."""
-        self._leases[incoming.nonce].renew()
+        if incoming.outcome is None:
+            self._leases[incoming.nonce].renew()
 
     def count(self, reason: Reason) -> None:
         """A message was refused."""

@@ -192,12 +192,12 @@ class KVSender:
             await self.connect(destination.worker_id, destination.epoch, destination.endpoints)
         except PdserveError as error:
             self._conclude(handoff, error)
-            return
-        peer = self._peer_of(handoff)
-        if peer is None:
-            self._conclude(handoff, PeerLost(f"the KV link to {destination.worker_id} was lost at once"))
-        elif handoff.outcome is None:
-            peer.add(handoff)
+        finally:
+            peer = self._peer_of(handoff)
+            if peer is None:  # also after an error that nobody foresaw: the hand-off must not wait for its deadline
+                self._conclude(handoff, PeerLost(f"there is no KV link to {destination.worker_id}"))
+            elif handoff.outcome is None:
+                peer.add(handoff)
 
     async def _meet(self, worker_id: str, epoch: str, choice: Choice) -> Peer:
         link = await choice.transport.connect(choice.endpoint, self._connect_timeout_s)

@@ -41,6 +41,8 @@ class PeerMemory:
         if not is_sealed(fd):
             raise TransferRefused("the peer's memory file is not sealed against shrinking")
         self.size = os.fstat(fd).st_size
+        if not self.size:
+            raise TransferRefused("the peer's memory file is empty")
         self._map = mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
         self._view = memoryview(self._map)
 

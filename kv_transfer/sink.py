@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,19 @@ class Sink:
     one event loop.
 
     With ``digest`` (host memory only), what has been filled is added to it at once; ``digest_s`` is the time that took.
-    Once `close` was called nothing is written any more: whoever owns the memory may then give it to somebody else.
+    ``on_progress`` is called whenever something was filled. Once `close` was called nothing is written any more, and
+    whoever owns the memory may give it to somebody else.
     """
 
-    def __init__(self, parts: Sequence[Stretch], digest: xxhash.xxh3_64 | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Stretch],
+        digest: xxhash.xxh3_64 | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self._parts = [part.cast("B") if isinstance(part, memoryview) else part for part in parts if part.nbytes]
         self._parts.reverse()
-        self._digest = digest
+        self._digest, self._on_progress = digest, on_progress
         self.left = self.size = sum(part.nbytes for part in self._parts)
         self.digest_s = 0.0
         self.closed = False
@@ -39,6 +45,7 @@ class Sink:
     def advance(self, num_bytes: int) -> None:
         """The first so many bytes of `views` have been filled."""
         self.left -= num_bytes
+        self._on_progress()
         while num_bytes:
             part = self._parts.pop()
             filled, rest = part[:num_bytes], part[num_bytes:]

@@ -108,8 +108,10 @@ class Source:
             else:
                 raise Refusal(Reason.MALFORMED, f"a {type(header).__name__} has no place here")
         except Refusal as refusal:
-            _log.warning("a KV message was refused: %s", refusal)
-            self._receiver.count(refusal.reason)
+            # A heartbeat may cross the last acknowledgement: its sender is told, and nothing is wrong.
+            if seq or refusal.reason is not Reason.UNKNOWN_NONCE:
+                _log.warning("a KV message was refused: %s", refusal)
+                self._receiver.count(refusal.reason)
             await self.tell(Refused(nonce, seq, *to_wire(refusal.error)))
 
     def _find(self, header: Open | Blocks) -> Incoming:
@@ -128,15 +130,17 @@ class Source:
     async def _fill(self, incoming: Incoming, header: Blocks, size: int) -> None:
         """Take a message's payload straight into its blocks, verify it there."""
         receiver = self._receiver
-        incoming.begin(receiver.clock.now())
+        arrived_s = receiver.clock.now() - self._link.arrival_s
         region = incoming.check(header, size)
+        incoming.begin(arrived_s)
         digest = xxhash.xxh3_64() if self.checksums else None
         started_s = time.perf_counter()
         try:
             landing = receiver.store.land(*region, on_device=self._link.on_device)
-            sink = incoming.sink = Sink(landing.parts, digest)
+            sink = incoming.sink = Sink(landing.parts, digest, lambda: receiver.heard(incoming))
             await self._link.take(sink)
             landed_s = time.perf_counter()
+            wire_s = landed_s - started_s - sink.digest_s + self._link.arrival_s
             if incoming.outcome is not None:
                 return  # it ended meanwhile, and its blocks may be somebody else's by now
             incoming.sink = None
@@ -151,7 +155,7 @@ class Source:
             receiver.fail(incoming, error)
             return
         import_s = time.perf_counter() - landed_s + sink.digest_s
-        incoming.accept(header, size, landed_s - started_s - sink.digest_s, import_s)
+        incoming.accept(header, size, wire_s, import_s)
         if incoming.complete and receiver.delay_s:
             receiver.spawn(self._finish_later(incoming, header.seq))
         else:
@@ -172,7 +176,7 @@ class Source:
         sink = Sink([self._receiver.store.scratch(size, on_device=self._link.on_device)])
         started_s = time.perf_counter()
         await self._link.take(sink)
-        took_s = time.perf_counter() - started_s
+        took_s = time.perf_counter() - started_s + self._link.arrival_s
         if is_telling(size, took_s):
             self.ceiling_gbs = max(self.ceiling_gbs, size / took_s / 1e9)
         await self.tell(Probed(round(took_s * 1e6)))

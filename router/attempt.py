@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -57,8 +58,9 @@ class Attempt:
         self._deadline = deadline
         self._delay_s = delay_s
         self._delivered_before = len(request.output_token_ids)
-        # Attempts differ in name, so that what a worker still says of an earlier one cannot be taken for this one's.
-        self._work_id = request.request_id if request.attempts == 1 else f"{request.request_id}#{request.attempts}"
+        # No two attempts ever have the same name on a worker, not even if a client uses an id again: what a worker or
+        # its engine still says of, or does for, an earlier one cannot be taken for this one's.
+        self._work_id = f"{request.request_id}#{secrets.token_hex(4)}"
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
         self._complete = False

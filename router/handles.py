@@ -11,7 +11,8 @@ from core.worker import TokenOutput, Work, WorkerInfo
 
 
 class WorkerHandle(Protocol):
-    """A live worker. Every method raises from `core.errors` (WorkerLost when the connection broke).
+    """A live worker. Every method raises from `core.errors` (WorkerLost when the connection broke). No two works ever
+    have the same id.
 
     Closing (``aclose``) one of the iterators early does not abort the request: call `abort`.
     """

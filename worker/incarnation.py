@@ -14,6 +14,7 @@ from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
 from core.worker import WorkerLoad
 from engine.client import EngineClient
+from engine.mapped_pool import MappedPool
 from engine.messages import Progress, Ready
 from engine.spec import EngineSpec
 from kv_transfer.device_memory import DeviceMemory
@@ -65,6 +66,7 @@ class Incarnation:
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
         kv: KVEnds | None = None
+        pool: MappedPool | None = None
         try:
             pool = engine.open_pool()
             memory = None if pool.file is None else SharedMemory(*pool.file)
@@ -86,6 +88,8 @@ class Incarnation:
         except BaseException:
             if kv is not None:
                 await kv.aclose()
+            elif pool is not None:
+                pool.close()
             await engine.stop(STOP_TIMEOUT_S)
             raise
         log.info(

@@ -97,6 +97,12 @@ class KVEnds:
         if self._closed:
             return
         self._closed = True
+        try:
+            await self._close_loop()
+        finally:
+            self._pool.close()
+
+    async def _close_loop(self) -> None:
         if self._thread.is_alive():
             closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
             try:
@@ -106,8 +112,8 @@ class KVEnds:
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
-        self._loop.close()
-        self._pool.close()
+        if not self._thread.is_alive():  # one that does not end keeps its loop; it is a daemon
+            self._loop.close()
 
     async def _close_ends(self) -> None:
         await self._sender.aclose()

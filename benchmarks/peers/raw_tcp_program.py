@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from benchmarks.peers.endpoint import Endpoint
+from benchmarks.peers.pinning import pin
 
 
 class RawTcpEndpoint(Endpoint):
@@ -14,6 +15,7 @@ class RawTcpEndpoint(Endpoint):
     sockets to Python, which then polls before each call; the end of the program's input ends every wait."""
 
     def __init__(self, role: str, max_bytes: int) -> None:
+        pin(role)
         super().__init__(role, max_bytes)
         self._socket = socket.create_server(("127.0.0.1", 0)) if role == "target" else socket.socket()
 

@@ -14,6 +14,7 @@ import msgpack
 from kv_transfer.device_memory import DeviceMemory, PeerDeviceMemory, open_cuda
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.tcp import read_exactly
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.unix_socket import UnixSocketTransport
 
@@ -45,10 +46,10 @@ class CudaIpcTransport(UnixSocketTransport):
         loop = asyncio.get_running_loop()
         handle: bytes = msgpack.packb(self._memory.handle)
         await loop.sock_sendall(connection, _GREETING.pack(_NAME, len(handle)) + handle)
-        name, size = _GREETING.unpack(await _read(connection, _GREETING.size))
+        name, size = _GREETING.unpack(await read_exactly(connection, _GREETING.size))
         if name != _NAME or size > _MAX_HANDLE_BYTES:
             raise EOFError("the peer speaks something else")
-        theirs = await _read(connection, size)
+        theirs = await read_exactly(connection, size)
         try:
             unpacked = msgpack.unpackb(theirs)
         except (ValueError, msgpack.UnpackException):
@@ -63,13 +64,3 @@ def gpu_of(device: str) -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
-
-
-async def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = await asyncio.get_running_loop().sock_recv(connection, size - len(data))
-        if not more:
-            raise EOFError("the peer closed the connection")
-        data += more
-    return data

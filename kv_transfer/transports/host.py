@@ -1,4 +1,4 @@
-"""Which host this is, as far as sockets without a network are concerned."""
+"""Whom sockets without a network reach from here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """The same for two processes exactly if they can meet at an abstract Unix socket: one kernel since its start, one
-    network namespace."""
+    """The same for two processes exactly if they can meet at an abstract Unix socket, and let each other in: one kernel
+    since its start, one network namespace, one user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.geteuid()}"

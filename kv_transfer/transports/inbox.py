@@ -26,10 +26,11 @@ def check_sizes(header: bytes, payload: Sequence[Buffer]) -> int:
 
 
 class Arrived(NamedTuple):
-    """A message whose payload is here."""
+    """A message whose payload is here, and how long its bytes were under way as far as this end could see."""
 
     header: bytes
     payload: Buffer
+    arrival_s: float = 0.0
 
 
 class Inbox:
@@ -91,7 +92,7 @@ class InboxLink(KVLink):
     async def recv(self) -> Message:
         """The next message."""
         self._payload = b""
-        header, self._payload = await self._inbox.get()
+        header, self._payload, self.arrival_s = await self._inbox.get()
         return Message(header, len(self._payload))
 
     async def take(self, sink: Sink) -> None:

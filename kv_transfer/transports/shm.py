@@ -27,8 +27,13 @@ class ShmTransport(UnixSocketTransport):
         self._memory = memory
 
     async def _share(self, connection: socket.socket, peer: str) -> SocketLink:
-        fds = [] if self._memory is None else [self._memory.fd]
-        await ready(lambda: socket.send_fds(connection, [_GREETING], fds), connection, writing=True)
+        # Opened again, for reading alone: nobody but its owner writes a pool.
+        fds = [] if self._memory is None else [os.open(f"/proc/self/fd/{self._memory.fd}", os.O_RDONLY)]
+        try:
+            await ready(lambda: socket.send_fds(connection, [_GREETING], fds), connection, writing=True)
+        finally:
+            for fd in fds:
+                os.close(fd)
         greeting, ancillary, _, _ = await ready(
             lambda: connection.recvmsg(len(_GREETING), socket.CMSG_SPACE(4)), connection, writing=False
         )

@@ -91,13 +91,13 @@ class SocketLink(KVLink):
         if self.on_device and parts and not count:
             raise ValueError(f"a payload outside the pool ({self.transport})")
         frame = _FRAME.pack(_MESSAGE, len(header), size, count) + header + references
-        self._referred += bool(count)
         async with self._writing:
+            self._referred += bool(count)  # here, so that a flush counts what goes before it and nothing else
             await self._stream.write([frame] if count else [frame, *parts])
 
     async def drained(self) -> None:
         """Wait until the peer has dealt with what was sent by reference."""
-        if self._dealt_with == self._referred:
+        if self._dealt_with == self._referred and not self._writing.locked():
             return
         flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:

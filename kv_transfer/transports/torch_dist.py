@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import ConfigError, PeerLost, TransferTimeout
 from core.handoff import KVEndpoint
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
+from kv_transfer.transports.tcp import tune
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.torch_groups import Backend, Groups
 from kv_transfer.transports.torch_link import FRAME, TorchDistLink
@@ -132,7 +133,7 @@ class TorchDistTransport(KVTransport):
         """Build the groups in a thread while their store's keys travel over the connection; an empty key ends them."""
         loop = asyncio.get_running_loop()
         connection: socket.socket = writer.get_extra_info("socket")
-        _notice_dead_host(connection)
+        tune(connection)
         hosts = connection.getsockname()[0], connection.getpeername()[0]
 
         def publish(key: bytes, value: bytes) -> None:
@@ -162,11 +163,3 @@ async def _take_keys(reader: asyncio.StreamReader, store: ExchangeStore) -> None
             raise OSError(f"the peer sent a key of {key_size} + {size} bytes")
         key = await reader.readexactly(key_size)
         store.receive(key.decode(errors="replace"), await reader.readexactly(size))
-
-
-def _notice_dead_host(connection: socket.socket) -> None:
-    """A host that vanished closes no connection: let TCP ask for it."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

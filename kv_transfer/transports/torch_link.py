@@ -126,14 +126,15 @@ class TorchDistLink(InboxLink):
             while (frame := await self._announced.get()) is not None:
                 header, size = frame
                 payload: Buffer = b""
+                arrival_s = 0.0
                 if size:
                     if self._groups is None:  # the peer is gone: this payload never left it
                         break
-                    self._receiving = True
+                    self._receiving, started_s = True, loop.time()
                     async with asyncio.timeout(self._timeout_s):
                         payload = await loop.run_in_executor(self._receivers, self._groups.recv, size)
-                    self._receiving = False
-                await self._inbox.put(Arrived(header, payload))
+                    self._receiving, arrival_s = False, loop.time() - started_s
+                await self._inbox.put(Arrived(header, payload, arrival_s))
         except TimeoutError:
             self._fail(f"a payload timed out, it did not come within {self._timeout_s} s")
         except RuntimeError as error:

@@ -44,7 +44,9 @@ class UnixSocketTransport(SocketTransport):
         theirs, _, _ = endpoint.address.rpartition("/")
         if theirs == self._place:
             return None
-        return "it uses another GPU of this host" if theirs.startswith(host_id()) else "it is on another host"
+        if theirs.startswith(host_id()):
+            return "it uses another GPU of this host"
+        return "it is on another host, or another user's"
 
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
         """Open a connection, and exchange what the two share."""

@@ -216,6 +216,23 @@ def test_preemption_under_pressure_changes_no_token(model: Path) -> None:
             client.generate([1] * 300, max_tokens=100).result()
 
 
+@pytest.mark.parametrize("overlap", ["layer", "none"])
+def test_an_id_that_is_used_again_is_another_request(model: Path, overlap: str) -> None:
+    """Even while an engine still computes what was cancelled under it: neither tokens nor cached blocks get mixed."""
+    slow = settings(model, testing={"delay_ms": {"prefill": 1000.0}}, transfer={"overlap": overlap})
+    other = [3, *PROMPT[1:]]
+    with local_cluster(slow) as cluster, Client(cluster.target) as client:
+        first = client.generate(PROMPT, max_tokens=6, mode="pd", request_id="same")
+        time.sleep(0.5)
+        first.cancel()
+        again = client.generate(other, max_tokens=6, mode="pd", request_id="same").result()
+        assert list(again.token_ids) == greedy_tokens(model, other, 6)
+        for prompt in (other, PROMPT):
+            fresh = client.generate(prompt, max_tokens=6, mode="pd").result()
+            assert list(fresh.token_ids) == greedy_tokens(model, prompt, 6)
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
 @pytest.mark.parametrize("policy", ["retry", "recompute", "fail"])
 def test_decode_dies_during_the_hand_off(model: Path, policy: str) -> None:
     """With ``retry``, what the surviving prefill worker has computed is sent again, not computed again."""

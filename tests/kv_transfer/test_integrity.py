@@ -321,6 +321,22 @@ async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tup
     assert ends.receiver.refused == {"checksum": len(corrupt)}
 
 
+@pytest.mark.parametrize("corrupt", [(0,), (0, 1)])
+async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
+    make_ends: MakeEnds, corrupt: tuple[int, ...]
+) -> None:
+    """Its bytes count already: if they filled the bound, nothing would move on this link any more."""
+    ends = await make_ends(sending=CorruptingTransport(*corrupt), message_bytes=2048, max_inflight_bytes=2048)
+    for name, ids in (("r", [1, 2, 3, 4]), ("other", [5, 6])):
+        ends.sender.start(name, ends.receiver.expect(name, ids, 0, ends.in_s(5)), ends.in_s(5))
+        ends.sender.send_blocks(name, 0, ids, last=True)
+    async with asyncio.timeout(2):
+        await asyncio.gather(*(end.wait(name) for end in (ends.sender, ends.receiver) for name in ("r", "other")))
+    assert ends.receiver.refused == {"checksum": len(corrupt)}
+    assert ends.blocks_of(ends.target, [1, 2, 3, 4, 5, 6]) == ends.blocks_of(ends.source, [1, 2, 3, 4, 5, 6])
+    assert ends.sender._peers["d"]._inflight_bytes == 0
+
+
 async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnds) -> None:
     ends = await make_ends(sending=CorruptingTransport(*range(100)))
     ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))

@@ -77,7 +77,7 @@ async def test_workers_on_different_gpus_do_not_meet() -> None:
     here, there = gpu.transport("p", store, "GPU-1"), gpu.transport("d", store, "GPU-2")
     endpoint = await there.listen("127.0.0.1")
     assert here.obstacle(endpoint) == "it uses another GPU of this host"
-    assert here.obstacle(KVEndpoint("cuda_ipc", "elsewhere/GPU-1/name")) == "it is on another host"
+    assert here.obstacle(KVEndpoint("cuda_ipc", "elsewhere/GPU-1/name")) == "it is on another host, or another user's"
     with pytest.raises(PeerLost, match="another GPU"):
         await here.connect(endpoint, 1.0)
     await there.aclose()

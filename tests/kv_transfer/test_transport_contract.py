@@ -334,6 +334,11 @@ def test_nccl_is_not_taken_where_workers_may_share_a_gpu(monkeypatch: pytest.Mon
 def test_a_transport_that_cannot_work_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
         offered_transports("carrier_pigeon", device="cpu")
+    with pytest.raises(ConfigError, match=r"^transfer\.transport: loopback works only within a process"):
+        offered_transports("loopback", device="cpu")
+    for name in ("shm", "nixl"):
+        with pytest.raises(ConfigError, match=r"^transfer\.transport: .* reads host memory, and the pool is on a GPU"):
+            offered_transports(name, device="cuda:0")
     with pytest.raises(ConfigError, match=r"^transfer\.transport: cuda_ipc needs a GPU"):
         offered_transports("cuda_ipc", device="cpu")
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
@@ -349,7 +354,7 @@ async def test_a_pair_takes_what_both_ends_share(make_all: Callable[..., list[KV
     elsewhere = [KVEndpoint("shm", "another-host/name"), endpoints[1]]
     choice = choose(here, elsewhere, "d")
     assert (choice.transport, choice.endpoint) == (here[1], endpoints[1])
-    assert choice.reason == "not shm: it is on another host"
+    assert choice.reason == "not shm: it is on another host, or another user's"
     with pytest.raises(ConfigError, match=r"^transfer\.transport: no way to d, .*it is on another host"):
         choose(here[:1], elsewhere, "d")
     with pytest.raises(ConfigError, match=r"d does not listen with it"):

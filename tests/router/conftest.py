@@ -57,6 +57,10 @@ class Cluster:
         assert worker is not None
         assert self.registry.heartbeat(worker_id, worker.load, worker.info)
 
+    def aborted(self, worker_id: str) -> list[str]:
+        """The requests that a worker was told to drop."""
+        return [name.partition("#")[0] for name in self.fleet[worker_id].aborted]
+
     def check_idle(self) -> None:
         """Everything given back: load accounts at zero, nothing held by any worker."""
         for worker in self.registry.workers:

@@ -43,7 +43,7 @@ async def test_a_failure_anywhere_costs_the_client_nothing(
     assert (request.status, request.attempts, generation.result.attempts) == (RequestStatus.FINISHED, 2, 2)
     used = {"p": generation.result.prefill_worker, "d": generation.result.decode_worker}
     assert used[role] == f"{role}1", "the retry avoids the worker that failed"
-    assert cluster.fleet["d0"].aborted == ["r"]
+    assert cluster.aborted("d0") == ["r"]
     assert generation.result.proof is not None
     assert generation.result.proof.kv_bytes == generation.result.kv_bytes_expected
     cluster.check_idle()
@@ -126,10 +126,21 @@ async def test_a_continuation_sends_prompt_and_tokens_so_far_under_a_new_name(ma
     cluster.fleet["d0"].fail("decode_more", WorkerLost("gone"))
     assert await cluster.tokens(cluster.request(max_tokens=6)) == [6, 7, 8, 9, 10, 11]
     (_, first), (_, second) = cluster.fleet["p0"].works
-    assert (first.request_id, tuple(first.token_ids), first.sampling.max_tokens) == ("r", (1, 2, 3, 4, 5), 6)
-    assert (second.request_id, tuple(second.token_ids), second.sampling.max_tokens) == ("r#2", (1, 2, 3, 4, 5, 6, 7), 4)
+    assert (tuple(first.token_ids), first.sampling.max_tokens) == ((1, 2, 3, 4, 5), 6)
+    assert (tuple(second.token_ids), second.sampling.max_tokens) == ((1, 2, 3, 4, 5, 6, 7), 4)
+    assert first.request_id != second.request_id
+    assert first.request_id.startswith("r#")
+    assert second.request_id.startswith("r#")
     assert second.sampling.seed == first.sampling.seed
     assert (first.num_prior_outputs, second.num_prior_outputs) == (0, 2)
+
+
+async def test_an_id_that_a_client_uses_again_is_another_name_to_the_workers(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    for _ in range(3):
+        assert await cluster.tokens(cluster.request()) == ALL
+    names = [work.request_id for _, work in cluster.fleet["p0"].works]
+    assert len(set(names)) == 3
 
 
 async def test_a_continuation_of_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:
@@ -194,7 +205,7 @@ async def test_a_dying_decode_worker_ends_a_prefill_that_has_no_use_any_more(mak
     await asyncio.sleep(0.03)
     cluster.fleet["d0"].crash()
     await asyncio.sleep(0.03)
-    assert cluster.fleet["p0"].aborted == ["r"]
+    assert cluster.aborted("p0") == ["r"]
     assert await task == ALL
     cluster.check_idle()
 
@@ -231,8 +242,8 @@ async def test_a_retry_keeps_its_place_in_the_queue(make_cluster: MakeCluster) -
     cluster.fleet["p0"].delay_s = {"prefill": 0.01}
     cluster.fleet["p0"].fail("prefill", TransferError("once"))
     await asyncio.gather(*(cluster.tokens(cluster.request(name=name)) for name in "abc"))
-    order = [work.request_id for _, work in cluster.fleet["p0"].works]
-    assert order.index("a#2") < order.index("c")
+    order = [work.request_id.partition("#")[0] for _, work in cluster.fleet["p0"].works]
+    assert order.index("a", order.index("a") + 1) < order.index("c")
     cluster.check_idle()
 
 
