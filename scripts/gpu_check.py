@@ -1,4 +1,4 @@
-"""What a machine with a GPU says of the engine: its tests there, then its benchmark; needs no Ray.
+"""What a machine with a GPU says of engine and hand-off: their tests there, then the benchmark; needs no Ray.
 
     python scripts/gpu_check.py
 
@@ -38,7 +38,7 @@ def main() -> int:
     report["gpu"] = torch.cuda.get_device_name()
     for name, value in report.items():
         _say(f"{name}: {value}")
-    tests, _ = _run("-m", "pytest", "tests/engine", "-m", "cuda", "-q", "--timeout", "600")
+    tests, _ = _run("-m", "pytest", "tests/engine", "tests/e2e/test_gpu.py", "-m", "cuda", "-q", "--timeout", "600")
     report["tests"] = "passed" if tests == 0 else f"failed ({tests})"
     failed = tests != 0
     if BENCHMARK.is_file():

@@ -47,15 +47,17 @@ class LocalCluster:
         prefill: int = 1,
         decode: int = 1,
         in_worker: Mapping[str, Callable[[], None]] | None = None,
+        device: str = "cpu",
     ) -> None:
         gateway = {"host": "127.0.0.1", "port": free_port()}
-        cluster = {"prefill": prefill, "decode": decode, "device": "cpu", "oversubscribe": True}
+        cluster = {"prefill": prefill, "decode": decode, "device": device, "oversubscribe": True}
         self.config = PdserveConfig.parse(
             {**settings, "gateway": {**gateway, **settings.get("gateway", {})}, "cluster": cluster}
         )
         self.registry = f"127.0.0.1:{free_port()}"
         self.target = f"127.0.0.1:{self.config.gateway.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._device = device
         self._in_worker = dict(in_worker or {})
         self._slots: dict[str, int] = {}
         self.start_gateway()
@@ -77,7 +79,8 @@ class LocalCluster:
             role=role,
             host="127.0.0.1",
             node="127.0.0.1",
-            device="cpu",
+            device=self._device,
+            device_share=1.0 if self._device == "cpu" else 0.4,
             registry_address=self.registry,
             version="test",
             slot=self._slots.setdefault(worker_id, len(self._slots)),
@@ -153,9 +156,10 @@ def local_cluster(
     prefill: int = 1,
     decode: int = 1,
     in_worker: Mapping[str, Callable[[], None]] | None = None,
+    device: str = "cpu",
 ) -> Iterator[LocalCluster]:
     """A `LocalCluster` that is ready, and gone afterwards."""
-    cluster = LocalCluster(settings, prefill=prefill, decode=decode, in_worker=in_worker)
+    cluster = LocalCluster(settings, prefill=prefill, decode=decode, in_worker=in_worker, device=device)
     try:
         cluster.wait_ready()
         yield cluster

@@ -23,7 +23,14 @@ layout, blocks, handle = json.loads(sys.argv[1])
 handle["share"] = [bytes.fromhex(v[1:]) if isinstance(v, str) else v for v in handle["share"]]
 pool = MappedPool(KVLayout.from_wire(layout), blocks, handle, -1)
 data = b"".join(pool.read_blocks([3, 4, 8]))
-pool.write_blocks([1, 6, 7], data)
+landing = pool.land([1, 6, 7])
+(part,) = landing.parts
+part[:] = data
+landing.commit()
+landing = pool.land([2, 9], range(1, 3), on_device=True)
+for part, source in zip(landing.parts, pool.read_blocks([5, 0], range(1, 3), on_device=True)):
+    part.copy_(source)
+landing.commit()
 pool.close()
 """
 
@@ -39,3 +46,4 @@ def test_blocks_are_read_and_written_by_another_process(device: torch.device) ->
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", PEER, told], cwd=root, check=True, timeout=100)
     assert torch.equal(pool.tensor[[1, 6, 7]], pool.tensor[[3, 4, 8]])
+    assert torch.equal(pool.tensor[[2, 9], 1:3], pool.tensor[[5, 0], 1:3])

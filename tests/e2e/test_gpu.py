@@ -1,0 +1,40 @@
+"""A prefill and a decode worker that share one GPU: KV goes over CUDA IPC, or by way of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve import Client
+from tests.local_cluster import leaked_blocks, local_cluster
+from tests.random_models import greedy_tokens, save_random_model
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch sees no GPU; the same on CPUs is in test_faults.py"
+    ),
+    pytest.mark.timeout(600),
+]
+
+PROMPT = [11, 7, 200, 41, 5, 99, 3] * 24
+
+
+@pytest.mark.parametrize(("transport", "taken"), [("auto", "cuda_ipc"), ("tcp", "tcp"), ("grpc_stream", "grpc_stream")])
+@pytest.mark.parametrize("overlap", ["layer", "none"])
+def test_tokens_over_a_shared_gpu(tmp_path: Path, transport: str, taken: str, overlap: str) -> None:
+    model = save_random_model(tmp_path, "gqa")
+    settings = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "engine": {"num_blocks": 64, "max_num_batched_tokens": 64},
+        "transfer": {"transport": transport, "overlap": overlap},
+    }
+    with local_cluster(settings, device="cuda") as cluster, Client(cluster.target) as client:
+        result = client.generate(PROMPT, max_tokens=8, mode="pd").result()
+        assert list(result.token_ids) == greedy_tokens(model, PROMPT, 8)
+        assert result.transport == taken
+        assert result.kv_bytes == result.kv_bytes_expected > 0
+        assert result.transfer.checksum == ("off" if taken == "cuda_ipc" else "xxh3-64 verified")
+        assert leaked_blocks(cluster.wait_idle()) == 0
