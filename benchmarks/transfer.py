@@ -10,6 +10,7 @@ is 2**20 bytes, 1 GB/s 10**9 bytes.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import statistics
 import sys
@@ -35,6 +36,8 @@ from benchmarks.transfer_pair import HandoffPair, TransportPair
 MB = 2**20
 MEGABYTES = (1, 16, 128)
 TRANSPORTS = {"shm": "host", "tcp": "network", "grpc_stream": "network", "torch_dist": "network"}
+if importlib.util.find_spec("nixl") is not None:
+    TRANSPORTS["nixl"] = "host"  # UCX reads the other process's memory
 SHAPES = ("135m", "8b")
 TOKENS = (512, 2048, 8192)
 HANDOFF_TRANSPORTS = ("shm", "tcp")
