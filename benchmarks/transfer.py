@@ -83,7 +83,7 @@ def main(
         for shape in SHAPES[:1] if quick else SHAPES:
             result[key][shape] = _end_to_end(shape, transport, tokens, 1 if quick else rounds, console)
     result["first_to_hundredth"] = {
-        transport: _first_and_last(transport, 1 if quick else 5) for transport in HANDOFF_TRANSPORTS
+        transport: _first_and_last(transport, 1 if quick else 9) for transport in HANDOFF_TRANSPORTS
     }
     console.print(f"a pair's first hand-off over its hundredth (2048 tokens, 135m): {result['first_to_hundredth']}")
     if service and not quick:
