@@ -10,7 +10,7 @@ from engine.batch import ScheduledSeq
 from engine.messages import LayersDone, Progress
 
 WORTH_BYTES = 256 * 2**10
-"""Groups of layers smaller than this are not told of: each costs the engine and the worker more than it hides."""
+"""Groups of layers smaller than this are not told of: each costs the engine and both workers a message."""
 
 
 @dataclass(frozen=True, slots=True)

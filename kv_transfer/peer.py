@@ -31,7 +31,8 @@ Conclude = Callable[[Outgoing, PdserveError | None], None]
 class Peer:
     """Three tasks work on the link: one writes (one message of each hand-off in turn), one reads the answers, one says
     every ``heartbeat_s`` that the hand-offs still live. When the link ends, its hand-offs fail. While
-    ``max_inflight_bytes`` or more are not acknowledged, nothing but control messages is sent."""
+    ``max_inflight_bytes`` or more are not acknowledged, nothing new is sent: only control messages, and what arrived
+    changed (its bytes count already)."""
 
     def __init__(
         self,

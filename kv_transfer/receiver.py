@@ -1,8 +1,8 @@
-"""The receiving end: it remembers which blocks a hand-off may fill, verifies what arrives, and copies it there itself.
+"""The receiving end: it keeps which blocks a hand-off may fill, and decides on its end.
 
 Only slot numbers come over the wire, so no sender can name a block; and a hand-off that was aborted or expired is
-forgotten at once, so a sender that wakes up late finds nobody to write for. Everything runs on one event loop; checking
-a message and copying it is one step between two awaits.
+forgotten at once and its sink closed, so that nothing is written for it any more and a sender that wakes up late finds
+nobody. Everything runs on one event loop. What comes over a link is `kv_transfer.source`'s.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from kv_transfer.device_memory import DeviceMemory, PeerDeviceMemory, open_cuda
+from kv_transfer.transports.greeting import read_exactly
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.tcp import read_exactly
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.unix_socket import UnixSocketTransport
 

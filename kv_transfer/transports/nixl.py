@@ -13,10 +13,11 @@ import struct
 
 from core.handoff import KVEndpoint
 from kv_transfer.shared_memory import SharedMemory
+from kv_transfer.transports.greeting import expect_greeting, read_exactly
 from kv_transfer.transports.nixl_agent import NAME_BYTES, NixlAgent
 from kv_transfer.transports.nixl_link import NixlLink, NixlPeer
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.tcp import TcpTransport, expect_greeting, read_exactly, tune
+from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.threads import in_thread
 
 _GREETING = b"pdserve-kv/nixl/1"

@@ -9,9 +9,10 @@ from typing import Any
 from core.errors import PeerLost
 from core.handoff import KVEndpoint
 from kv_transfer.base import KVLink
-from kv_transfer.transports.listener import SocketTransport
+from kv_transfer.transports.greeting import expect_greeting
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.socket_transport import SocketTransport
 from kv_transfer.transports.threads import in_thread
 
 _GREETING = b"pdserve-kv/tcp/1"
@@ -61,23 +62,6 @@ async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
         return family, address
 
     return await in_thread("kv-tcp-resolve", resolve)
-
-
-async def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """The next ``size`` bytes; EOFError if the peer closes before."""
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < size:
-        more = await loop.sock_recv(connection, size - len(data))
-        if not more:
-            raise EOFError("the peer closed the connection")
-        data += more
-    return data
-
-
-async def expect_greeting(connection: socket.socket, greeting: bytes) -> None:
-    """Read the peer's greeting; EOFError if it is another one."""
-    if await read_exactly(connection, len(greeting)) != greeting:
-        raise EOFError("the peer speaks something else")
 
 
 def tune(connection: socket.socket) -> None:

@@ -16,8 +16,8 @@ from core.errors import PeerLost
 from core.handoff import KVEndpoint
 from kv_transfer.base import KVLink
 from kv_transfer.transports.host import host_id
-from kv_transfer.transports.listener import SocketTransport
 from kv_transfer.transports.socket_link import SocketLink
+from kv_transfer.transports.socket_transport import SocketTransport
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
