@@ -43,8 +43,29 @@ class ClusterConfig(_Section):
     cores_per_worker: Positive = Field(1, description="cores of a CPU device slot, and threads of its engine")
     oversubscribe: bool = Field(False, description="allow more workers than device slots (they then share slots)")
     address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
+    placement: Literal["pack", "spread", "strict_spread"] = Field(
+        "pack",
+        description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: over the nodes, "
+        "prefill and decode apart where possible; strict_spread: a node for each worker, or an error",
+    )
     worker_resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray resources each worker's bundle asks for instead of the device's own"
+        default_factory=dict, description="Ray resources each worker asks for instead of its device slot's own"
+    )
+    prefill_resources: dict[str, float] = Field(
+        default_factory=dict,
+        description="Ray resources each prefill worker asks for besides, such as {prefill: 1}: ties it to nodes that "
+        "have them",
+    )
+    decode_resources: dict[str, float] = Field(
+        default_factory=dict, description="the same for decode workers, such as {decode: 1}"
+    )
+    autoscale: bool = Field(
+        False, description="workers that do not fit onto the present nodes are no error: Ray is asked for more nodes"
+    )
+    port_base: Annotated[int, Field(ge=1024, le=65_000)] | None = Field(
+        None,
+        description="first of the ports of gateway and workers: the registry listens on this one, four for each "
+        "worker after it; default: 20000 on a Ray that is joined, free ones on a Ray of its own",
     )
     start_timeout_s: Seconds = Field(180.0, description="how long start-up may take before it is given up")
 
@@ -125,7 +146,11 @@ class TransferConfig(_Section):
     )
     connect_timeout_s: Seconds = Field(10.0, description="how long a handshake with a peer may take")
     lease_s: Seconds = Field(30.0, description="how long blocks are held for a silent peer")
-    interface: str | None = Field(None, description="address or host name this host's KV endpoint listens on")
+    interface: str | None = Field(
+        None,
+        description="what KV travels over on every host: a device (eth1), a network (10.1.0.0/16), or an address or "
+        "name; default: the address that Ray knows the host by",
+    )
 
 
 class RouterConfig(_Section):
@@ -141,6 +166,7 @@ class RouterConfig(_Section):
     max_attempts: Positive = Field(3, description="attempts per request when workers or transfers fail")
     heartbeat_s: Seconds = Field(0.5, description="how often workers report")
     heartbeat_timeout_s: Seconds = Field(3.0, description="a worker silent for this long is taken for dead")
+    forget_s: Seconds = Field(60.0, description="a dead worker is no longer shown after this long")
 
 
 class GatewayConfig(_Section):

@@ -91,8 +91,9 @@ class KVTransport(ABC):
     name: str
 
     @abstractmethod
-    async def listen(self, host: str) -> KVEndpoint:
-        """Start to accept links on ``host`` (an address peers can reach), on a port of its own."""
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
+        """Start to accept links on ``host`` (an address peers can reach) and ``port`` (0: a free one), if it uses ports
+        at all. PeerLost if that address is not this host's or the port is taken."""
 
     @abstractmethod
     async def accept(self) -> KVLink:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
@@ -62,9 +63,13 @@ class KVReceiver:
         """How many messages were refused, by `Reason`."""
         return dict(self._refused)
 
-    async def start(self, host: str) -> tuple[KVEndpoint, ...]:
-        """Listen on ``host`` with every transport and serve every link; PeerLost if the address is not this host's."""
-        self._endpoints = tuple([await transport.listen(host) for transport in self._transports])
+    async def start(self, host: str, port: int = 0) -> tuple[KVEndpoint, ...]:
+        """Listen on ``host`` with every transport and serve every link; the i-th transport on ``port`` + i, if it has
+        any use for a port (0: free ones). PeerLost if the address is not this host's or the port not free."""
+        ports = itertools.count(port) if port else itertools.repeat(0)
+        self._endpoints = tuple(
+            [await transport.listen(host, each) for transport, each in zip(self._transports, ports, strict=False)]
+        )
         for transport in self._transports:
             self.spawn(self._accept(transport))
         return self._endpoints

@@ -15,4 +15,9 @@ class PrefillWorkerActor(ActorBody):
     """Everything but Ray is in `worker.actor_body` and below."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__(spec, FLOWS, restarted=ray.get_runtime_context().was_current_actor_reconstructed)
+        super().__init__(
+            spec,
+            FLOWS,
+            node=ray.util.get_node_ip_address(),
+            restarted=ray.get_runtime_context().was_current_actor_reconstructed,
+        )

@@ -59,10 +59,9 @@ class LocalCluster:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._device = device
         self._in_worker = dict(in_worker or {})
-        self._slots: dict[str, int] = {}
+        self._num_slots = prefill + decode
         self.start_gateway()
         names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
-        self._slots = {f"{role}-{index}": slot for slot, (role, index) in enumerate(names)}
         for role, index in names:
             self.start_worker(role, index)
 
@@ -83,8 +82,7 @@ class LocalCluster:
             device_share=1.0 if self._device == "cpu" else 0.4,
             registry_address=self.registry,
             version="test",
-            slot=self._slots.setdefault(worker_id, len(self._slots)),
-            num_slots=len(self._slots),
+            num_slots=self._num_slots,
             config=config,
         )
         self._spawn(worker_id, f"{role}_worker", json.dumps(spec.to_wire()))

@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from core.errors import PdserveError, to_wire
 from engine.messages import KVRole
-from worker.cores import leave_engine_cores
+from worker.cores import claim_slot, leave_engine_cores
 from worker.flow import Flow
 from worker.host import WorkerHost
 from worker.spec import WorkerSpec
 
 
 class ActorBody:
-    """A `WorkerHost`, and the answers to what the launcher asks of an actor. ``restarted``: Ray has started it again
-    after a death, and nobody asks."""
+    """A `WorkerHost`, and the answers to what the launcher asks of an actor. ``node`` is the address that Ray knows
+    this host by. ``restarted``: Ray has started it again after a death, perhaps on another host, and nobody asks."""
 
-    def __init__(self, spec: dict[str, Any], flows: Mapping[KVRole, type[Flow]], *, restarted: bool) -> None:
+    def __init__(self, spec: dict[str, Any], flows: Mapping[KVRole, type[Flow]], *, node: str, restarted: bool) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        parsed = leave_engine_cores(WorkerSpec.from_wire(spec))
+        parsed, self._claim = claim_slot(WorkerSpec.from_wire(spec))
+        parsed = leave_engine_cores(replace(parsed, host=parsed.host or node, node=node))
         self._start_timeout_s = parsed.config.cluster.start_timeout_s
         self._host = WorkerHost(parsed, flows, on_end=lambda: os._exit(1), restarted=restarted)
 

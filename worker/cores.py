@@ -1,12 +1,32 @@
-"""Keeps a worker process off the cores of the engines."""
+"""Which cores are whose on a host: each engine's slot is its own, and worker processes keep off all of them."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import socket
 from dataclasses import replace
 
 from worker.spec import WorkerSpec
+
+
+def claim_slot(spec: WorkerSpec) -> tuple[WorkerSpec, socket.socket | None]:
+    """The spec with the first slot of this host that no other worker has, whichever service that belongs to; it is
+    taken until the socket is closed, or the process ends. A spec that has a slot keeps it, and has no socket."""
+    if spec.slot is not None:
+        return spec, None
+    width = spec.config.cluster.cores_per_worker
+    for slot in itertools.count():
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            # An abstract name: the kernel frees it with the process, and no file is left behind.
+            claim.bind(f"\0pdserve-slot-{os.getuid()}-{width}-{slot}")
+        except OSError:
+            claim.close()
+            continue
+        return replace(spec, slot=slot), claim
+    raise AssertionError("slots have no end")
 
 
 def leave_engine_cores(spec: WorkerSpec) -> WorkerSpec:

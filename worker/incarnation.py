@@ -6,10 +6,12 @@ When the engine dies all of it is gone at once, and the worker begins another in
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from typing import Self
 
 from core.clock import Clock
+from core.errors import LaunchError, PeerLost
 from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
 from core.worker import WorkerLoad
@@ -21,6 +23,7 @@ from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.shared_memory import SharedMemory
 from kv_transfer.transports.threads import in_thread
+from worker.addresses import resolve_interface
 from worker.kv import KVEnds
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
@@ -62,6 +65,9 @@ class Incarnation:
             "kv-offered",
             lambda: offered_transports(transfer.transport, device=spec.device, shared_device=spec.device_share < 1),
         )
+        interface = await in_thread("kv-interface", lambda: resolve_interface(transfer.interface, spec.host))
+        if transfer.interface is not None and interface.device:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.device}")
         engine = EngineClient()
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
@@ -83,7 +89,12 @@ class Incarnation:
                 clock=clock,
                 delay_s=delays_ms.get("kv_exposed", 0.0) / 1e3,
             )
-            endpoints = await kv.start(transfer.interface or spec.host)
+            try:
+                endpoints = await kv.start(interface.address, spec.kv_port)
+            except PeerLost as error:
+                raise LaunchError(
+                    f"worker {spec.worker_id}: {error}; see transfer.interface and cluster.port_base"
+                ) from None
             watchdog = Watchdog(engine, spec.worker_id, clock, spec.config.engine.hang_timeout_s)
         except BaseException:
             if kv is not None:

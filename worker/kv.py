@@ -87,10 +87,11 @@ class KVEnds:
                 raise WorkerLost("the engine is gone, and its KV ends with it") from None
             raise
 
-    async def start(self, host: str) -> tuple[KVEndpoint, ...]:
-        """Listen for peers on ``host``; returns where, for each transport."""
+    async def start(self, host: str, port: int = 0) -> tuple[KVEndpoint, ...]:
+        """Listen for peers on ``host``, from ``port`` on (0: where the system likes); returns where, for each
+        transport."""
         self._thread.start()
-        return await self._on_loop(self._receiver.start(host))
+        return await self._on_loop(self._receiver.start(host, port))
 
     async def aclose(self) -> None:
         """End every hand-off, the thread, and the mapping of the pool. Closing twice is fine."""

@@ -42,14 +42,19 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
-    async def start(self, host: str) -> None:
-        """Listen on ``host``, on a port of its own."""
+    async def start(self, host: str, port: int) -> None:
+        """Listen on ``host`` and ``port`` (0: one that is free). LaunchError if that cannot be."""
         self._server = grpc.aio.server(options=CONTROL_OPTIONS)
         worker_pb2_grpc.add_WorkerControlServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(f"{host}:0")
-        if port == 0:
-            raise LaunchError(f"worker {self._worker.spec.worker_id}: cannot listen on {host}")
-        self.address = f"{host}:{port}"
+        bracketed = f"[{host}]" if ":" in host else host
+        try:
+            port = self._server.add_insecure_port(f"{bracketed}:{port}")
+        except RuntimeError:
+            raise LaunchError(
+                f"worker {self._worker.spec.worker_id}: cannot listen on {bracketed}:{port}: the port is in use there, "
+                "or the address is not that host's; cluster.port_base chooses others"
+            ) from None
+        self.address = f"{bracketed}:{port}"
         await self._server.start()
 
     async def stop(self) -> None:

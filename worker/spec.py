@@ -15,10 +15,12 @@ from core.worker import Role
 class WorkerSpec:
     """One worker: who it is, where it listens, which device slot is its own, and the service's configuration.
 
-    ``host`` is the address peers and gateway reach it under. ``device`` is ``cpu`` or ``cuda`` (never ``auto``).
-    ``registry_address`` is the gateway's internal ``host:port``. ``slot`` counts the workers on one host, of which
-    there are ``num_slots``; ``device_share`` below 1 says that the slot is shared. ``allowed_cores`` are the cores that
-    engines and workers share out, those this process may use if it is None.
+    ``host`` is the address peers and gateway reach it under, ``node`` the one that Ray knows the host by; empty until
+    the worker is on a host, which may be another after a restart. ``device`` is ``cpu`` or ``cuda`` (never ``auto``).
+    ``registry_address`` is the gateway's internal ``host:port``. ``port`` is the first of its own ports: control, then
+    one for each KV transport (0: the system picks). ``slot`` counts the workers on one host (None: it takes the first
+    that is free), of which at least ``num_slots`` are expected; ``device_share`` below 1 says that the slot is shared.
+    ``allowed_cores`` are the cores that engines and workers share out, those this process may use if it is None.
     """
 
     worker_id: str
@@ -28,24 +30,30 @@ class WorkerSpec:
     device: str
     registry_address: str
     version: str
-    slot: int = 0
+    port: int = 0
+    slot: int | None = None
     device_share: float = 1.0
     config: PdserveConfig = field(default_factory=PdserveConfig)
     num_slots: int = 1
     allowed_cores: tuple[int, ...] | None = None
 
     @property
+    def kv_port(self) -> int:
+        """The first port of its KV transports; 0: the system picks."""
+        return self.port + 1 if self.port else 0
+
+    @property
     def cores(self) -> tuple[int, ...]:
         """The CPU cores its engine binds to: the slot's own, counted through what this process may use (slots beyond
         the last core begin again at the first). Empty on a GPU: there the cores are shared."""
-        return self._cores_of(self.slot) if self.device == "cpu" else ()
+        return self._cores_of(self.slot or 0) if self.device == "cpu" else ()
 
     @property
     def spare_cores(self) -> tuple[int, ...]:
         """The cores that none of the host's engines binds to."""
         if self.device != "cpu":
             return ()
-        taken = {core for slot in range(max(self.num_slots, self.slot + 1)) for core in self._cores_of(slot)}
+        taken = {core for slot in range(max(self.num_slots, (self.slot or 0) + 1)) for core in self._cores_of(slot)}
         return tuple(core for core in self._allowed if core not in taken)
 
     @property
@@ -66,6 +74,7 @@ class WorkerSpec:
             "device": self.device,
             "registry_address": self.registry_address,
             "version": self.version,
+            "port": self.port,
             "slot": self.slot,
             "device_share": self.device_share,
             "config": self.config.model_dump(mode="json"),

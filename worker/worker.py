@@ -81,7 +81,7 @@ class Worker:
         """Serve until cancelled. Raises what kept the very first engine from starting; later failures are retried,
         except when the model itself is at fault."""
         try:
-            await self._server.start(self.spec.host)
+            await self._server.start(self.spec.host, self.spec.port)
             while True:
                 try:
                     self._incarnation = await Incarnation.start(self.spec, self.clock)

@@ -50,8 +50,8 @@ class GrpcStreamTransport(KVTransport):
         self._channels: dict[GrpcLink, grpc.Channel] = {}
         self._closed = False
 
-    async def listen(self, host: str) -> KVEndpoint:
-        """Start the server on a free port of ``host``; PeerLost if that address is not this host's."""
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
+        """Start the server."""
         loop = asyncio.get_running_loop()
 
         def exchange(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -70,9 +70,9 @@ class GrpcStreamTransport(KVTransport):
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         bracketed = f"[{host}]" if ":" in host else host
         try:
-            port = self._server.add_insecure_port(f"{bracketed}:0")
+            port = self._server.add_insecure_port(f"{bracketed}:{port}")
         except RuntimeError as error:
-            raise PeerLost(f"cannot listen on {host}: {error} (grpc_stream)") from None
+            raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} (grpc_stream)") from None
         self._server.start()
         return KVEndpoint(self.name, f"{bracketed}:{port}")
 

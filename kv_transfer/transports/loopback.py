@@ -59,7 +59,7 @@ class LoopbackTransport(KVTransport):
         self._links: list[LoopbackLink] = []
         self._closed = False
 
-    async def listen(self, host: str) -> KVEndpoint:
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Enter the table under a name of its own; ``host`` is part of it."""
         self._address = f"{host}/{next(_numbers)}"
         _listening[self._address] = self

@@ -36,11 +36,10 @@ class NixlTransport(TcpTransport):
         self._memory = memory
         self._making: asyncio.Task[NixlAgent] | None = None
 
-    async def listen(self, host: str) -> KVEndpoint:
-        """Accept connections on a free port of ``host``; ConfigError without NIXL, PeerLost if that address is not this
-        host's."""
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
+        """Accept connections; ConfigError without NIXL. What NIXL itself listens on, it picks."""
         await self._agent()
-        return await super().listen(host)
+        return await super().listen(host, port)
 
     async def aclose(self) -> None:
         """Stop listening, close every link, end the agent."""

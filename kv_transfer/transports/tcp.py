@@ -23,18 +23,19 @@ class TcpTransport(SocketTransport):
 
     name = "tcp"
 
-    async def listen(self, host: str) -> KVEndpoint:
-        """Accept connections on a free port of ``host``; PeerLost if that address is not this host's."""
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
+        """Accept connections."""
         server: socket.socket | None = None
         try:
-            family, address = await _resolve(host, 0)
+            family, address = await _resolve(host, port)
             server = socket.socket(family, socket.SOCK_STREAM)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last one's connections may linger
             server.bind(address)
             self._serve(server)
         except OSError as error:
             if server is not None:
                 server.close()
-            raise PeerLost(f"cannot listen on {host}: {error} ({self.name})") from None
+            raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} ({self.name})") from None
         bracketed = f"[{host}]" if ":" in host else host
         return KVEndpoint(self.name, f"{bracketed}:{server.getsockname()[1]}")
 

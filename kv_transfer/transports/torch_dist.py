@@ -48,13 +48,13 @@ class TorchDistTransport(KVTransport):
         self._greeting: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def listen(self, host: str) -> KVEndpoint:
-        """Accept connections on a free port of ``host``; PeerLost if that address is not this host's."""
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
+        """Accept connections. The groups of each link meet on ports that the system picks."""
         await self._import()
         try:
-            self._server = await asyncio.start_server(self._incoming, host, 0)
+            self._server = await asyncio.start_server(self._incoming, host, port)
         except OSError as error:
-            raise PeerLost(f"cannot listen on {host}: {error} (torch_dist)") from None
+            raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} (torch_dist)") from None
         port = self._server.sockets[0].getsockname()[1]
         return KVEndpoint(self.name, f"{host}:{port}")
 

@@ -31,8 +31,8 @@ class UnixSocketTransport(SocketTransport):
         super().__init__(timeout_s=timeout_s)
         self._place = host_id() if place is None else f"{host_id()}/{place}"
 
-    async def listen(self, host: str) -> KVEndpoint:
-        """Accept connections of processes on this host, whatever address of it ``host`` is."""
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
+        """Accept connections of processes on this host, whatever address of it ``host`` is; there are no ports."""
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"pdserve-kv-{secrets.token_hex(16)}"
         server.bind(f"\0{name}")

@@ -30,9 +30,9 @@ class TamperingTransport(KVTransport):
         self.links: list[TamperingLink] = []
         self._transport = transport
 
-    async def listen(self, host: str) -> KVEndpoint:
+    async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """As it is."""
-        return await self._transport.listen(host)
+        return await self._transport.listen(host, port)
 
     async def accept(self) -> KVLink:
         """As it is."""
