@@ -111,6 +111,15 @@ class Hosts:
         for host in self:
             host.rate(mbit)
 
+    def restore(self) -> None:
+        """Undo what was done to the network: every cable is whole and unshaped, every port open. Hosts that were killed
+        stay so."""
+        for host in self:
+            if host.running:
+                host.heal()
+                host.rate(None)
+                host.open_ports()
+
     def close(self) -> None:
         """End every process of every host by id, and remove links, namespaces and files."""
         try:
