@@ -63,7 +63,7 @@ def hosts(namespaces: None) -> Iterator[Hosts]:
 
     previous = signal.signal(signal.SIGTERM, interrupt)  # so that what follows is undone then, too
     try:
-        with Hosts(["desk", "head", *WORKERS]) as made:
+        with Hosts(["desk", "head", *WORKERS], single_core=WORKERS) as made:
             yield made
     finally:
         signal.signal(signal.SIGTERM, previous)
