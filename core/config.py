@@ -45,8 +45,8 @@ class ClusterConfig(_Section):
     address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
     placement: Literal["pack", "spread", "strict_spread"] = Field(
         "pack",
-        description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: each role over as "
-        "many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for each "
+        description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: each role over "
+        "as many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for each "
         "worker, or an error",
     )
     worker_resources: dict[str, float] = Field(

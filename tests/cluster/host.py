@@ -45,7 +45,8 @@ def outside(*command: str, feed: str | None = None, timeout_s: float = 20.0) -> 
 
 class Host:
     """``state`` is the folder of all hosts, with their client key ``id``; ``bridge`` the switch on this machine, with
-    the address ``gateway``. ``core`` is the only one it has (-1: all). Processes see a monotonic clock that is ``clock_ahead_s`` ahead of this machine's."""
+    the address ``gateway``. Processes see a monotonic clock that is ``clock_ahead_s`` ahead of this machine's. ``core``
+    is the only one they have (-1: all)."""
 
     def __init__(
         self, name: str, address: str, gateway: str, bridge: str, state: Path, clock_ahead_s: int, core: int
