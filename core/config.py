@@ -46,8 +46,8 @@ class ClusterConfig(_Section):
     placement: Literal["pack", "spread", "strict_spread"] = Field(
         "pack",
         description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: each role over "
-        "as many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for each "
-        "worker, or an error",
+        "as many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for "
+        "each worker, or an error",
     )
     worker_resources: dict[str, float] = Field(
         default_factory=dict, description="Ray resources each worker asks for instead of its device slot's own"
