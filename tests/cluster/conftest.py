@@ -18,6 +18,7 @@ from types import FrameType
 
 import pytest
 
+from pdserve import Client
 from tests.cluster.hosts import Hosts, missing
 from tests.cluster.ray_cluster import RayCluster
 
@@ -85,6 +86,9 @@ def running_service(ray_cluster: RayCluster, timings: dict[str, float]) -> RayCl
     began_s = time.monotonic()
     ray_cluster.up_service()
     timings["pdserve up"] = time.monotonic() - began_s
+    with Client(ray_cluster.target) as client:
+        next(iter(client.generate("def read_lines(path):", max_tokens=1)))
+    timings["ray up to first token"] = timings["ray up to all hosts joined"] + time.monotonic() - began_s
     return ray_cluster
 
 
