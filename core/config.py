@@ -60,6 +60,9 @@ class ClusterConfig(_Section):
     decode_resources: dict[str, float] = Field(
         default_factory=dict, description="the same for decode workers, such as {decode: 1}"
     )
+    nodes: Positive | None = Field(
+        None, description="how many nodes a Ray that is joined must have before workers are placed; up waits for them"
+    )
     autoscale: bool = Field(
         False, description="workers that do not fit onto the present nodes are no error: Ray is asked for more nodes"
     )
