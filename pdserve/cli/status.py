@@ -51,15 +51,18 @@ def _workers(answer: ServiceStatus) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("worker", "role", "state", "address", "device"):
+    for column in ("worker", "state", "address", "device"):
         table.add_column(column, no_wrap=True)
-    for column in ("pids", "free", "cached", "prefix hits", "run", "wait", "preempted", "restarts", "heard"):
+    for column in ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard"):
         table.add_column(column, justify="right", no_wrap=True)
     for w in answer.workers:
+        if w.state == "awaited":
+            table.add_row(w.worker_id, "[yellow]awaited[/]", "waits for a node, or starts")
+            continue
         slot = w.cores if w.device == "cpu" else w.cuda_visible_devices
         table.add_row(
-            w.worker_id, w.role, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", _where(w),
-            f"{w.device} {slot}".strip(), f"{w.pid} {w.engine_pid}", f"{w.free_blocks}/{w.num_blocks}",
+            w.worker_id, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", _where(w),
+            f"{w.device} {slot}".strip(), f"{w.free_blocks}/{w.num_blocks}",
             str(w.cached_blocks), _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
             str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
         )  # fmt: skip
@@ -92,8 +95,6 @@ def _pairs(answer: ServiceStatus) -> Table:
 
 
 def _where(worker: ServiceWorker) -> str:
-    if not worker.address:
-        return "no node yet"
     return worker.address if worker.address.startswith(worker.node) else f"{worker.address} ({worker.node})"
 
 
