@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from core.clock import Clock, MonotonicClock
 from core.config import PdserveConfig
 from core.errors import LaunchError, NotReady, PdserveError
 from core.request import Mode
+from core.worker import Role
 from gateway.inference_service import InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
@@ -60,12 +61,12 @@ class Gateway:
         self._config = config
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
-        self.registry = WorkerRegistry(clock, config.router.heartbeat_timeout_s)
+        self.registry = WorkerRegistry(clock, config.router.heartbeat_timeout_s, config.router.forget_s)
         both_roles = config.cluster.prefill and config.cluster.decode
         auto_mode: RunMode = Mode.PD if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)
         self._directory = WorkerDirectory(self.registry, connect)
-        report = StatusReport(
+        self._report = report = StatusReport(
             self.registry, self.router, clock, config.model.name or model_name, version, lambda: self.problem is None
         )
         self._inference = InferenceService(
@@ -127,6 +128,17 @@ class Gateway:
                 await self._serving.wait()
         except TimeoutError:
             raise self.problem or NotReady(f"not ready within {timeout_s:.0f} s") from None
+
+    def expect(self, members: Mapping[str, Role]) -> None:
+        """Who belongs to the service: what is not registered of them is shown as awaited."""
+        self._report.expected = dict(members)
+
+    async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
+        """Give these workers nothing more; returns when they have finished and are forgotten, after ``drain_s`` at the
+        latest (requests that are still there go on elsewhere)."""
+        for worker_id in worker_ids:
+            self._report.expected.pop(worker_id, None)
+        await self._directory.retire(worker_ids, drain_s)
 
     async def serve_until_stopped(self) -> None:
         """Return once `stop` is done."""

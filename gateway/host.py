@@ -6,11 +6,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any
 
 from core.config import PdserveConfig
 from core.errors import LaunchError
+from core.worker import Role
 from engine.model_source import resolve_model
 from gateway.gateway import Gateway
 from worker.client import WorkerClient
@@ -42,6 +43,14 @@ class GatewayHost:
     def wait_serving(self, timeout_s: float) -> None:
         """Return once requests can be served; after ``timeout_s`` raise what is in the way."""
         self._on_loop(self._gateway.wait_serving(timeout_s), timeout_s + 5.0)
+
+    def expect(self, members: Mapping[str, Role]) -> None:
+        """Who belongs to the service."""
+        self._loop.call_soon_threadsafe(self._gateway.expect, members)
+
+    def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
+        """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
+        self._on_loop(self._gateway.retire(worker_ids, drain_s), drain_s + 5.0)
 
     def stop(self, grace_s: float = 1.0) -> None:
         """Let running requests go on for ``grace_s``, then close everything."""

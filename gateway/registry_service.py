@@ -31,5 +31,5 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
             info = info_from_proto(request.info)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"info: {error}")
-        self._directory.heard(info, load_from_proto(request.load))
-        return pb.HeartbeatResponse(gateway_epoch=self._gateway_epoch)
+        welcome = self._directory.heard(info, load_from_proto(request.load))
+        return pb.HeartbeatResponse(gateway_epoch=self._gateway_epoch, superseded=not welcome)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from core.clock import Clock
-from core.worker import WorkerLoad
+from core.worker import Role, WorkerLoad
 from gateway.validation import Limits
 from pb import inference_pb2 as pb
 from router.registered_worker import RegisteredWorker
@@ -34,6 +34,8 @@ class StatusReport:
         self._version = version
         self._ready = ready
         self._started_s = clock.now()
+        self.expected: dict[str, Role] = {}
+        """The service's workers by name, registered or not."""
 
     def limits(self) -> Limits | None:
         """What all workers that are there allow; None if there is none."""
@@ -48,11 +50,17 @@ class StatusReport:
 
     def message(self) -> pb.GetStatusResponse:
         """The status now."""
+        registered = {worker.worker_id for worker in self._registry.workers}
+        awaited = [
+            pb.WorkerStatus(worker_id=worker_id, role=role, state="awaited")
+            for worker_id, role in sorted(self.expected.items())
+            if worker_id not in registered
+        ]
         status = pb.GetStatusResponse(
             ready=self._ready(),
             version=self._version,
             model=self._model,
-            workers=[self._worker(worker) for worker in self._registry.workers],
+            workers=[*(self._worker(worker) for worker in self._registry.workers), *awaited],
             queued=self._router.queued,
             running=self._router.running,
             pid=os.getpid(),
@@ -96,6 +104,7 @@ class StatusReport:
             prompt_tokens_looked_up=load.prompt_tokens_looked_up,
             prompt_tokens_cached=load.prompt_tokens_cached,
             cached_blocks=load.cached_blocks,
+            kv_addresses={endpoint.transport: endpoint.address for endpoint in info.kv_endpoints},
         )
 
 

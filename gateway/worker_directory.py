@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 from core.errors import PdserveError
@@ -30,13 +31,37 @@ class WorkerDirectory:
         self._told: dict[tuple[str, ...], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def heard(self, info: WorkerInfo, load: WorkerLoad) -> None:
-        """A heartbeat: the first of an incarnation registers it."""
+    def heard(self, info: WorkerInfo, load: WorkerLoad) -> bool:
+        """A heartbeat: the first of an incarnation registers it. False: it has been superseded and has to end."""
+        if self._registry.is_superseded(info.epoch):
+            return False
         if self._registry.heartbeat(info.worker_id, load, info):
             self._introduce(info.worker_id)
         elif self._joining.get(info.worker_id) != info.epoch:
             self._joining[info.worker_id] = info.epoch
             self._spawn(self._join(info, load))
+        return True
+
+    async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
+        """Let these workers finish what they have, for ``drain_s`` at most, then part with them: requests that are
+        still there go on elsewhere."""
+        leaving = [worker for worker_id in worker_ids if (worker := self._registry.get(worker_id)) is not None]
+        changed = asyncio.Event()
+        unsubscribe = self._registry.subscribe(changed.set)
+        try:
+            for worker in leaving:
+                self._registry.retire(worker.worker_id)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    while any(worker.outstanding_requests and not worker.lost for worker in leaving):
+                        changed.clear()
+                        await changed.wait()
+        finally:
+            unsubscribe()
+        for worker_id in worker_ids:
+            if (dismissed := self._registry.dismiss(worker_id)) is not None:
+                log.info("worker %s has left", worker_id)
+                await dismissed.handle.aclose()
 
     def expire(self) -> None:
         """Drop those whose heartbeats stopped: closing the connection fails what still runs there."""

@@ -538,6 +538,22 @@ class WorkerStatus(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class KvAddressesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
@@ -562,11 +578,12 @@ class WorkerStatus(google.protobuf.message.Message):
     PROMPT_TOKENS_LOOKED_UP_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
+    KV_ADDRESSES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
     state: builtins.str
-    """ready, lost"""
+    """ready, starting, suspect, retiring, lost, or awaited: it has never been heard of"""
     node: builtins.str
     device: builtins.str
     address: builtins.str
@@ -600,6 +617,10 @@ class WorkerStatus(google.protobuf.message.Message):
     def kv_refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """KV messages it refused, by reason"""
 
+    @property
+    def kv_addresses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """where it listens for KV, by transport"""
+
     def __init__(
         self,
         *,
@@ -627,8 +648,9 @@ class WorkerStatus(google.protobuf.message.Message):
         prompt_tokens_looked_up: builtins.int = ...,
         prompt_tokens_cached: builtins.int = ...,
         cached_blocks: builtins.int = ...,
+        kv_addresses: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

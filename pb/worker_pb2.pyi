@@ -760,12 +760,16 @@ class HeartbeatResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GATEWAY_EPOCH_FIELD_NUMBER: builtins.int
+    SUPERSEDED_FIELD_NUMBER: builtins.int
     gateway_epoch: builtins.str
+    superseded: builtins.bool
+    """another incarnation has taken this one's place, or it was retired: it has to end"""
     def __init__(
         self,
         *,
         gateway_epoch: builtins.str = ...,
+        superseded: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["gateway_epoch", b"gateway_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gateway_epoch", b"gateway_epoch", "superseded", b"superseded"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse

@@ -16,6 +16,7 @@ class RegisteredWorker:
     ``prompt_tokens`` are those sent to it whose first token has not come back yet; ``outstanding_tokens`` counts
     prompts and outputs of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is set when
     a request lost it before any heartbeat or broken connection said so, and cleared by the next good heartbeat.
+    ``lost_s`` is when. ``retiring``: it finishes what it has and gets nothing more.
     ``confirmed`` holds the peers it answered to have connected to, whatever its heartbeats say meanwhile.
     """
 
@@ -28,7 +29,9 @@ class RegisteredWorker:
     prompt_tokens: int = 0
     last_used: int = 0
     lost: str = ""
+    lost_s: float = 0.0
     suspect: bool = False
+    retiring: bool = False
     confirmed: set[str] = field(default_factory=set)
     unlisted: set[str] = field(default_factory=set)
     stale_peers: set[str] = field(default_factory=set)
@@ -47,13 +50,15 @@ class RegisteredWorker:
     @property
     def is_ready(self) -> bool:
         """Whether requests may go there."""
-        return self.info.ready and not self.lost and not self.suspect
+        return self.info.ready and not (self.lost or self.suspect or self.retiring)
 
     @property
     def state(self) -> str:
-        """``ready``, ``starting``, ``suspect`` or ``lost``, for people."""
+        """``ready``, ``starting``, ``suspect``, ``retiring`` or ``lost``, for people."""
         if self.lost:
             return "lost"
+        if self.retiring:
+            return "retiring"
         if self.suspect:
             return "suspect"
         return "ready" if self.info.ready else "starting"

@@ -47,10 +47,12 @@ class WorkerRegistry:
     Listeners (`subscribe`) are called synchronously whenever somebody may have become ready, free or lost.
     """
 
-    def __init__(self, clock: Clock, heartbeat_timeout_s: float) -> None:
+    def __init__(self, clock: Clock, heartbeat_timeout_s: float, forget_s: float = 60.0) -> None:
         self._clock = clock
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._forget_s = forget_s
         self._workers: dict[str, RegisteredWorker] = {}
+        self._superseded: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
 
@@ -64,7 +66,9 @@ class WorkerRegistry:
         self._workers[info.worker_id] = worker
         if replaced is not None:
             worker.last_used = replaced.last_used
-            replaced.lost = replaced.lost or "it was replaced by a new incarnation"
+            self._lose(replaced, "it was replaced by a new incarnation")
+            if replaced.info.epoch != info.epoch:
+                self._superseded.add(replaced.info.epoch)
             for other in self._workers.values():
                 other.confirmed.discard(info.worker_id)
                 other.peer_errors.pop(info.worker_id, None)
@@ -86,11 +90,11 @@ class WorkerRegistry:
         """Take the worker for dead at once; with ``epoch``, only that incarnation. Unknown ones are ignored."""
         worker = self._workers.get(worker_id)
         if worker is not None and not worker.lost and epoch in (None, worker.info.epoch):
-            worker.lost = why
+            self._lose(worker, why)
             self.notify()
 
     def expire(self) -> list[RegisteredWorker]:
-        """Take those for dead whose heartbeats stopped; the caller closes their handles."""
+        """Take those for dead whose heartbeats stopped; the caller closes their handles. Forget the long dead."""
         now_s = self._clock.now()
         expired = [
             worker
@@ -98,10 +102,44 @@ class WorkerRegistry:
             if not worker.lost and now_s - worker.heartbeat_s > self._heartbeat_timeout_s
         ]
         for worker in expired:
-            worker.lost = f"no heartbeat for {now_s - worker.heartbeat_s:.1f} s"
+            self._lose(worker, f"no heartbeat for {now_s - worker.heartbeat_s:.1f} s")
+        for worker in [w for w in self._workers.values() if w.lost and now_s - w.lost_s > self._forget_s]:
+            self._forget(worker)
         if expired:
             self.notify()
         return expired
+
+    def retire(self, worker_id: str) -> None:
+        """Give the worker nothing more: it finishes what it has. Unknown ones are ignored."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.retiring = True
+            self.notify()
+
+    def dismiss(self, worker_id: str) -> RegisteredWorker | None:
+        """Forget the worker and never take this incarnation again; the caller closes its handle."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._lose(worker, "it was retired")
+            self._superseded.add(worker.info.epoch)
+            self._forget(worker)
+            self.notify()
+        return worker
+
+    def is_superseded(self, epoch: str) -> bool:
+        """Whether another has taken this incarnation's place, or it was dismissed: it must not come back, as one might
+        that was cut off meanwhile."""
+        return epoch in self._superseded
+
+    def _lose(self, worker: RegisteredWorker, why: str) -> None:
+        if not worker.lost:
+            worker.lost, worker.lost_s = why, self._clock.now()
+
+    def _forget(self, worker: RegisteredWorker) -> None:
+        del self._workers[worker.worker_id]
+        for other in self._workers.values():
+            other.confirmed.discard(worker.worker_id)
+            other.peer_errors.pop(worker.worker_id, None)
+            other.stale_peers.add(worker.worker_id)
 
     def suspect(self, worker: RegisteredWorker) -> None:
         """A request has just lost it: no more requests until its next heartbeat."""
@@ -130,7 +168,7 @@ class WorkerRegistry:
 
     @property
     def workers(self) -> tuple[RegisteredWorker, ...]:
-        """Everybody ever registered, lost ones too, by name."""
+        """Everybody registered, those lost lately too, by name."""
         return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
 
     def get(self, worker_id: str) -> RegisteredWorker | None:
@@ -189,11 +227,12 @@ class WorkerRegistry:
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after every change, from now on."""
+    def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` after every change, from now on until what is returned is called."""
         self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def notify(self) -> None:
         """Something changed: tell the listeners."""
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()

@@ -57,12 +57,14 @@ class Heartbeat:
             while True:
                 beat = pb.HeartbeatRequest(info=info_to_proto(worker.info), load=load_to_proto(worker.load))
                 try:
-                    await registry.Heartbeat(
+                    answer = await registry.Heartbeat(
                         beat,
                         timeout=max(interval_s, 2.0),
                         wait_for_ready=True,
                     )
                     failing = False
+                    if answer.superseded:
+                        worker.supersede(beat.info.epoch)
                 except grpc.aio.AioRpcError as error:
                     if not failing:
                         log.warning("%s: the gateway does not answer: %s", worker.spec.worker_id, error.details())

@@ -65,6 +65,7 @@ class Worker:
         self.spec = spec
         self.clock = clock or MonotonicClock()
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
+        self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._flow_types = dict(flows)
         self._flows: dict[str, Flow] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
@@ -105,6 +106,13 @@ class Worker:
             await self._end_incarnation()
             await self._server.stop()
 
+    def supersede(self, epoch: str) -> None:
+        """The gateway wants this incarnation no more: another has taken its place while it was cut off, or it was
+        retired. `run` ends with WorkerLost."""
+        if not self._superseded.done() and self._incarnation is not None and epoch == self._incarnation.epoch:
+            why = f"worker {self.spec.worker_id} has been superseded by another incarnation, and ends"
+            self._superseded.set_exception(WorkerLost(why))
+
     def _announce(self, incarnation: Incarnation) -> None:
         ready = incarnation.ready
         self._info = WorkerInfo(
@@ -136,11 +144,19 @@ class Worker:
 
     async def _serve(self, incarnation: Incarnation) -> None:
         watching = asyncio.create_task(incarnation.watchdog.run())
+        following = asyncio.create_task(self._follow(incarnation))
         try:
-            async for event in incarnation.engine.events():
-                self._on_event(event, incarnation)
+            await asyncio.wait((following, self._superseded), return_when=asyncio.FIRST_COMPLETED)
+            if self._superseded.done():
+                self._superseded.result()
+            await following
         finally:
             watching.cancel()
+            following.cancel()
+
+    async def _follow(self, incarnation: Incarnation) -> None:
+        async for event in incarnation.engine.events():
+            self._on_event(event, incarnation)
 
     async def _end_incarnation(self) -> None:
         """The engine is gone or has to go: everything on it is lost, its pool and epoch too."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from core.errors import ConfigError, InvalidRequest, PdserveError
-from pdserve.cli import bench, config, demo, generate, model_info, status, up
+from pdserve.cli import bench, config, demo, generate, model_info, scale, status, up
 
 app = typer.Typer(
     name="pdserve",
@@ -18,6 +18,7 @@ app = typer.Typer(
 
 app.command("up")(up.up)
 app.command("down")(up.down)
+app.command("scale")(scale.scale)
 app.command("status")(status.status)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)

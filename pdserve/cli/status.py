@@ -11,7 +11,7 @@ from pdserve.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pdserve.client.status import ServiceStatus
+    from pdserve.client.status import ServiceStatus, ServiceWorker
 
 
 def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
@@ -39,11 +39,9 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
         f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
     )
     console.print(_workers(answer))
+    if any(worker.links for worker in answer.workers):
+        console.print(_pairs(answer))
     for worker in answer.workers:
-        for link in worker.links:
-            speed = f", {link.ceiling_gbs:.2f} GB/s" if link.ceiling_gbs else ""
-            how = f"by {link.transport}{speed} ({link.reason})" if link.transport else "connected just now"
-            console.print(f"KV {worker.worker_id} → {link.worker_id} {how}")
         if worker.kv_refused:
             refused = ", ".join(f"{count} {reason}" for reason, count in sorted(worker.kv_refused.items()))
             console.print(f"[yellow]{worker.worker_id} refused KV messages: {refused}[/]")
@@ -53,19 +51,50 @@ def _workers(answer: ServiceStatus) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("worker", "role", "state", "node", "device"):
+    for column in ("worker", "role", "state", "address", "device"):
         table.add_column(column, no_wrap=True)
     for column in ("pids", "free", "cached", "prefix hits", "run", "wait", "preempted", "restarts", "heard"):
         table.add_column(column, justify="right", no_wrap=True)
     for w in answer.workers:
         slot = w.cores if w.device == "cpu" else w.cuda_visible_devices
         table.add_row(
-            w.worker_id, w.role, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", w.node,
+            w.worker_id, w.role, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", _where(w),
             f"{w.device} {slot}".strip(), f"{w.pid} {w.engine_pid}", f"{w.free_blocks}/{w.num_blocks}",
             str(w.cached_blocks), _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
             str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
         )  # fmt: skip
     return table
+
+
+def _pairs(answer: ServiceStatus) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("KV from", "to", "transport", "address"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("link", justify="right", no_wrap=True)
+    table.add_column("why this one")
+    workers = {worker.worker_id: worker for worker in answer.workers}
+    for worker in answer.workers:
+        for link in worker.links:
+            peer = workers.get(link.worker_id)
+            address = peer.kv_addresses.get(link.transport, "") if peer else ""
+            on_host = "/" in address  # the name of a socket without a port
+            table.add_row(
+                f"{worker.worker_id} on {worker.node}",
+                f"{link.worker_id} on {peer.node}" if peer else link.worker_id,
+                link.transport or "–",
+                "within the host" if on_host else address,
+                f"{link.ceiling_gbs:.3g} GB/s" if link.ceiling_gbs else "not measured",
+                link.reason or "connected just now",
+            )
+    return table
+
+
+def _where(worker: ServiceWorker) -> str:
+    if not worker.address:
+        return "no node yet"
+    return worker.address if worker.address.startswith(worker.node) else f"{worker.address} ({worker.node})"
 
 
 def _hits(cached: int, looked_up: int) -> str:

@@ -17,6 +17,8 @@ def up(
     decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
     oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="let workers share device slots")] = False,
+    placement: Annotated[str | None, typer.Option(help="pack, spread or strict_spread")] = None,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="ask Ray for nodes that are missing")] = False,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")] = None,
     port: Annotated[int | None, typer.Option(help="port of the gRPC API; 0 picks a free one")] = None,
@@ -35,6 +37,8 @@ def up(
         "cluster.decode": decode,
         "cluster.device": device,
         "cluster.oversubscribe": oversubscribe or None,
+        "cluster.placement": placement,
+        "cluster.autoscale": autoscale or None,
         "cluster.address": address,
         "transfer.transport": transport,
         "gateway.port": port,
@@ -72,13 +76,11 @@ def down(target: Annotated[str, typer.Option(help="host:port of the service")] =
     """Take down a service started on this host; nothing of it is left afterwards."""
     from rich.console import Console
 
-    from core.errors import LaunchError
     from pdserve.launch.detach import stop_detached
+    from pdserve.launch.state import port_of
 
-    port = target.rpartition(":")[2]
-    if not port.isdigit():
-        raise LaunchError(f"--target: {target!r} is not host:port")
+    port = port_of(target)
     console = Console(stderr=True)
     with console.status("stopping"):
-        stop_detached(int(port))
+        stop_detached(port)
     console.print(f"the service on port {port} is down")

@@ -39,6 +39,7 @@ class ServiceWorker:
     prompt_tokens_looked_up: int
     prompt_tokens_cached: int
     cached_blocks: int
+    kv_addresses: dict[str, str]
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:
@@ -70,6 +71,7 @@ class ServiceWorker:
             prompt_tokens_looked_up=worker.prompt_tokens_looked_up,
             prompt_tokens_cached=worker.prompt_tokens_cached,
             cached_blocks=worker.cached_blocks,
+            kv_addresses=dict(worker.kv_addresses),
         )
 
 

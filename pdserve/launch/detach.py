@@ -66,12 +66,12 @@ def stop_detached(port: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
     supervisor = state.process()
     if supervisor is None:
         left = clear_leftovers(state.ray_folder)
-        state.remove()
+        state.clear()
         also = f"; what it had left is removed now: {left}" if left else ""
         raise LaunchError(f"the service on port {port} (process {state.pid}) is gone already{also}")
     _end_family(supervisor, timeout_s)
     clear_leftovers(state.ray_folder)  # there are some only if it had to be killed
-    state.remove()
+    state.clear()
 
 
 def _end_family(process: psutil.Process, timeout_s: float) -> None:

@@ -11,6 +11,7 @@ import ray
 
 from core.config import PdserveConfig
 from core.errors import PdserveError, to_wire
+from core.worker import Role
 from gateway.host import GatewayHost
 from pdserve.version import VERSION
 
@@ -46,6 +47,16 @@ class GatewayActor:
         except PdserveError as error:
             return {"error": to_wire(error)}
         return {}
+
+    def expect(self, members: dict[str, str]) -> None:
+        """Who belongs to the service: worker ids and their roles."""
+        if self._error is None:
+            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()})
+
+    def retire(self, worker_ids: list[str], drain_s: float) -> None:
+        """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
+        if self._error is None:
+            self._host.retire(worker_ids, drain_s)
 
     def stop(self) -> None:
         """Close everything."""

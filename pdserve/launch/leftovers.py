@@ -14,6 +14,7 @@ RAY_FOLDERS = "/tmp"
 """Unix sockets live below a Ray's folder, and their paths must stay short."""
 
 RAY_FOLDER_PREFIX = "pdserve-ray-"
+OPERATOR_FOLDER_PREFIX = "pdserve-operator-"
 
 
 def end_processes(processes: Collection[psutil.Process], timeout_s: float) -> None:

@@ -1,71 +1,44 @@
-"""Puts each worker on a device slot of its own: one placement group, one bundle per worker."""
+"""Holds a device slot for one worker: a placement group of one bundle.
+
+One group per worker, so that workers come and go one by one: what a worker leaves is free for others at once, what
+does not fit yet is a demand that Ray's autoscaler sees, and when a node dies Ray takes the bundle, and the actor in it,
+to another.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
-from core.config import ClusterConfig
-from core.errors import LaunchError
-from core.worker import Role
-from pdserve.launch.slots import Node, resolve_device, worker_bundle
+from pdserve.launch.plan import Bundle, Node, PlacementPolicy
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one worker goes: its bundle, its node, and the how-manieth worker of that node it is."""
-
-    worker_id: str
-    role: Role
-    bundle_index: int
-    node: Node
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """All workers' places, and the group that holds them."""
-
-    group: PlacementGroup
-    device: str
-    bundle: dict[str, float]
-    places: tuple[Place, ...]
-
-    def workers_on(self, node: Node) -> int:
-        """How many of the workers are on ``node``."""
-        return sum(place.node == node for place in self.places)
-
-    def remove(self) -> None:
-        """Give the resources back."""
-        remove_placement_group(self.group)
+def reserve_slot(
+    bundle: Bundle, target: Node | None, policy: PlacementPolicy, taken: Collection[str]
+) -> PlacementGroup:
+    """Ask Ray for ``bundle``, on ``target`` if it has room. Under ``strict_spread`` never on the nodes ``taken`` (ids).
+    Returns at once: the group may have to wait for a node."""
+    others = sorted(set(taken) - ({target.node_id} if target else set()))
+    # Selectors are hard, targets are not: after a node's death any other may do.
+    selector = [{"ray.io/node-id": f"!in({','.join(others)})"}] if policy == "strict_spread" and others else None
+    return placement_group(
+        [dict(bundle)],
+        strategy="STRICT_PACK",
+        _soft_target_node_id=target.node_id if target else None,
+        bundle_label_selector=selector,
+    )
 
 
-def place_workers(config: ClusterConfig, nodes: Sequence[Node]) -> Placement:
-    """Reserve a slot for each worker. LaunchError if they do not fit, now or within the start-up time."""
-    device = resolve_device(config, nodes)
-    bundle = worker_bundle(config, device, nodes)
-    roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
-    group = placement_group([dict(bundle) for _ in roles], strategy="PACK")
-    try:
-        ray.get(group.ready(), timeout=config.start_timeout_s)
-    except ray.exceptions.GetTimeoutError:
-        remove_placement_group(group)
-        raise LaunchError(
-            f"Ray could not place {len(roles)} workers of {bundle} within {config.start_timeout_s:.0f} s; "
-            "see `ray status` for what is missing"
-        ) from None
-    by_id = {node.node_id: node for node in nodes}
-    node_of = placement_group_table(group)["bundles_to_node_id"]
-    counts: Counter[Role] = Counter()
-    per_node: Counter[str] = Counter()
-    places = []
-    for index, role in enumerate(roles):
-        node = by_id[node_of[index]]
-        places.append(Place(f"{role}-{counts[role]}", role, index, node, per_node[node.node_id]))
-        counts[role] += 1
-        per_node[node.node_id] += 1
-    return Placement(group, device, bundle, tuple(places))
+def node_of(group: PlacementGroup) -> str:
+    """The id of the node that has the group's bundle now; empty while none has."""
+    table = placement_group_table(group)
+    return str(table["bundles_to_node_id"].get(0, "")) if table["state"] == "CREATED" else ""
+
+
+def wait_placed(groups: Sequence[PlacementGroup], timeout_s: float) -> list[PlacementGroup]:
+    """Wait until every group has a node, at most ``timeout_s``; returns those that have none."""
+    asked = {group.ready(): group for group in groups}
+    _, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    return [asked[reference] for reference in waiting]

@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
 from core.errors import LaunchError
 from pdserve.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS
-from pdserve.launch.slots import Node
+from pdserve.launch.plan import Node
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """KV never travels through the object store; it holds next to nothing."""
@@ -68,17 +69,14 @@ class RaySession:
             raise LaunchError(f"cannot start a Ray of our own (cluster.address: local): {why}") from None
 
     def nodes(self) -> list[Node]:
-        """The hosts that are alive now."""
-        return [
-            Node(
-                node["NodeID"],
-                node["NodeManagerAddress"],
-                node["Resources"].get("CPU", 0.0),
-                node["Resources"].get("GPU", 0.0),
-            )
+        """The hosts that are alive now, by address."""
+        free = available_resources_per_node()
+        nodes = [
+            Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
             for node in ray.nodes()
             if node["Alive"]
         ]
+        return sorted(nodes, key=lambda node: (len(node.ip), node.ip))
 
     def stop(self) -> None:
         """Leave; a Ray of our own ends, its files too."""

@@ -5,29 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.config import PdserveConfig
 from core.errors import LaunchError, from_wire
 from core.worker import Role
-from decode_worker.actor import DecodeWorkerActor
 from engine.model_source import resolve_model
 from pdserve.launch.gateway_actor import GatewayActor
 from pdserve.launch.leftovers import end_processes
-from pdserve.launch.placement import Place, Placement, place_workers
+from pdserve.launch.members import STOP_TIMEOUT_S, Member, Members, Report, one_line
+from pdserve.launch.ports import port_base
 from pdserve.launch.ray_session import RaySession
-from pdserve.version import VERSION
-from prefill_worker.actor import PrefillWorkerActor
-from worker.spec import WorkerSpec
+from pdserve.launch.slots import resolve_device, roles_of, worker_bundles
 
-STOP_TIMEOUT_S = 10.0
-ACTORS: dict[Role, Any] = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}
-Report = Callable[[str], None]
+PLACE_TIMEOUT_S = 5.0
+"""How long a worker that is added may take to get a node before it counts as waiting for one."""
 
 
 class Service:
@@ -37,15 +35,21 @@ class Service:
         self.config = config
         self._report = report
         self._session = RaySession(config.cluster.address)
-        self._placement: Placement | None = None
+        self._members: Members | None = None
         self._gateway: Any = None
-        self._workers: dict[str, Any] = {}
+        self._changing = threading.Lock()
         self.port = config.gateway.port
 
     @property
     def ray_folder(self) -> str:
         """Where the Ray of its own keeps its files; empty if it joined one."""
         return str(self._session.temp_dir or "")
+
+    @property
+    def counts(self) -> dict[Role, int]:
+        """How many workers of each role there are, those that wait for a node included."""
+        members = self._members
+        return {role: len(members.of(role)) if members else 0 for role in Role}
 
     def start(self) -> None:
         """Bring everything up; PdserveError (and nothing left running) if it cannot be."""
@@ -54,11 +58,11 @@ class Service:
         try:
             self._report("starting Ray" if self._session.owned else f"joining Ray at {self.config.cluster.address}")
             self._session.start()
-            self._start_actors(model.name)
-            self._await_ready()
+            self._start_gateway()
+            self._start_workers(model.name)
         except ray.exceptions.RayError as error:
             self.stop()
-            raise LaunchError(f"Ray failed while the service started: {_one_line(error)}") from None
+            raise LaunchError(f"Ray failed while the service started: {one_line(error)}") from None
         except BaseException:
             self.stop()
             raise
@@ -66,92 +70,124 @@ class Service:
     def stop(self) -> None:
         """End workers, gateway, placement and (if it is ours) Ray; afterwards no process of ours is left."""
         if ray.is_initialized():
-            actors = [*self._workers.values(), *([self._gateway] if self._gateway else [])]
+            gateway, self._gateway = self._gateway, None
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=STOP_TIMEOUT_S)
-            for actor in actors:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.kill(actor, no_restart=True)
-            if self._placement is not None:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    self._placement.remove()
-        self._workers.clear()
-        self._gateway = self._placement = None
+                if gateway is not None:
+                    ray.wait([gateway.stop.remote()], timeout=STOP_TIMEOUT_S)
+                    ray.kill(gateway, no_restart=True)
+            if self._members is not None:
+                self._members.remove(self._members.all)
+        self._gateway = self._members = None
         self._session.stop()
         end_children()
 
-    def _start_actors(self, model_name: str) -> None:
-        cluster = self.config.cluster
-        nodes = self._session.nodes()
+    def scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report) -> list[str]:
+        """Bring the service to ``wanted`` workers of each role (a role that is not there stays as it is). Those that
+        go finish their requests first, for ``drain_s`` at most; those that come serve when this returns, except the
+        ones returned by name: they wait for a node, which Ray has been asked for. LaunchError if it cannot be; then
+        nobody has come."""
+        if not self._changing.acquire(blocking=False):
+            raise LaunchError("the service is being scaled already; try again when that is done")
+        try:
+            return self._scale(wanted, drain_s, report)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"Ray failed while the service was scaled: {one_line(error)}") from None
+        finally:
+            self._changing.release()
+
+    def tend(self) -> None:
+        """What has to be done every now and then: tell the gateway, which may have started anew, who belongs to the
+        service. LaunchError if Ray is gone."""
+        if self._members is None or self._gateway is None:
+            return
+        try:
+            ray.nodes()
+            self._tell_members()
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+            raise LaunchError(f"Ray is gone: {one_line(error)}") from None
+
+    def _scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report) -> list[str]:
+        members = self._members
+        if members is None:
+            raise LaunchError("the service is not running")
+        for role, count in wanted.items():
+            present = len(members.of(role))
+            if bool(count) != bool(present):
+                raise LaunchError(
+                    f"{role}: {present} workers cannot become {count}: a service keeps the roles it was started with"
+                )
+        leaving = [member for role, count in wanted.items() for member in members.of(role)[count:]]
+        coming = [role for role, count in wanted.items() for _ in range(count - len(members.of(role)))]
+        if leaving:
+            report(f"{_names(leaving)}: finishing their requests")
+            retiring = self._gateway.retire.remote([member.worker_id for member in leaving], drain_s)
+            ray.get(retiring, timeout=drain_s + STOP_TIMEOUT_S)
+            members.remove(leaving)
+        waiting: list[Member] = []
+        if coming:
+            added = members.add(coming, self._session.nodes())
+            report(f"{_names(added)}: starting")
+            waiting = members.unplaced(added, PLACE_TIMEOUT_S)
+            try:
+                placed = [member for member in added if member not in waiting]
+                members.wait_ready(placed, self.config.cluster.start_timeout_s, report)
+            except BaseException:
+                members.remove(added)
+                raise
+        self._tell_members()
+        return [member.worker_id for member in waiting]
+
+    def _start_gateway(self) -> None:
         host = "127.0.0.1" if self._session.owned else ray.util.get_node_ip_address()
-        registry_address = f"{host}:{free_port(host, 0)}"
+        base = port_base(self.config.cluster)
+        self._registry_address = f"{host}:{free_port(host, base, 'cluster.port_base')}"
         self._report(f"starting the gateway on port {self.port}")
-        config = self.config.model_copy(update={"gateway": self.config.gateway.model_copy(update={"port": self.port})})
+        gateway_config = self.config.gateway.model_copy(update={"port": self.port})
+        self._placed_config = self.config.model_copy(update={"gateway": gateway_config})
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         gateway: Any = GatewayActor
         self._gateway = gateway.options(
             num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here
-        ).remote(config.model_dump(mode="json"), registry_address)
+        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address)
+
+    def _start_workers(self, model_name: str) -> None:
+        cluster = self.config.cluster
+        nodes = self._session.nodes()
+        device = resolve_device(cluster, nodes)
         self._report(f"placing {cluster.prefill} prefill and {cluster.decode} decode workers")
-        self._placement = place_workers(cluster, nodes)
-        for place in self._placement.places:
-            self._workers[place.worker_id] = self._start_worker(place, config, registry_address)
-        self._report(f"loading {model_name} on {len(self._workers)} workers ({self._placement.device})")
-
-    def _start_worker(self, place: Place, config: PdserveConfig, registry_address: str) -> Any:
-        assert self._placement is not None
-        spec = WorkerSpec(
-            worker_id=place.worker_id,
-            role=place.role,
-            host="127.0.0.1" if self._session.owned else place.node.ip,
-            node=place.node.ip,
-            device=self._placement.device,
-            registry_address=registry_address,
-            version=VERSION,
-            slot=place.slot,
-            num_slots=self._placement.workers_on(place.node),
-            device_share=min(1.0, self._placement.bundle.get("GPU", 1.0)),
-            config=config,
+        members = self._members = Members(
+            self._placed_config,
+            device,
+            worker_bundles(cluster, device, nodes),
+            registry_address=self._registry_address,
+            port_base=port_base(cluster),
+            host="127.0.0.1" if self._session.owned else "",
         )
-        bundle = dict(self._placement.bundle)
-        return (
-            ACTORS[place.role]
-            .options(
-                name=f"pdserve-{self.port}-{place.worker_id}",
-                num_cpus=bundle.pop("CPU", 0.0),
-                num_gpus=bundle.pop("GPU", 0.0),
-                resources=bundle or None,
-                max_restarts=-1,
-                max_concurrency=8,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement.group, place.bundle_index),
+        added = members.add(roles_of(cluster), nodes)
+        timeout_s = cluster.start_timeout_s
+        if waiting := members.unplaced(added, timeout_s):
+            raise LaunchError(
+                f"Ray could not place {_names(waiting)} within {timeout_s:.0f} s; see `ray status` for what is missing"
             )
-            .remote(spec.to_wire())
-        )
+        self._report(f"loading {model_name} on {len(added)} workers ({device})")
+        members.wait_ready(added, timeout_s, self._report)
+        for answer in (self._gateway.wait_started.remote(), self._gateway.wait_serving.remote(timeout_s)):
+            if "error" in (told := ray.get(answer)):
+                raise from_wire(*told["error"])
+        self._tell_members()
 
-    def _await_ready(self) -> None:
-        waiting = {actor.wait_ready.remote(): name for name, actor in self._workers.items()}
-        waiting[self._gateway.wait_started.remote()] = "gateway"
-        timeout_s = self.config.cluster.start_timeout_s
-        while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
-            if not done:
-                raise LaunchError(f"{', '.join(sorted(waiting.values()))}: not ready within {timeout_s:.0f} s")
-            name = waiting.pop(done[0])
-            try:
-                answer = ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                raise LaunchError(f"{name} did not start: {_one_line(error)}") from None
-            if "error" in answer:
-                raise from_wire(*answer["error"])
-            self._report(f"{name} is up")
-        answer = ray.get(self._gateway.wait_serving.remote(timeout_s))
-        if "error" in answer:
-            raise from_wire(*answer["error"])
+    def _tell_members(self) -> None:
+        members = self._members.all if self._members else ()
+        self._gateway.expect.remote({member.worker_id: str(member.role) for member in members})
 
 
-def free_port(host: str, port: int) -> int:
-    """``port`` if it can be listened on, or (0) a free one; LaunchError if it is taken. ``host`` is a name or an
-    address, of either IP version."""
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(member.worker_id for member in members)
+
+
+def free_port(host: str, port: int, key: str = "gateway.port") -> int:
+    """``port`` if it can be listened on, or (0) a free one; LaunchError that names the configuration's ``key`` if it is
+    taken. ``host`` is a name or an address, of either IP version."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -166,9 +202,8 @@ def free_port(host: str, port: int) -> int:
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if isinstance(error, socket.gaierror):
             raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
-        raise LaunchError(
-            f"gateway.port: cannot listen on {where}: {error.strerror}; choose another with --port"
-        ) from None
+        hint = " with --port" if key == "gateway.port" else ""
+        raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}; choose another{hint}") from None
 
 
 def end_children() -> None:
@@ -178,8 +213,3 @@ def end_children() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.terminate()
     end_processes(children, 3.0)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

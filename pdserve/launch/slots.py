@@ -1,26 +1,19 @@
 """Device slots, as arithmetic: how many there are, what a worker asks Ray for, and whether the demand fits.
 
 A slot is one GPU, or on CPUs ``cores_per_worker`` cores. More workers than slots is an error that says so, unless the
-user asked for oversubscription: then the slots are shared, and Ray is asked for fractions of them.
+user asked for oversubscription (then the slots are shared, and Ray is asked for fractions of them) or for more nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from math import ceil
 
 from core.config import ClusterConfig
 from core.errors import LaunchError
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A host of the Ray cluster and its logical resources."""
-
-    node_id: str
-    ip: str
-    num_cpus: float
-    num_gpus: float
+from core.worker import Role
+from pdserve.launch.plan import Bundle, Node, plan
 
 
 def resolve_device(config: ClusterConfig, nodes: Sequence[Node]) -> str:
@@ -28,7 +21,7 @@ def resolve_device(config: ClusterConfig, nodes: Sequence[Node]) -> str:
     num_gpus = sum(node.num_gpus for node in nodes)
     if config.device == "auto":
         return "cuda" if num_gpus >= 1 else "cpu"
-    if config.device == "cuda" and num_gpus < 1 and not config.worker_resources:
+    if config.device == "cuda" and num_gpus < 1 and not config.worker_resources and not config.autoscale:
         raise LaunchError(
             "cluster.device: cuda was asked for, but Ray sees no GPU; use --device cpu, or check the node"
         )
@@ -42,32 +35,68 @@ def count_slots(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> in
     return sum(int(node.num_cpus // config.cores_per_worker) for node in nodes)
 
 
-def worker_bundle(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> dict[str, float]:
-    """What each worker's placement bundle asks for. LaunchError if the workers do not fit."""
-    workers = config.prefill + config.decode
-    if workers == 0:
+def roles_of(config: ClusterConfig) -> list[Role]:
+    """One role for each worker that is asked for."""
+    return [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+
+
+def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> dict[Role, Bundle]:
+    """What a worker of each role asks Ray for. LaunchError if the workers do not fit onto the nodes, were they all
+    free; with `ClusterConfig.autoscale` they need not."""
+    roles = roles_of(config)
+    if not roles:
         raise LaunchError("cluster.prefill and cluster.decode are both 0; start at least one worker")
-    if config.worker_resources:
-        return dict(config.worker_resources)
-    slots = count_slots(config, device, nodes)
     kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
-    if workers <= slots:
-        return {kind: size}
-    unit = "GPUs" if device == "cuda" else f"slots of {config.cores_per_worker} core(s)"
-    if not config.oversubscribe:
-        raise LaunchError(
+    whole = _bundles(config, kind, size)
+    idle = [replace(node, available=node.resources) for node in nodes]
+    if config.autoscale or _all_fit(config, roles, whole, idle):
+        return whole
+    if config.oversubscribe and not config.worker_resources:
+        for parts in range(2, len(roles) * max(1, ceil(size)) + 1):
+            share = int(size / parts * 10_000) / 10_000
+            if _all_fit(config, roles, shared := _bundles(config, kind, share), idle):
+                return shared
+    raise LaunchError(_why_not(config, device, whole, nodes))
+
+
+def _bundles(config: ClusterConfig, kind: str, amount: float) -> dict[Role, Bundle]:
+    slot = config.worker_resources or {kind: amount}
+    return {
+        Role.PREFILL: {**slot, **config.prefill_resources},
+        Role.DECODE: {**slot, **config.decode_resources},
+    }
+
+
+def _all_fit(config: ClusterConfig, roles: Sequence[Role], bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> bool:
+    return None not in plan(roles, bundles, nodes, config.placement)
+
+
+def _why_not(config: ClusterConfig, device: str, bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> str:
+    workers, slots = config.prefill + config.decode, count_slots(config, device, nodes)
+    if not config.worker_resources and workers > slots and not config.oversubscribe:
+        unit = "GPUs" if device == "cuda" else f"slots of {config.cores_per_worker} core(s)"
+        return (
             f"cluster.prefill + cluster.decode: {workers} workers, but the cluster has {slots} {unit}; "
-            "ask for fewer, add nodes, or share slots with --oversubscribe"
+            "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with --autoscale"
         )
-    per_node = [node.num_gpus if device == "cuda" else node.num_cpus for node in nodes]
-    return {kind: _largest_share(per_node, workers, size)}
+    if config.placement == "strict_spread" and workers > len(nodes):
+        return (
+            f"cluster.placement: strict_spread wants a node for each of {workers} workers, and there are {len(nodes)}; "
+            "ask for fewer, or use spread"
+        )
+    wanted = " and ".join(
+        f"{count} x {_in_words(bundles[role])} for {role}"
+        for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+        if count
+    )
+    have = "; ".join(f"{node.ip} has {_in_words(node.resources)}" for node in nodes)
+    return f"the workers do not fit onto the cluster (cluster.placement: {config.placement}): {wanted}; {have}"
 
 
-def _largest_share(capacities: Sequence[float], workers: int, size: float) -> float:
-    """The largest fraction of a slot such that all workers fit onto the nodes (Ray counts in 1/10000)."""
-    share = size
-    for parts in range(2, 10_001):
-        if sum(int(capacity / share + 1e-9) for capacity in capacities) >= workers:
-            return share
-        share = int(size / parts * 10_000) / 10_000
-    raise LaunchError(f"{workers} workers do not fit onto the cluster even when they share slots")
+def _in_words(resources: Bundle) -> str:
+    shown = {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith(("node:", "memory", "object_store_memory"))
+    }
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in shown.items()) + "}"

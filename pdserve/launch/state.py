@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from core.errors import LaunchError
+from pdserve.launch.leftovers import OPERATOR_FOLDER_PREFIX
 
 
 def state_folder() -> Path:
@@ -18,16 +20,27 @@ def state_folder() -> Path:
     return Path(base) / "pdserve"
 
 
+def port_of(target: str) -> int:
+    """The port in ``host:port``; LaunchError if there is none."""
+    port = target.rpartition(":")[2]
+    if not port.isdigit():
+        raise LaunchError(f"--target: {target!r} is not host:port")
+    return int(port)
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceState:
     """A running service's supervisor. ``create_time`` tells the process from a later one with the same id;
-    ``ray_folder`` is that of a Ray of its own (empty: it joined one)."""
+    ``ray_folder`` is that of a Ray of its own (empty: it joined one), ``socket`` its operator's, ``start_timeout_s``
+    how long a worker may take to start."""
 
     pid: int
     create_time: float
     port: int
     log: str
     ray_folder: str = ""
+    socket: str = ""
+    start_timeout_s: float = 180.0
 
     @staticmethod
     def path(port: int) -> Path:
@@ -59,6 +72,13 @@ class ServiceState:
     def remove(self) -> None:
         """The service is gone."""
         self.path(self.port).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """The service is gone without having cleared up after itself."""
+        folder = Path(self.socket).parent
+        if folder.name.startswith(OPERATOR_FOLDER_PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.remove()
 
     def process(self) -> psutil.Process | None:
         """The supervisor, if it is still the one that was noted."""

@@ -25,6 +25,8 @@ from pdserve.launch.state import ServiceState
 
 log = logging.getLogger(__name__)
 
+TEND_EVERY_S = 5.0
+
 
 def supervise(
     config: PdserveConfig,
@@ -32,11 +34,13 @@ def supervise(
     on_ready: Callable[[int], None],
     log_path: str = "",
 ) -> None:
-    """Run a service until SIGTERM or SIGINT. ``on_ready`` gets the port. Raises PdserveError if it cannot start.
+    """Run a service until SIGTERM or SIGINT. ``on_ready`` gets the port. Raises PdserveError if it cannot start, or if
+    the Ray it runs on is gone.
 
     Must be called on the main thread. A signal during start-up ends that too.
     """
     prepare_environment(config.cluster.address)
+    from pdserve.launch.operator import OperatorServer
     from pdserve.launch.service import Service  # brings in Ray
 
     stop = threading.Event()
@@ -52,18 +56,31 @@ def supervise(
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     service = Service(config, report)
     state: ServiceState | None = None
+    operator: OperatorServer | None = None
     try:
         service.start()
         for number in previous:  # Ray puts its own in their place
             signal.signal(number, on_signal)
         started = True
-        state = ServiceState(os.getpid(), psutil.Process().create_time(), service.port, log_path, service.ray_folder)
+        operator = OperatorServer(service)
+        state = ServiceState(
+            os.getpid(),
+            psutil.Process().create_time(),
+            service.port,
+            log_path,
+            service.ray_folder,
+            operator.socket,
+            config.cluster.start_timeout_s,
+        )
         state.write()
         on_ready(service.port)
-        stop.wait()
+        while not stop.wait(TEND_EVERY_S):
+            service.tend()
         report("stopping")
     finally:
         started = True  # a second signal must not cut the clean-up short
+        if operator is not None:
+            operator.stop()
         service.stop()
         if state is not None:
             state.remove()

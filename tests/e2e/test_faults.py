@@ -127,6 +127,25 @@ def test_a_stopped_worker_is_taken_for_dead_and_comes_back(model: Path) -> None:
         assert leaked_blocks(cluster.wait_idle()) == 0
 
 
+def test_one_that_was_replaced_while_it_was_cut_off_ends(model: Path) -> None:
+    """As after a partition: another has its name by then, and two of one name would take turns at being lost."""
+    quick = settings(model, router={"heartbeat_s": 0.2, "heartbeat_timeout_s": 1.0})
+    with local_cluster(quick) as cluster, Client(cluster.target) as client:
+        old = cluster.processes["decode-0"]
+        old_pid = worker_named(client, "decode-0").pid
+        cluster.kill("decode-0", signal.SIGSTOP)
+        wait_for(cluster, "decode-0", "lost")
+        cluster.start_worker(Role.DECODE, 0)
+        now = wait_for(cluster, "decode-0", "ready")
+        assert now.pid != old_pid
+        old.send_signal(signal.SIGCONT)
+        assert old.wait(20) == 1
+        cluster.wait_ready()
+        assert worker_named(client, "decode-0").pid == now.pid
+        assert list(client.generate(PROMPT, max_tokens=5).result().token_ids) == greedy_tokens(model, PROMPT, 5)
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
 def test_a_hung_engine_is_noticed(model: Path) -> None:
     """Alive but stopped: it is killed and started again, and the request on it ends as if it had died."""
     watchful = settings(model)

@@ -9,6 +9,7 @@ import pytest
 
 from core.errors import LayoutMismatch, TransferTimeout
 from core.kv_layout import KVLayout
+from core.worker import Role
 from pb import inference_pb2 as pb
 from pb import worker_pb2 as worker_pb
 
@@ -131,3 +132,52 @@ async def test_nonsense_on_the_registry_is_refused(start_service: StartService) 
         )
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "cook" in (caught.value.details() or "")
+
+
+async def test_a_superseded_incarnation_is_told_to_end(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    assert not (await service.beat("d0")).superseded
+    service.make("d0", epoch="2")
+    await service.beat("d0")
+    await settle()
+    assert (await service.beat("d0", epoch="1")).superseded
+    assert not (await service.beat("d0")).superseded
+    await settle()
+    assert service.connects[-1] == "d0/2"
+    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
+
+
+async def test_who_retires_finishes_first(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", "d1", router={"policy": "round_robin"})
+    await settle()
+    service.gateway.expect({"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "d2": Role.DECODE})
+    status = await service.stub.GetStatus(pb.GetStatusRequest())
+    assert {w.worker_id: w.state for w in status.workers} == {
+        "p0": "ready", "d0": "ready", "d1": "ready", "d2": "awaited",
+    }  # fmt: skip
+    gate = service.fleet["d0"].hangs = {"decode"}
+    running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3)))
+    await service.until(lambda: service.fleet["d0"].held)
+    retiring = asyncio.create_task(service.gateway.retire(["d0"], 5.0))
+    await service.until(lambda: next(w for w in service.gateway.registry.workers if w.worker_id == "d0").retiring)
+    await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
+    assert [point for point, _ in service.fleet["d1"].works] == ["reserve"], "nothing more goes to d0"
+    assert not retiring.done()
+    gate.clear()
+    running.cancel()
+    await asyncio.wait_for(retiring, 3.0)
+    assert [w.worker_id for w in service.gateway.registry.workers] == ["d1", "p0"]
+    assert (await service.beat("d0")).superseded
+
+
+async def test_who_does_not_finish_in_time_is_left_and_its_requests_go_on(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["d0"].hangs = {"decode_more"}
+    running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4)))
+    await service.until(lambda: service.fleet["d0"].held)
+    await service.bring_up("d1")
+    await settle()
+    await asyncio.wait_for(service.gateway.retire(["d0", "nobody"], 0.05), 3.0)
+    tokens, completion = await asyncio.wait_for(running, 3.0)
+    assert len(tokens) == 4
+    assert completion.decode_worker == "d1"

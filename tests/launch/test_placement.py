@@ -1,4 +1,4 @@
-"""Placement on Ray's logical GPUs: each worker its own bundle, each bundle its own device."""
+"""Placement on logical GPUs: a slot for each worker, a device for each slot; what does not fit is a demand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from core.config import ClusterConfig
-from core.errors import LaunchError
-from pdserve.launch.placement import place_workers
+from pdserve.launch.placement import node_of, reserve_slot, wait_placed
 from pdserve.launch.ray_session import RaySession
 from pdserve.launch.service import end_children
 
@@ -27,33 +26,46 @@ def session() -> Iterator[RaySession]:
     end_children()
 
 
+@pytest.fixture
+def groups() -> Iterator[list[PlacementGroup]]:
+    made: list[PlacementGroup] = []
+    yield made
+    for group in made:
+        remove_placement_group(group)
+
+
 def visible_devices() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_two_bundles_two_devices(session: RaySession) -> None:
-    placement = place_workers(ClusterConfig(prefill=1, decode=1, device="auto"), session.nodes())
-    try:
-        assert placement.device == "cuda"
-        assert [(p.worker_id, p.slot) for p in placement.places] == [("prefill-0", 0), ("decode-0", 1)]
-        seen = ray.get(
-            [
-                ray.remote(visible_devices)
-                .options(
-                    num_cpus=0,
-                    num_gpus=1,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, place.bundle_index),
-                )
-                .remote()
-                for place in placement.places
-            ]
-        )
-        assert sorted(seen) == ["0", "1"]
-    finally:
-        placement.remove()
+def test_two_slots_two_devices(session: RaySession, groups: list[PlacementGroup]) -> None:
+    (node,) = session.nodes()
+    assert (node.num_cpus, node.num_gpus) == (2.0, 2.0)
+    groups += [reserve_slot({"GPU": 1.0}, node, "pack", ()) for _ in range(2)]
+    assert wait_placed(groups, 30.0) == []
+    assert [node_of(group) for group in groups] == [node.node_id] * 2
+    seen = ray.get(
+        [
+            ray.remote(visible_devices)
+            .options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0))
+            .remote()
+            for group in groups
+        ]
+    )
+    assert sorted(seen) == ["0", "1"]
+    assert "GPU" not in session.nodes()[0].available
 
 
-def test_a_demand_that_never_fits_ends_in_time(session: RaySession) -> None:
-    config = ClusterConfig(worker_resources={"unobtainium": 1.0}, start_timeout_s=2.0)
-    with pytest.raises(LaunchError, match="unobtainium"):
-        place_workers(config, session.nodes())
+def test_what_does_not_fit_waits_and_can_be_given_up(session: RaySession, groups: list[PlacementGroup]) -> None:
+    groups.append(reserve_slot({"unobtainium": 1.0}, None, "pack", ()))
+    assert wait_placed(groups, 0.5) == groups
+    assert node_of(groups[0]) == ""
+
+
+def test_strict_spread_stays_off_taken_nodes(session: RaySession, groups: list[PlacementGroup]) -> None:
+    (node,) = session.nodes()
+    groups += [
+        reserve_slot({"CPU": 1.0}, None, "strict_spread", [node.node_id]),
+        reserve_slot({"CPU": 1.0}, node, "strict_spread", [node.node_id]),
+    ]
+    assert wait_placed(groups, 2.0) == groups[:1]

@@ -6,10 +6,19 @@ import pytest
 
 from core.config import ClusterConfig
 from core.errors import LaunchError
-from pdserve.launch.slots import Node, count_slots, resolve_device, worker_bundle
+from core.worker import Role
+from pdserve.launch.plan import Bundle, Node
+from pdserve.launch.slots import count_slots, resolve_device, worker_bundles
 
-TWO_CORES = [Node("a", "10.0.0.1", 2.0, 0.0)]
-TWO_GPU_HOSTS = [Node("a", "10.0.0.1", 16.0, 2.0), Node("b", "10.0.0.2", 16.0, 2.0)]
+TWO_CORES = [Node("a", "10.0.0.1", {"CPU": 2.0})]
+GPU_HOST = {"CPU": 16.0, "GPU": 2.0}
+TWO_GPU_HOSTS = [Node("a", "10.0.0.1", GPU_HOST), Node("b", "10.0.0.2", GPU_HOST)]
+
+
+def worker_bundle(config: ClusterConfig, device: str, nodes: list[Node]) -> Bundle:
+    bundles = worker_bundles(config, device, nodes)
+    assert bundles[Role.PREFILL] == bundles[Role.DECODE]
+    return bundles[Role.PREFILL]
 
 
 def test_auto_takes_gpus_where_there_are_any() -> None:
@@ -56,5 +65,36 @@ def test_no_worker_at_all() -> None:
 
 
 def test_resources_of_ones_own() -> None:
-    config = ClusterConfig(prefill=5, decode=5, worker_resources={"kv_host": 1.0})
-    assert worker_bundle(config, "cpu", TWO_CORES) == {"kv_host": 1.0}
+    config = ClusterConfig(prefill=1, decode=1, worker_resources={"kv_host": 1.0})
+    hosts = [Node("a", "10.0.0.1", {"CPU": 1.0, "kv_host": 2.0})]
+    assert worker_bundle(config, "cpu", hosts) == {"kv_host": 1.0}
+    with pytest.raises(LaunchError, match=r"1 x \{kv_host: 1\} for prefill .* 10\.0\.0\.1 has \{CPU: 2\}"):
+        worker_bundles(config, "cpu", TWO_CORES)
+
+
+def test_roles_ask_for_nodes_of_their_own() -> None:
+    config = ClusterConfig(prefill=1, decode=1, prefill_resources={"prefill": 1.0}, decode_resources={"decode": 1.0})
+    hosts = [Node("a", "10.0.0.1", {"CPU": 1.0, "prefill": 1.0}), Node("b", "10.0.0.2", {"CPU": 1.0, "decode": 1.0})]
+    assert worker_bundles(config, "cpu", hosts) == {
+        Role.PREFILL: {"CPU": 1.0, "prefill": 1.0},
+        Role.DECODE: {"CPU": 1.0, "decode": 1.0},
+    }
+    with pytest.raises(LaunchError, match="do not fit"):
+        worker_bundles(config, "cpu", [*hosts[:1], *hosts[:1]])
+
+
+def test_what_does_not_fit_now_may_be_asked_for() -> None:
+    config = ClusterConfig(prefill=3, decode=2, autoscale=True)
+    assert worker_bundle(config, "cpu", TWO_CORES) == {"CPU": 1.0}
+    assert resolve_device(ClusterConfig(device="cuda", autoscale=True), TWO_CORES) == "cuda"
+
+
+def test_strict_spread_wants_as_many_nodes() -> None:
+    config = ClusterConfig(prefill=2, decode=1, placement="strict_spread")
+    with pytest.raises(LaunchError, match=r"cluster\.placement: strict_spread wants a node for each of 3 .* are 2"):
+        worker_bundles(config, "cuda", TWO_GPU_HOSTS)
+
+
+def test_wide_slots_are_shared_as_well() -> None:
+    config = ClusterConfig(cores_per_worker=4, oversubscribe=True)
+    assert worker_bundle(config, "cpu", TWO_CORES) == {"CPU": 1.0}

@@ -157,3 +157,46 @@ async def test_unavailable_says_what_is_missing(registry: WorkerRegistry) -> Non
     assert registry.unavailable(Mode.PD) is None
     registry.lost("d0")
     assert "no decode worker is ready (1 prefill registered, 1 decode registered)" in message()
+
+
+async def test_the_long_dead_are_forgotten(registry: WorkerRegistry, clock: FakeClock) -> None:
+    registry.add(worker("p0")).confirmed.add("d0")
+    registry.add(worker("d0"))
+    registry.lost("d0")
+    clock.advance(2.0)
+    registry.heartbeat("p0", WorkerLoad())
+    for _ in range(30):
+        assert registry.get("d0") is not None
+        clock.advance(2.0)
+        registry.heartbeat("p0", WorkerLoad())
+        assert registry.expire() == []
+    assert [w.worker_id for w in registry.workers] == ["p0"]
+    assert registry.workers[0].peers == ()
+    registry.add(worker("d0"))
+    assert [w.worker_id for w in registry.ready(Role.DECODE)] == ["d0"]
+    assert not registry.workers[1].is_connected_to("d0"), "it has to shake hands again"
+
+
+async def test_what_was_replaced_or_dismissed_has_no_way_back(registry: WorkerRegistry) -> None:
+    registry.add(worker("p0", epoch="1"))
+    registry.lost("p0")
+    registry.add(worker("p0", epoch="1"))
+    assert not registry.is_superseded("1"), "the same incarnation may come back"
+    registry.add(worker("p0", epoch="2"))
+    assert registry.is_superseded("1")
+    assert registry.dismiss("p0") is not None
+    assert registry.is_superseded("2")
+    assert registry.workers == ()
+    assert registry.dismiss("p0") is None
+
+
+async def test_who_retires_gets_nothing_more(registry: WorkerRegistry) -> None:
+    entry = registry.add(worker("p0"))
+    share = registry.begin("p0", 10)
+    registry.retire("p0")
+    registry.retire("nobody")
+    assert (entry.state, registry.ready(), entry.outstanding_requests) == ("retiring", [], 1)
+    registry.heartbeat("p0", WorkerLoad(), entry.info)
+    assert registry.ready() == []
+    share.end()
+    assert entry.outstanding_requests == 0

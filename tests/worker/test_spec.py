@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from core.config import PdserveConfig
 from core.worker import Role
-from worker.cores import leave_engine_cores
+from worker.cores import claim_slot, leave_engine_cores
 from worker.spec import WorkerSpec
 
 SPEC = WorkerSpec("decode-0", Role.DECODE, "127.0.0.1", "127.0.0.1", "cpu", "127.0.0.1:1", "0.1.0", slot=1)
@@ -48,6 +48,28 @@ def test_binding_remembers_which_cores_there_were() -> None:
     finally:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), before)
+
+
+def test_each_worker_of_a_host_claims_a_slot_of_its_own() -> None:
+    wide = PdserveConfig.parse({"cluster": {"cores_per_worker": 977}})  # nobody else's
+    free = replace(SPEC, slot=None, config=wide)
+    first, first_claim = claim_slot(free)
+    second, second_claim = claim_slot(free)
+    assert (first.slot, second.slot) == (0, 1)
+    assert claim_slot(SPEC) == (SPEC, None)
+    assert first_claim is not None
+    assert second_claim is not None
+    first_claim.close()
+    third, third_claim = claim_slot(free)
+    assert third.slot == 0, "a slot is free again once its worker has ended"
+    assert third_claim is not None
+    third_claim.close()
+    second_claim.close()
+
+
+def test_ports_follow_the_first() -> None:
+    assert replace(SPEC, port=20_001).kv_port == 20_002
+    assert SPEC.kv_port == 0
 
 
 def test_a_gpu_worker_is_not_bound_to_cores() -> None:

@@ -1,0 +1,126 @@
+"""Workers join and leave a running service, and a node dies under it: nothing a client would notice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve import Client
+from pdserve.client.status import ServiceStatus
+from tests.e2e.conftest import Cli
+from tests.local_cluster import free_port, leaked_blocks
+from tests.ray_nodes import ray_head, ray_node
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+WAIT_S = 60.0
+PROMPTS = ["def read_lines(path):", "import os\n\n", "class Queue:\n    def __init__(self", "for name in names:\n"]
+
+
+class Load:
+    """Clients that ask for the same prompts again and again, until `stop`. All answers have to be the same."""
+
+    def __init__(self, target: str, clients: int = 3) -> None:
+        self.target = target
+        self.failures: list[str] = []
+        self.count = 0
+        with Client(target) as client:
+            self._expected = {prompt: client.generate(prompt, max_tokens=24).result().text for prompt in PROMPTS}
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, index: int) -> None:
+        with Client(self.target) as client:
+            while not self._stop.is_set():
+                prompt = PROMPTS[(self.count + index) % len(PROMPTS)]
+                try:
+                    text = client.generate(prompt, max_tokens=24, timeout_s=60).result().text
+                except Exception as error:  # noqa: BLE001 - whatever it is, the test fails with it
+                    self.failures.append(repr(error))
+                    continue
+                if text != self._expected[prompt]:
+                    self.failures.append(f"{prompt!r}: {text!r}")
+                self.count += 1
+
+    def stop(self) -> None:
+        """End it; AssertionError if anything failed."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+        assert not self.failures, self.failures[:5]
+        assert self.count > len(PROMPTS)
+
+
+def wait_for(
+    target: str, what: str, condition: Callable[[ServiceStatus], bool], timeout_s: float = 60
+) -> ServiceStatus:
+    """The status once ``condition`` holds; AssertionError with the last one if it does not."""
+    deadline_s = time.monotonic() + WAIT_S
+    with Client(target) as client:
+        while not condition(status := client.status()):
+            assert time.monotonic() < deadline_s, f"{what}: {[(w.worker_id, w.state) for w in status.workers]}"
+            time.sleep(0.2)
+    return status
+
+
+def states(status: ServiceStatus) -> dict[str, str]:
+    return {worker.worker_id: worker.state for worker in status.workers}
+
+
+def pids(status: ServiceStatus) -> set[int]:
+    return {worker.pid for worker in status.workers}
+
+
+def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
+    at_home = Cli({**cli.env, "HOME": str(tmp_path)})
+    port, base = free_port(), 21_000
+    target = f"127.0.0.1:{port}"
+    config = tmp_path / "pdserve.yaml"
+    config.write_text(
+        f"cluster: {{port_base: {base}, device: cpu}}\nmodel: {{dtype: float32}}\nrouter: {{forget_s: 2}}\n"
+        "engine: {block_size: 16, num_blocks: 128}\n"
+    )
+    with ray_head(tmp_path) as head, ray_node(tmp_path, head.address) as other:
+        deadline_s = time.monotonic() + 60
+        arguments = ("-c", str(config), "--address", head.address, "--port", str(port))
+        while (up := at_home.run("up", *arguments, "--prefill", "1", "--decode", "2", "--detach")).returncode:
+            # The nodes are still coming up.
+            assert "cluster.address" in up.stderr or "3 workers, but the cluster has" in up.stderr, up.stderr
+            assert time.monotonic() < deadline_s, up.stderr
+        load = Load(target)
+        status = wait_for(target, "all ready", lambda status: set(states(status).values()) == {"ready"})
+        assert {int(worker.address.rpartition(":")[2]) for worker in status.workers} == {base + 1, base + 5, base + 9}
+
+        # Everything is taken: one more waits, and Ray knows.
+        more = at_home.run("scale", "--prefill", "2", "--target", target)
+        assert more.returncode == 0, more.stderr
+        assert "scaled: 2P2D" in more.stderr
+        assert "prefill-1 wait for a node" in more.stderr
+        assert states(wait_for(target, "awaited", lambda s: "prefill-1" in states(s)))["prefill-1"] == "awaited"
+
+        # A worker leaves, finishing what it has; its slot is the other's.
+        fewer = at_home.run("scale", "--decode", "1", "--target", target)
+        assert fewer.returncode == 0, fewer.stderr
+        all_ready = {"prefill-0": "ready", "prefill-1": "ready", "decode-0": "ready"}
+        before = pids(wait_for(target, "2P1D", lambda status: states(status) == all_ready))
+        refused = at_home.run("scale", "--decode", "0", "--target", target)
+        assert refused.returncode == 1
+        assert "a service keeps the roles it was started with" in refused.stderr
+
+        # The other node dies, with whomever it has; Ray puts it elsewhere once there is room.
+        with ray_node(tmp_path, head.address):
+            time.sleep(2.0)  # for the node to be there
+            other.kill()
+            wait_for(
+                target,
+                "one replaced",
+                lambda status: states(status) == all_ready and len(pids(status) - before) == 1,
+            )
+            load.stop()
+            assert leaked_blocks(wait_for(target, "blocks back", lambda status: leaked_blocks(status) == 0)) == 0
+            assert at_home.run("down", "--target", target).returncode == 0

@@ -1,0 +1,75 @@
+"""A Ray cluster of several nodes on this host, brought up by `ray start` and ended by process id."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.local_cluster import free_port
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node that runs. ``process`` is its `ray start --block`."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """End it and all it started at once, as a power failure would: nobody is told."""
+        family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(10)
+        psutil.wait_procs(family, timeout=5)
+
+
+@contextlib.contextmanager
+def ray_head(home: Path, *options: str) -> Iterator[RayNode]:
+    """A head node with a token of its own below ``home``, 2 CPUs unless ``options`` say otherwise."""
+    port = free_port()
+    options = (f"--port={port}", "--head", "--include-dashboard=false", *(options or ("--num-cpus=2",)))
+    with _ray_node(home, f"127.0.0.1:{port}", *options) as node:
+        yield node
+
+
+@contextlib.contextmanager
+def ray_node(home: Path, address: str, *options: str) -> Iterator[RayNode]:
+    """One more node of the cluster at ``address``."""
+    with _ray_node(home, address, f"--address={address}", "--num-cpus=1", *options) as node:
+        yield node
+
+
+@contextlib.contextmanager
+def _ray_node(home: Path, address: str, *options: str) -> Iterator[RayNode]:
+    with tempfile.TemporaryDirectory(prefix="pdserve-node-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        # `ray stop` would end others' Ray, too: everything here ends by its id.
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
+        if "--head" in options:
+            command.append(f"--temp-dir={folder}")
+        process = subprocess.Popen(
+            [*command, "--object-store-memory=100000000"],
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            yield RayNode(address, process)
+        finally:
+            if process.poll() is None:
+                family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+                process.terminate()
+                process.wait(20)
+                _, alive = psutil.wait_procs(family, timeout=5)
+                for left in alive:
+                    left.kill()
+                psutil.wait_procs(alive, timeout=5)
