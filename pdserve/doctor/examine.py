@@ -17,8 +17,8 @@ from core.worker import Role
 from engine.model_source import ModelSource, resolve_model
 from pdserve.doctor.dial import REMEDIES, Dial
 from pdserve.doctor.endpoints import Endpoints
-from pdserve.doctor.finding import Finding, fail, ok
-from pdserve.doctor.listeners import bind_problem, listener_on
+from pdserve.doctor.finding import Finding, fail, ok, warn
+from pdserve.doctor.listeners import listener_on
 from pdserve.doctor.meeting import Meeting, Obstacle
 from pdserve.doctor.memory_need import MemoryNeed, layout_of, longest_prompt, need_of
 from pdserve.doctor.node_checks import (
@@ -34,8 +34,10 @@ from pdserve.doctor.pair_checks import check_reach, check_speed
 from pdserve.doctor.ping import ClockReading, PingServer, read_clock
 from pdserve.doctor.probe_host import ProbeHandle, ProbeHost
 from pdserve.doctor.report import ExaminedNode, ExaminedPair, Report, predictions
-from pdserve.doctor.seats import Seat, port_base, seats_of
-from pdserve.launch.slots import Node, resolve_device
+from pdserve.doctor.seats import Seat, seats_of
+from pdserve.launch.plan import Node
+from pdserve.launch.ports import free_port, port_base
+from pdserve.launch.slots import resolve_device
 
 MOST_MEASURED = 64
 """Pairs beyond these are only tried for reachability: each costs a second."""
@@ -45,6 +47,7 @@ _REPORT_S = 120.0  # a process or actor starts, and imports torch
 _OPEN_S = 60.0
 _CLOSE_S = 20.0
 _DIAL_S = 5.0
+_SERVICE, _GATEWAY = "the service", "the gateway"
 T = TypeVar("T")
 U = TypeVar("U")
 Progress = Callable[[str], None]
@@ -68,7 +71,7 @@ class Examination:
     def __init__(self, config: PdserveConfig, host: ProbeHost, progress: Progress = lambda stage: None) -> None:
         self._config, self._host, self._say = config, host, progress
         self._findings: list[Finding] = []
-        self._device, self._device_share = "cpu", 1.0
+        self._device = "cpu"
         self._services: tuple[int, ...] = ()
         self._sites: dict[str, _Site] = {}
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
@@ -85,8 +88,8 @@ class Examination:
         self._say("asking for nodes")
         nodes = list(self._host.nodes())
         self._services = tuple(self._host.services())
-        base = port_base(config, local=self._host.local)
-        seats = self._seats(nodes, base)
+        base = port_base(config.cluster)
+        seats = self._seats(nodes)
         here = report_versions(config.model.path)
         self._say(f"starting probes for {len(seats)} workers on {len(self._sites)} nodes")
         self._each(self._start_probes, self._sites.values())
@@ -128,23 +131,35 @@ class Examination:
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
-    def _seats(self, nodes: list[Node], base: int) -> tuple[Seat, ...]:
+    def _seats(self, nodes: list[Node]) -> tuple[Seat, ...]:
         """The workers' seats, and a site for each node that has one; without a plan, one for every node."""
         seats: tuple[Seat, ...] = ()
+        cluster = self._config.cluster
         try:
-            self._device = resolve_device(self._config.cluster, nodes)
-            seats = seats_of(self._config, nodes, base)
+            self._device = resolve_device(cluster, nodes)
+            # What a running service holds is no obstacle: it is examined as if it were not there.
+            seats, left_over = seats_of(self._config, self._device, nodes, idle=bool(self._services))
         except LaunchError as error:
-            self._findings.append(
-                fail(
-                    "slots", "the service", str(error), "see the nodes' resources in `ray status`, or the options named"
-                )
-            )
+            remedy = "change the options that it names; `ray status` shows what nodes have and what is used"
+            self._findings.append(fail("slots", _SERVICE, str(error), remedy))
+        else:
+            self._tell_left_over(left_over)
         for node in nodes:
             mine = tuple(seat for seat in seats if seat.node.node_id == node.node_id)
             if mine or not seats:
                 self._sites[node.node_id] = _Site(node, mine)
         return seats
+
+    def _tell_left_over(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        what = f"no node has room for {', '.join(names)} now"
+        if self._config.cluster.autoscale:
+            remedy = "Ray is asked for a node, if it has an autoscaler; examine again when that has come"
+            self._findings.append(warn("slots", _SERVICE, f"{what}: they would wait for one", remedy))
+        else:
+            remedy = "free what is used (`ray status`), add nodes, or ask for fewer workers"
+            self._findings.append(fail("slots", _SERVICE, what, remedy))
 
     def _start_probes(self, site: _Site) -> None:
         """The first probe also tells of the node."""
@@ -161,7 +176,7 @@ class Examination:
             return
         host = self._host.host if self._host.local else site.node.ip
         for seat in site.seats:
-            spec = seat.spec(self._config, self._device, self._device_share, host=host)
+            spec = seat.spec(self._config, self._device, host)
             device = self._device
             if device == "cuda":
                 device = f"cuda:{seat.slot % max(1, len(site.report.devices))}"
@@ -189,17 +204,15 @@ class Examination:
 
     def _check_gateway_port(self) -> None:
         gateway = self._config.gateway
-        problem = bind_problem(gateway.host, gateway.port)
-        if problem and gateway.port in self._services:
-            what = f"the service on port {gateway.port} runs; a second one needs another port"
-            self._findings.append(ok("port", "the gateway", what))
-        elif problem:
-            holder = listener_on(gateway.port)
-            what = (
-                f"cannot listen on {gateway.host}:{gateway.port}: {problem}{f'; {holder} listens there' * bool(holder)}"
-            )
+        try:
+            free_port(gateway.host, gateway.port)
+        except LaunchError as error:
+            if gateway.port in self._services:
+                what = f"the service on port {gateway.port} runs; a second one needs another port"
+                self._findings.append(ok("port", _GATEWAY, what))
+                return
             remedy = "end what holds it, or choose another with --port (gateway.port)"
-            self._findings.append(fail("port", "the gateway", what, remedy))
+            self._findings.append(fail("port", _GATEWAY, f"{error}{_held(gateway.port)}", remedy))
 
     def _check_registry(self, base: int) -> None:
         """Workers report to the gateway's host: a listener stands there for the registry."""
@@ -207,13 +220,12 @@ class Examination:
             server = PingServer(self._host.host, base)
         except OSError as error:
             what = f"cannot listen on {self._host.host}:{base} (registry): {error.strerror}"
-            holder = listener_on(base)
-            what += f"; {holder} listens there" * bool(holder)
+            what += _held(base)
             if self._services:
-                self._findings.append(ok("port", "the gateway", f"{what}: a service runs already"))
+                self._findings.append(ok("port", _GATEWAY, f"{what}: a service runs already"))
             else:
                 remedy = "end what holds it, or move pdserve's ports with cluster.port_base"
-                self._findings.append(fail("port", "the gateway", what, remedy))
+                self._findings.append(fail("port", _GATEWAY, what, remedy))
             return
         with contextlib.closing(server):
             host = f"[{self._host.host}]" if ":" in self._host.host else self._host.host
@@ -260,7 +272,7 @@ class Examination:
         left = sum(pair.meeting.figures is not None and not pair.measured for pair in examined)
         if left:
             what = f"{left} of {len(pairs)} pairs were tried, and not measured: {MOST_MEASURED} are at most"
-            self._findings.append(ok("link", "the service", what))
+            self._findings.append(ok("link", _SERVICE, what))
         return examined
 
     def _meet(self, prefill: Seat, decode: Seat, for_s: float) -> Meeting:
@@ -320,3 +332,8 @@ class Examination:
         self._say("closing")
         probes = [probe for site in self._sites.values() for probe in site.probes.values()]
         self._each(lambda probe: probe.close(), probes)
+
+
+def _held(port: int) -> str:
+    holder = listener_on(port)
+    return f"; {holder} listens there" if holder else ""

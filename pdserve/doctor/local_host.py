@@ -10,7 +10,7 @@ from core.errors import DeadlineExceeded, WorkerLost
 from pdserve.doctor.node_report import NodeReport
 from pdserve.doctor.probe_host import ProbeHandle
 from pdserve.doctor.probe_process import ProbeProcess
-from pdserve.launch.slots import Node
+from pdserve.launch.plan import Node
 from pdserve.launch.state import ServiceState, state_folder
 
 NODE_ID = "local"
@@ -29,7 +29,8 @@ class LocalHost:
         """One, with the cores that this process may use."""
         present = self._device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
         gpus = self._count_gpus() if present else 0
-        return [Node(NODE_ID, self.host, float(len(os.sched_getaffinity(0))), float(gpus))]
+        resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(gpus)}
+        return [Node(NODE_ID, self.host, resources, resources)]
 
     def services(self) -> Sequence[int]:
         """Those whose supervisors live on this host."""

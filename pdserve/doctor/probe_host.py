@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from pdserve.launch.slots import Node
+from pdserve.launch.plan import Node
 
 
 class ProbeHandle(Protocol):

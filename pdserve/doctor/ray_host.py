@@ -17,8 +17,8 @@ from core.errors import DeadlineExceeded, LaunchError, PdserveError, WorkerLost,
 from pdserve.doctor.dial import REMEDIES, Dial, dial
 from pdserve.doctor.probe_actor import ProbeActor
 from pdserve.doctor.probe_host import ProbeHandle
+from pdserve.launch.plan import Node
 from pdserve.launch.ray_session import RaySession
-from pdserve.launch.slots import Node
 
 _SERVICE = re.compile(r"pdserve-(\d+)-")
 _DIAL_S = 5.0

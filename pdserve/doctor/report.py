@@ -14,7 +14,7 @@ from pdserve.doctor.memory_need import MemoryNeed
 from pdserve.doctor.node_report import NodeReport
 from pdserve.doctor.ping import ClockReading
 from pdserve.doctor.seats import Seat
-from pdserve.launch.slots import Node
+from pdserve.launch.plan import Node
 
 PROMPTS = (512, 2048)
 """Tokens of the prompts that a hand-off's time is predicted for."""

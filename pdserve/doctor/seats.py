@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.config import PdserveConfig
+from core.errors import LaunchError
 from core.worker import Role
-from pdserve.launch.slots import Node, resolve_device, worker_bundle
+from pdserve.launch.plan import Bundle, Node, plan
+from pdserve.launch.ports import first_port, port_base
+from pdserve.launch.slots import roles_of, worker_bundles
 from worker.spec import WorkerSpec
-
-DEFAULT_BASE = 20_000
-PORTS_PER_WORKER = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One worker's place: its node, the how-manieth of that node it is, and its first port (0: the system picks)."""
+    """One worker's place: its node, the how-manieth of that node it is, its first port (0: the system picks), and what
+    it asks Ray for."""
 
     worker_id: str
     role: Role
     node: Node
     slot: int
     port: int
+    bundle: Bundle
 
-    def spec(self, config: PdserveConfig, device: str, device_share: float, *, host: str) -> WorkerSpec:
-        """What the worker would be told."""
+    def spec(self, config: PdserveConfig, device: str, host: str) -> WorkerSpec:
+        """What the worker would be told, to listen on ``host``."""
         return WorkerSpec(
             worker_id=self.worker_id,
             role=self.role,
@@ -37,31 +39,33 @@ class Seat:
             version="",
             port=self.port,
             slot=self.slot,
-            device_share=device_share,
+            device_share=min(1.0, self.bundle.get("GPU", 1.0)),
             config=config,
         )
 
 
-def port_base(config: PdserveConfig, *, local: bool) -> int:
-    """The registry's port, from which the workers' are counted; 0: the system picks all of them."""
-    return config.cluster.port_base or (0 if local else DEFAULT_BASE)
-
-
-def seats_of(config: PdserveConfig, nodes: Sequence[Node], base: int) -> tuple[Seat, ...]:
-    """A seat for each worker. LaunchError if they do not fit."""
-    device = resolve_device(config.cluster, nodes)
-    bundle = worker_bundle(config.cluster, device, nodes)
-    kind = "GPU" if device == "cuda" else "CPU"
-    left = {node.node_id: node.num_gpus if device == "cuda" else node.num_cpus for node in nodes}
-    roles = [Role.PREFILL] * config.cluster.prefill + [Role.DECODE] * config.cluster.decode
+def seats_of(
+    config: PdserveConfig, device: str, nodes: Sequence[Node], *, idle: bool
+) -> tuple[tuple[Seat, ...], tuple[str, ...]]:
+    """A seat for each worker, and the names of those that no node has room for now. ``idle``: as if nothing ran on the
+    nodes. LaunchError if they would not fit even then."""
+    cluster = config.cluster
+    bundles, roles = worker_bundles(cluster, device, nodes), roles_of(cluster)
+    if idle:
+        nodes = [replace(node, available=node.resources) for node in nodes]
+    base = port_base(cluster)
     seats: list[Seat] = []
+    left_over: list[str] = []
     per_role: Counter[Role] = Counter()
     per_node: Counter[str] = Counter()
-    for ordinal, role in enumerate(roles):
-        node = next((each for each in nodes if left[each.node_id] >= bundle.get(kind, 0.0) - 1e-9), nodes[0])
-        left[node.node_id] -= bundle.get(kind, 0.0)
-        port = base + 1 + PORTS_PER_WORKER * ordinal if base else 0
-        seats.append(Seat(f"{role}-{per_role[role]}", role, node, per_node[node.node_id], port))
+    for ordinal, (role, node) in enumerate(zip(roles, plan(roles, bundles, nodes, cluster.placement), strict=True)):
+        name = f"{role}-{per_role[role]}"
         per_role[role] += 1
+        if node is None:
+            left_over.append(name)
+            continue
+        seats.append(Seat(name, role, node, per_node[node.node_id], first_port(base, ordinal), bundles[role]))
         per_node[node.node_id] += 1
-    return tuple(seats)
+    if not seats:
+        raise LaunchError(f"no node has room for any of {', '.join(left_over)} now")
+    return tuple(seats), tuple(left_over)

@@ -1,0 +1,156 @@
+"""`pdserve doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pdserve.doctor.finding import Finding
+    from pdserve.doctor.report import ExaminedNode, ExaminedPair, Report
+
+_COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="model folder, 'tiny', or 'dummy:…'")] = None,
+    prefill: Annotated[int | None, typer.Option(help="prefill workers")] = None,
+    decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="let workers share device slots")] = False,
+    placement: Annotated[str | None, typer.Option(help="pack, spread or strict_spread")] = None,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="ask Ray for nodes that are missing")] = False,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
+    transport: Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")] = None,
+    interface: Annotated[str | None, typer.Option(help="device, network or address that KV travels over")] = None,
+    port: Annotated[int | None, typer.Option(help="port of the gRPC API; 0 picks a free one")] = None,
+    address: Annotated[str | None, typer.Option(help="'local' starts a Ray; 'auto' or host:port joins one")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine the hosts that `up` with the same options would use: versions, devices, ports, clocks, links, memory.
+    Exits with 1 if a service would not start or not serve."""
+    from core.config import PdserveConfig
+    from pdserve.cli.console import stderr_console, stdout_console
+
+    overrides = {
+        "model.path": model,
+        "model.dtype": dtype,
+        "cluster.prefill": prefill,
+        "cluster.decode": decode,
+        "cluster.device": device,
+        "cluster.oversubscribe": oversubscribe or None,
+        "cluster.placement": placement,
+        "cluster.autoscale": autoscale or None,
+        "cluster.address": address,
+        "transfer.transport": transport,
+        "transfer.interface": interface,
+        "gateway.port": port,
+    }
+    settings = PdserveConfig.load(config, overrides)
+    from pdserve.doctor.diagnose import diagnose
+
+    with stderr_console().status("examining") as status:
+        report = diagnose(settings, status.update)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(report.to_dict()))
+    else:
+        _show(stdout_console(), report)
+    raise SystemExit(1 if report.failed else 0)
+
+
+def _show(console: Console, report: Report) -> None:
+    need = ""
+    if report.need is not None:
+        from pdserve.waterfall.bars import human_bytes
+
+        need = f" · {human_bytes(report.need.total_bytes)} a worker"
+    running = f" · a service runs on port {', '.join(map(str, report.services))}" if report.services else ""
+    console.print(f"[bold]{report.model}[/] on {report.device} at {report.address}{need}{running}\n", soft_wrap=True)
+    if report.nodes:
+        console.print(_nodes(report.nodes))
+        console.print()
+    if report.pairs:
+        console.print(_pairs(report.pairs))
+        console.print()
+    for finding in report.findings:
+        _show_finding(console, finding)
+    from pdserve.doctor.finding import Level
+
+    counts = f"{report.count(Level.FAIL)} would fail, {report.count(Level.WARN)} to be warned of"
+    verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
+    console.print(f"{verdict}: {len(report.nodes)} nodes, {len(report.pairs)} pairs examined; {counts}")
+
+
+def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
+    from rich.table import Table
+
+    from pdserve.waterfall.bars import human_bytes
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("node", "workers", "python", "torch", "ray", "pdserve", "model", "devices", "KV over"):
+        table.add_column(column)
+    for column in ("memory", "clock ms", "wall s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for node in nodes:
+        report, clock = node.report, node.clock
+        workers = ", ".join(seat.worker_id for seat in node.seats)
+        if report is None:
+            table.add_row(node.name, workers, "[red]no answer[/]")
+            continue
+        over = {each.interface for each in node.endpoints if each.interface is not None}
+        table.add_row(
+            node.name, workers, report.python, report.torch, report.ray, report.pdserve,
+            report.model_hash[:8] or "[red]none[/]",
+            ", ".join(device.name for device in report.devices) or f"{report.cores} cores",
+            ", ".join(sorted(f"{each.device} {each.address}".strip() for each in over)) or "[red]none[/]",
+            human_bytes(report.memory_bytes),
+            "–" if clock is None else f"{clock.offset_s * 1e3:+.3f} ± {clock.error_s * 1e3:.3f}",
+            "–" if clock is None else f"{clock.wall_s:+.3f}",
+        )  # fmt: skip
+    return table
+
+
+def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("pair", "from → to", "by"):
+        table.add_column(column, no_wrap=True)
+    columns = ("Gbit/s", "round trip ms", "hand-off ms (tokens)", "hides up to tok/s")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for pair in pairs:
+        figures = pair.meeting.figures
+        ends = f"{pair.prefill.node.ip} → {pair.decode.node.ip}"
+        if figures is None:
+            table.add_row(pair.name, ends, pair.meeting.transport, f"[red]{pair.meeting.obstacle}[/]")
+            continue
+        table.add_row(
+            pair.name, ends, pair.meeting.transport,
+            f"{pair.gbs * 8:.3g}" if pair.gbs else "–",
+            f"{figures.round_trip_s * 1e3:.3f}",
+            ", ".join(f"{each.exposed_none_ms:.3g} ({each.tokens})" for each in pair.predictions) or "–",
+            "–" if pair.hidden_tokens_per_s is None else f"{pair.hidden_tokens_per_s:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _show_finding(console: Console, finding: Finding) -> None:
+    from rich.markup import escape
+
+    color = _COLORS[finding.level]
+    console.print(f"[{color}]{finding.level:4}[/] {finding.check}: {escape(finding.where)}: {escape(finding.what)}")
+    if finding.remedy:
+        console.print(f"     → {escape(finding.remedy)}")
