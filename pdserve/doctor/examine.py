@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
+from core.clock import clock_id
 from core.config import PdserveConfig
 from core.errors import LaunchError, ModelError, PdserveError
 from core.handoff_prediction import LinkRate, hidden_tokens_per_s
@@ -196,9 +197,11 @@ class Examination:
                 found = Dial.of(error)
                 what = f"the gateway cannot reach it at {endpoints.control} (control): {found}"
                 self._findings.append(fail("control", f"{worker_id} on {site.node.ip}", what, REMEDIES[found]))
-            else:
-                if site.clock is None or reading.error_s < site.clock.error_s:
-                    site.clock = reading
+                continue
+            if site.report is not None and site.report.clock_id and site.report.clock_id == clock_id():
+                reading = ClockReading(0.0, 0.0, 0.0)  # the very same one
+            if site.clock is None or reading.error_s < site.clock.error_s:
+                site.clock = reading
 
     # --- the gateway's ports -----------------------------------------------------------------------------------------
 

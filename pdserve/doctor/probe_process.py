@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from core.errors import DeadlineExceeded, WorkerLost, from_wire
@@ -26,18 +27,22 @@ _END_S = 15.0
 
 
 class ProbeProcess:
-    """Made where it is asked for; `close` ends it."""
+    """Starts at once; `close` ends it. ``root`` is the installation it runs, ``prefix`` a command that runs it, ``cwd``
+    its folder."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self, name: str, *, root: Path = ROOT, prefix: Sequence[str] = (), cwd: str | Path | None = None
+    ) -> None:
         self._name, self._turn = name, threading.Lock()
         self._unread = b""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.doctor.probe_process"],
+            [*prefix, sys.executable, "-P", "-m", "pdserve.doctor.probe_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(root)},
         )
 
     def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
