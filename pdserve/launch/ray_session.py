@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pdserve.launch.plan import Node
 OBJECT_STORE_BYTES = 100 * 2**20
 """KV never travels through the object store; it holds next to nothing."""
 
+_ALIVE_TIMEOUT_S = 3.0
 _INIT_ERRORS = (OSError, RayError, RuntimeError, ValueError)
 
 
@@ -29,6 +31,7 @@ class RaySession:
     def __init__(self, address: str) -> None:
         self._address = address
         self._temp_dir: Path | None = None
+        self._gcs_address = ""
 
     @property
     def owned(self) -> bool:
@@ -51,6 +54,7 @@ class RaySession:
                     f"cluster.address: cannot join Ray at {self._address!r}: {error}; check `ray status`, and that "
                     "both sides have the same ~/.ray/auth_token (or RAY_AUTH_MODE=disabled)"
                 ) from None
+            self._gcs_address = ray.get_runtime_context().gcs_address
             return
         try:
             self._temp_dir = Path(tempfile.mkdtemp(prefix=RAY_FOLDER_PREFIX, dir=RAY_FOLDERS))
@@ -67,6 +71,7 @@ class RaySession:
         except _INIT_ERRORS as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise LaunchError(f"cannot start a Ray of our own (cluster.address: local): {why}") from None
+        self._gcs_address = ray.get_runtime_context().gcs_address
 
     def nodes(self) -> list[Node]:
         """The hosts that are alive now, by address."""
@@ -78,9 +83,20 @@ class RaySession:
         ]
         return sorted(nodes, key=lambda node: (len(node.ip), node.ip))
 
+    def is_alive(self) -> bool:
+        """Whether its control service still listens. (Ray's own calls would wait a minute for it, then end the whole
+        process.)"""
+        host, _, port = self._gcs_address.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), _ALIVE_TIMEOUT_S):
+                return True
+        except OSError:
+            return False
+
     def stop(self) -> None:
         """Leave; a Ray of our own ends, its files too."""
-        ray.shutdown()
+        if self.owned or self.is_alive():
+            ray.shutdown()  # which ends the whole process if the other side is gone
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None

@@ -23,6 +23,8 @@ from pdserve.launch.ports import free_port, port_base
 from pdserve.launch.ray_session import RaySession
 from pdserve.launch.slots import resolve_device, roles_of, worker_bundles
 
+MISSED_CHECKS = 3
+"""Ray may be away for a moment without being gone."""
 PLACE_TIMEOUT_S = 5.0
 """How long a worker that is added may take to get a node before it counts as waiting for one."""
 
@@ -37,6 +39,7 @@ class Service:
         self._members: Members | None = None
         self._gateway: Any = None
         self._changing = threading.Lock()
+        self._missed = 0  # checks in a row that did not find Ray
         self.port = config.gateway.port
 
     @property
@@ -68,7 +71,7 @@ class Service:
 
     def stop(self) -> None:
         """End workers, gateway, placement and (if it is ours) Ray; afterwards no process of ours is left."""
-        if ray.is_initialized():
+        if ray.is_initialized() and self._session.is_alive():
             gateway, self._gateway = self._gateway, None
             with contextlib.suppress(ray.exceptions.RayError):
                 if gateway is not None:
@@ -97,13 +100,14 @@ class Service:
     def tend(self) -> None:
         """What has to be done every now and then: tell the gateway, which may have started anew, who belongs to the
         service. LaunchError if Ray is gone."""
-        if self._members is None or self._gateway is None:
+        if not self._session.is_alive():
+            self._missed += 1
+            if self._missed >= MISSED_CHECKS:
+                raise LaunchError("the Ray that the service runs on is gone, and with it the service")
             return
-        try:
-            ray.nodes()
+        self._missed = 0
+        if not self._changing.locked():
             self._tell_members()
-        except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-            raise LaunchError(f"Ray is gone: {one_line(error)}") from None
 
     def _scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report) -> list[str]:
         members = self._members

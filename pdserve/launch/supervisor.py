@@ -25,7 +25,7 @@ from pdserve.launch.state import ServiceState
 
 log = logging.getLogger(__name__)
 
-TEND_EVERY_S = 5.0
+TEND_EVERY_S = 2.0
 
 
 def supervise(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.launch.state import ServiceState
 from tests.e2e.conftest import Cli
 from tests.local_cluster import free_port
 from tests.ray_nodes import ray_head
@@ -31,4 +32,13 @@ def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
             "up", "--address", head.address, "--port", str(port), "--detach"
         )  # all resources are free again
         assert again.returncode == 0, again.stderr
-        assert at_home.run("down", "--target", f"localhost:{port}").returncode == 0
+        # And when Ray goes, as with `ray down`, nothing of the service stays behind.
+        state = ServiceState.load(Path(at_home.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json")
+        supervisor = state.process()
+        assert supervisor is not None
+        head.kill()
+        supervisor.wait(60)
+        assert not Path(state.socket).parent.exists()
+        gone = at_home.run("down", "--target", f"localhost:{port}")
+        assert gone.returncode == 1
+        assert "no service was started on this host" in gone.stderr

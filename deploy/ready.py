@@ -1,0 +1,34 @@
+"""Readiness of the gateway's pod: ``python ready.py PORT`` ends with 0 if the service on PORT says that it is serving.
+
+It does so too if nothing listens there: the pod has to be ready before the service can be started at all.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+TIMEOUT_S = 3.0
+
+
+def ready(port: int) -> bool:
+    """Whether nothing listens on this host's ``port``, or the gRPC health service there answers SERVING."""
+    try:
+        socket.create_connection(("127.0.0.1", port), TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+if __name__ == "__main__":
+    sys.exit(0 if ready(int(sys.argv[1])) else 1)
