@@ -79,6 +79,8 @@ class Probe:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
+            if not self._thread.is_alive():  # one that does not end keeps its loop; it is a daemon
+                self._loop.close()
 
     # --- what it can be told -----------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class ProbeProcess:
         self, name: str, *, root: Path = ROOT, prefix: Sequence[str] = (), cwd: str | Path | None = None
     ) -> None:
         self._name, self._turn = name, threading.Lock()
-        self._unread = b""
+        self._unread, self._silent = b"", False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-P", "-m", "pdserve.doctor.probe_process"],
@@ -44,6 +44,11 @@ class ProbeProcess:
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(root)},
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
 
     def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         """What the probe answers; its own errors, WorkerLost if it is gone, DeadlineExceeded if it does not answer in
@@ -61,13 +66,13 @@ class ProbeProcess:
         return answer["value"]
 
     def close(self) -> None:
-        """End it; killed if it does not end by itself."""
+        """End it; killed if it does not end by itself, or has not answered before."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(_END_S)
+            self._process.wait(0.0 if self._silent else _END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -81,6 +86,7 @@ class ProbeProcess:
             selector.register(fd, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    self._silent = True
                     raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s")
                 if not (data := os.read(fd, 2**16)):
                     raise self._lost()
