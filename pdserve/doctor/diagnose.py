@@ -6,42 +6,42 @@ import contextlib
 
 from core.config import PdserveConfig
 from core.errors import LaunchError
+from pdserve.doctor.dial import REMEDIES, Dial, dial
 from pdserve.doctor.examine import Examination, Progress
 from pdserve.doctor.finding import fail
 from pdserve.doctor.local_host import LocalHost
-from pdserve.doctor.probe_host import ProbeHost
 from pdserve.doctor.report import Report
 from pdserve.launch.ray_environment import prepare_environment
 
 JOIN_S = 60.0
+_DIAL_S = 5.0
 _REMEDY = (
-    "check that Ray runs there (`ray status` on its head), that its port can be reached, and that ~/.ray/auth_token is "
-    "the same file on every host (or RAY_AUTH_MODE=disabled everywhere); then restart Ray where it was wrong"
+    "something answers there: ~/.ray/auth_token has to be the same on every host (or RAY_AUTH_MODE=disabled everywhere), "
+    "and python and ray have to be the head's; `ray status` on the head says whether that is well"
 )
 
 
 def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> Report:
     """Examine where ``config`` would run. A Ray that cannot be joined is a finding, too."""
+    address = config.cluster.address
+    if address == "local":
+        return Examination(config, LocalHost(config.model.path, config.cluster.device), progress).run()
+    progress(f"joining Ray at {address}")
+    if ":" in address and (found := dial(address, _DIAL_S)) is not Dial.OPEN:
+        # Ray itself would try for much longer, and say less.
+        return _not_joined(config, f"there is no Ray at {address}: {found}", REMEDIES[found])
+    prepare_environment(address)
+    from pdserve.doctor.ray_host import RayHost  # brings in Ray
+
     try:
-        host = _host(config, progress)
+        host = RayHost(address, JOIN_S)
     except LaunchError as error:
-        return _not_joined(config, str(error))
+        return _not_joined(config, str(error), _REMEDY)
     with contextlib.closing(host):
         return Examination(config, host, progress).run()
 
 
-def _host(config: PdserveConfig, progress: Progress) -> ProbeHost:
-    address = config.cluster.address
-    if address == "local":
-        return LocalHost(config.model.path, config.cluster.device)
-    progress(f"joining Ray at {address}")
-    prepare_environment(address)
-    from pdserve.doctor.ray_host import RayHost  # brings in Ray
-
-    return RayHost(address, JOIN_S)
-
-
-def _not_joined(config: PdserveConfig, why: str) -> Report:
+def _not_joined(config: PdserveConfig, why: str, remedy: str) -> Report:
     return Report(
         model=config.model.path,
         device=config.cluster.device,
@@ -51,5 +51,5 @@ def _not_joined(config: PdserveConfig, why: str) -> Report:
         need=None,
         nodes=(),
         pairs=(),
-        findings=(fail("join", config.cluster.address, " ".join(why.split()), _REMEDY),),
+        findings=(fail("join", config.cluster.address, " ".join(why.split()), remedy),),
     )

@@ -112,7 +112,7 @@ class Examination:
         self._findings += check_versions(here, examined)
         self._findings += check_models(here, self._host.node_id, examined, config.model.path)
         self._findings += check_devices(examined, self._device)
-        self._findings += check_endpoints(examined, self._services)
+        self._findings += check_endpoints(examined, self._device, self._services)
         if need is not None:
             self._findings += check_memory(examined, need, self._device, self._services)
         self._findings += check_clocks(examined, here)

@@ -41,9 +41,6 @@ class LocalHost:
         """A new process."""
         return ProbeProcess(name)
 
-    def close(self) -> None:
-        """Nothing of its own is left."""
-
     def _count_gpus(self) -> int:
         probe = ProbeProcess("the probe that counts GPUs")
         try:

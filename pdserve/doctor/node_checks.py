@@ -128,13 +128,15 @@ def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Fi
             yield warn("clock", node.name, what, remedy)
 
 
-def check_endpoints(nodes: Sequence[ExaminedNode], services: Sequence[int]) -> Iterator[Finding]:
+def check_endpoints(nodes: Sequence[ExaminedNode], device: str, services: Sequence[int]) -> Iterator[Finding]:
     """What kept probes from listening as the workers would, and interfaces that cannot be right."""
     for node in nodes:
+        report = node.report
+        # Without model or GPU there are no KV ends, either: that is told already.
+        is_told = report is not None and (bool(report.model_error) or (device == "cuda" and not report.devices))
         for each in node.endpoints:
-            model_is_told = node.report is not None and bool(node.report.model_error)
             for trouble in each.troubles:
-                if trouble.check != "kv" or not model_is_told:
+                if trouble.check != "kv" or not is_told:
                     yield _trouble(trouble, f"{each.worker_id} on {node.name}", services)
             if each.interface is not None and not each.interface.is_up:
                 what = f"{each.interface.device} ({each.interface.address}) has no carrier"

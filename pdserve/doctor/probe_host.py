@@ -40,7 +40,3 @@ class ProbeHost(Protocol):
     def probe(self, node: Node, name: str) -> ProbeHandle:
         """A new probe on a node."""
         ...
-
-    def close(self) -> None:
-        """Leave; nothing stays behind."""
-        ...

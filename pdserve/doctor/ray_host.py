@@ -14,26 +14,20 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.errors import DeadlineExceeded, LaunchError, PdserveError, WorkerLost, from_wire
-from pdserve.doctor.dial import REMEDIES, Dial, dial
 from pdserve.doctor.probe_actor import ProbeActor
 from pdserve.doctor.probe_host import ProbeHandle
 from pdserve.launch.plan import Node
 from pdserve.launch.ray_session import RaySession
 
 _SERVICE = re.compile(r"pdserve-(\d+)-")
-_DIAL_S = 5.0
 
 
 class RayHost:
-    """Joins the Ray at ``address``: `LaunchError` if that does not answer, or lets nobody in, within ``timeout_s``."""
+    """Joins the Ray at ``address``: `LaunchError` if that lets nobody in, or not within ``timeout_s``."""
 
     local = False
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        if ":" in address:
-            found = dial(address, _DIAL_S)  # Ray itself would try for much longer, and say less
-            if found is not Dial.OPEN:
-                raise LaunchError(f"cluster.address: no Ray at {address}: {found}; {REMEDIES[found]}")
         self._session = RaySession(address)
         _bounded(self._session.start, timeout_s, f"Ray at {address} did not let this process in")
         self.host: str = ray.util.get_node_ip_address()

@@ -54,9 +54,6 @@ class PlantedHost:
         self.processes.append(process)
         return process
 
-    def close(self) -> None:
-        pass
-
 
 def examine(host: PlantedHost, **sections: Mapping[str, Any]) -> Report:
     """With free ports, unless ``sections`` of the configuration say otherwise."""
