@@ -68,8 +68,8 @@ def _ray_node(home: Path, address: str, *options: str) -> Iterator[RayNode]:
             if process.poll() is None:
                 family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
                 process.terminate()
-                process.wait(20)
-                _, alive = psutil.wait_procs(family, timeout=5)
+                _, alive = psutil.wait_procs(family, timeout=20)
                 for left in alive:
                     left.kill()
                 psutil.wait_procs(alive, timeout=5)
+                process.wait(5)

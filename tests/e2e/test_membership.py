@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from tests.e2e.conftest import Cli
 from tests.local_cluster import free_port, leaked_blocks
-from tests.ray_nodes import ray_head, ray_node
+from tests.ray_nodes import RayNode, ray_head, ray_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 WAIT_S = 60.0
@@ -21,7 +24,7 @@ PROMPTS = ["def read_lines(path):", "import os\n\n", "class Queue:\n    def __in
 
 
 class Load:
-    """Clients that ask for the same prompts again and again, until `stop`. All answers have to be the same."""
+    """Clients that ask for the same prompts again and again, until `close`. All answers have to be the same."""
 
     def __init__(self, target: str, clients: int = 3) -> None:
         self.target = target
@@ -47,11 +50,14 @@ class Load:
                     self.failures.append(f"{prompt!r}: {text!r}")
                 self.count += 1
 
-    def stop(self) -> None:
-        """End it; AssertionError if anything failed."""
+    def close(self) -> None:
+        """End it."""
         self._stop.set()
         for thread in self._threads:
             thread.join(60)
+
+    def check(self) -> None:
+        """AssertionError if anything failed, or nothing was asked."""
         assert not self.failures, self.failures[:5]
         assert self.count > len(PROMPTS)
 
@@ -76,6 +82,19 @@ def pids(status: ServiceStatus) -> set[int]:
     return {worker.pid for worker in status.workers}
 
 
+def pending_demand(head: RayNode, home: Path) -> str:
+    """What `ray status` lists as pending, once it lists anything: the autoscaler looks every few seconds."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", f"--address={head.address}"]
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        environment = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        _, _, pending = shown.stdout.partition("Pending Demands:")
+        if "placement group" in pending or time.monotonic() > deadline_s:
+            return pending or shown.stdout + shown.stderr
+        time.sleep(1.0)
+
+
 def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
     at_home = Cli({**cli.env, "HOME": str(tmp_path)})
     port, base = free_port(), 21_000
@@ -85,14 +104,18 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
         f"cluster: {{port_base: {base}, device: cpu}}\nmodel: {{dtype: float32}}\nrouter: {{forget_s: 2}}\n"
         "engine: {block_size: 16, num_blocks: 128}\n"
     )
-    with ray_head(tmp_path) as head, ray_node(tmp_path, head.address) as other:
+    with (
+        ray_head(tmp_path) as head,
+        ray_node(tmp_path, head.address) as other,
+        contextlib.ExitStack() as stack,
+    ):
         deadline_s = time.monotonic() + 60
         arguments = ("-c", str(config), "--address", head.address, "--port", str(port))
         while (up := at_home.run("up", *arguments, "--prefill", "1", "--decode", "2", "--detach")).returncode:
             # The nodes are still coming up.
             assert "cluster.address" in up.stderr or "3 workers, but the cluster has" in up.stderr, up.stderr
             assert time.monotonic() < deadline_s, up.stderr
-        load = Load(target)
+        load = stack.enter_context(contextlib.closing(Load(target)))
         status = wait_for(target, "all ready", lambda status: set(states(status).values()) == {"ready"})
         assert {int(worker.address.rpartition(":")[2]) for worker in status.workers} == {base + 1, base + 5, base + 9}
 
@@ -102,6 +125,8 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
         assert "scaled: 2P2D" in more.stderr
         assert "prefill-1 wait for a node" in more.stderr
         assert states(wait_for(target, "awaited", lambda s: "prefill-1" in states(s)))["prefill-1"] == "awaited"
+
+        assert "{'CPU': 1.0} * 1" in pending_demand(head, tmp_path)
 
         # A worker leaves, finishing what it has; its slot is the other's.
         fewer = at_home.run("scale", "--decode", "1", "--target", target)
@@ -121,6 +146,7 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
                 "one replaced",
                 lambda status: states(status) == all_ready and len(pids(status) - before) == 1,
             )
-            load.stop()
+            load.close()
+            load.check()
             assert leaked_blocks(wait_for(target, "blocks back", lambda status: leaked_blocks(status) == 0)) == 0
             assert at_home.run("down", "--target", target).returncode == 0
