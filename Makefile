@@ -7,10 +7,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := core pb engine kv_transfer worker router prefill_worker decode_worker gateway pdserve tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit soak bench-engine bench-transfer proto tiny clean
+.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer proto tiny clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(INSTALLED)  ## make .venv with everything in it
 
@@ -36,7 +36,11 @@ floors: $(INSTALLED)
 	$(BIN)/lint-imports --no-logo
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not soak'
+	$(BIN)/python -m pytest -m 'not soak and not cluster'
+
+test-cluster: $(INSTALLED)  ## `ray up` and what follows, on hosts made of namespaces (root; under 10 minutes)
+	scripts/cluster_test_tools.sh
+	$(BIN)/python -m pytest -m cluster --timeout 300 -rA --durations 10 tests/cluster
 
 soak: $(INSTALLED)  ## long tests, run by hand
 	$(BIN)/python -m pytest -m soak --timeout 3600 --log-cli-level INFO

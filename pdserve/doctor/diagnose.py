@@ -16,7 +16,7 @@ from pdserve.launch.ray_environment import prepare_environment
 JOIN_S = 60.0
 _DIAL_S = 5.0
 _REMEDY = (
-    "something answers there: ~/.ray/auth_token has to be the same on every host (or RAY_AUTH_MODE=disabled everywhere), "
+    "something answers there: ~/.ray/auth_token has to be the same on every host (or RAY_AUTH_MODE=disabled on all), "
     "and python and ray have to be the head's; `ray status` on the head says whether that is well"
 )
 

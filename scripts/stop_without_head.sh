@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs on a worker of cluster.yaml: stops Ray there once the head's has been stopped, which `ray down` does not do.
+#   stop_without_head.sh HEAD
+# A head that refuses connections is there without its Ray. One that does not answer may come back: that is left to Ray.
+set -u
+head=$1 refusals=0
+lock=~/.ray/stop_without_head.lock
+exec 9>"$lock"
+flock -n 9 || exit 0 # the one of an earlier `ray up` still watches
+while [ $refusals -lt 5 ]; do
+  sleep 3
+  timeout 2 bash -c "exec 3<>/dev/tcp/$head/6379" 2>/dev/null 9>&-
+  if [ $? -eq 1 ]; then refusals=$((refusals + 1)); else refusals=0; fi
+done
+rm -f "$lock"
+exec "$(dirname "$0")/../.venv/bin/ray" stop 9>&-

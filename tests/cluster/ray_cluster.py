@@ -1,0 +1,112 @@
+"""A Ray cluster that `ray up` made on `hosts.Hosts` from the project's own cluster.yaml, as a user would at a desk."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+
+import yaml
+
+from pdserve import Client
+from tests.cluster.cluster_file import ROOT, filled_in, with_options_by_host
+from tests.cluster.environment import install_environment
+from tests.cluster.host import Host, outside
+from tests.cluster.hosts import Hosts
+
+UP_TIMEOUT_S = 240.0
+PORT = 50051
+WORKERS = 4
+SERVICE = "--address auto --prefill 2 --decode 2 --oversubscribe --device cpu --dtype float32"
+"""What `pdserve up` is told: these `WORKERS`, of the tiny model."""
+
+_WAIT_JOINED = """
+import time, ray
+ray.init(address="auto", log_to_driver=False)
+deadline_s = time.monotonic() + {timeout_s}
+while sum(node["Alive"] for node in ray.nodes()) != {nodes}:
+    assert time.monotonic() < deadline_s, ray.nodes()
+    time.sleep(0.2)
+"""
+_RAY = "cd ~/pdserve && exec .venv/bin/ray"
+
+
+class RayCluster:
+    """The hosts "desk", "head" and any others, which are workers. ``options`` by host: of its `ray start`."""
+
+    def __init__(self, hosts: Hosts, options: Mapping[str, str]) -> None:
+        self.hosts = hosts
+        self.desk = hosts["desk"]
+        """Where the project's folder, the key and `ray up` are."""
+        self.head = hosts["head"]
+        self.workers = tuple(host for host in hosts if host not in (self.desk, self.head))
+        for host in hosts:
+            install_environment(host)
+            (host.home / "ray_options").write_text(options.get(host.name, ""))
+        config = with_options_by_host(filled_in(self.head.address, [host.address for host in self.workers], "root"))
+        self._exclude = config["rsync_exclude"]
+        self._furnish_desk()
+        config["auth"]["ssh_private_key"] = "~/.ssh/id_ed25519"
+        self._join_commands = config["worker_start_ray_commands"]
+        (self.desk.home / "pdserve" / "cluster.yaml").write_text(yaml.safe_dump(config))
+
+    def up(self) -> str:
+        """`ray up`; returns what it printed. The workers join by and by: see `wait_joined`."""
+        return self.desk.run(f"{_RAY} up -y cluster.yaml", timeout_s=UP_TIMEOUT_S).stdout
+
+    def down(self) -> str:
+        """`ray down`; returns what it printed."""
+        return self.desk.run(f"{_RAY} down -y cluster.yaml", timeout_s=120).stdout
+
+    def pdserve(
+        self, arguments: str, *, timeout_s: float = 180, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """``pdserve ARGUMENTS`` on the head, over ssh."""
+        return self.head.ssh(f"cd ~/pdserve && .venv/bin/pdserve {arguments}", timeout_s=timeout_s, check=check)
+
+    @property
+    def target(self) -> str:
+        """The service's address, seen from this machine."""
+        return f"{self.head.address}:{PORT}"
+
+    def wait_joined(self, timeout_s: float = 90.0) -> None:
+        """Return once every host is a node of the Ray on the head; AssertionError after ``timeout_s``."""
+        wait = _WAIT_JOINED.format(nodes=1 + len(self.workers), timeout_s=timeout_s)
+        self.head.ssh(
+            f"cd ~/pdserve && RAY_AUTH_MODE=token .venv/bin/python -c {shlex.quote(wait)}", timeout_s=timeout_s + 30
+        )
+
+    def join(self, worker: Host) -> None:
+        """Have a worker that was switched on again join, by the commands that `ray up` gives it."""
+        for command in self._join_commands:
+            worker.ssh(f"export RAY_HEAD_IP={self.head.address}; {command}")
+
+    def make_whole(self, timeout_s: float = 90.0) -> None:
+        """Undo what a test did to hosts and network: all are on and have joined, and all workers of the service take
+        requests. The head must not have been killed."""
+        assert self.head.running
+        self.hosts.restore()
+        for host in self.workers:
+            if not host.running:
+                host.boot()
+            if not any(process.name() == "raylet" for process in host.processes()):
+                self.join(host)
+        self.wait_joined()
+        deadline_s = time.monotonic() + timeout_s
+        with Client(self.target) as client:
+            while True:
+                status = client.status()
+                if status.ready and [worker.state for worker in status.workers] == ["ready"] * WORKERS:
+                    return
+                assert time.monotonic() < deadline_s, status
+                time.sleep(0.2)
+
+    def _furnish_desk(self) -> None:
+        excluded = [argument for pattern in self._exclude for argument in ("--exclude", pattern)]
+        outside("rsync", "-a", *excluded, f"{ROOT}/", f"{self.desk.home / 'pdserve'}/", timeout_s=60)
+        keys = self.desk.home / ".ssh"
+        keys.mkdir(mode=0o700)
+        shutil.copy(self.hosts.key, keys / "id_ed25519")
+        self.desk.run("cd ~/pdserve && .venv/bin/ray get-auth-token --generate")
