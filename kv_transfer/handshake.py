@@ -31,14 +31,17 @@ _SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at 
 _LARGEST_PROBE_BYTES = 8 * 2**20
 _PROBE_S = 0.025
 _ROUND_TRIPS = 50
-_PAYLOADS_LEFT = 4  # a survey's payloads grow only as long as so many more fit into its time
+_PAYLOADS_LEFT = (
+    4  # a survey's payloads grow only as long as so many more fit into its time, and so many count at least
+)
+_SLOW_FACTOR = 4  # what a survey may take at most, of what it should
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What a `survey` found. ``best_gbs`` is the fastest payload, ``gbs`` the median of those of the largest size (10^9
-    bytes per second; 0: nothing could be told), the round trips those of messages without a payload: from the sender
-    to the receiver's event loop and back."""
+    """What a `survey` found. ``gbs`` is the median of payloads of the largest size, ``best_gbs`` the fastest one (10^9
+    bytes per second; 0: nothing was sent), the round trips are those of messages without a payload: from the sender to
+    the receiver's event loop and back."""
 
     gbs: float
     best_gbs: float
@@ -72,28 +75,36 @@ async def measure(link: KVLink, store: BlockStore) -> float:
 
 
 async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
-    """The same at leisure, for some ``for_s`` seconds: half of them at most for round trips, the rest for payloads that
-    grow to 8 MiB, or as large as a slow link lets several of them pass. Unbounded as well."""
+    """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to 8 MiB, or as large as a
+    slow link lets several of them pass. What counts of a payload is until its sender knows that it was taken, less a
+    round trip: a receiver alone is flattered by what has queued before it looks. Unbounded as well."""
     started_s = time.perf_counter()
     trips_s: list[float] = []
-    while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s / 2):
+    while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s):
         sent_s = time.perf_counter()
         await _probe(link, ())
         trips_s.append(time.perf_counter() - sent_s)
-    by_size: dict[int, list[float]] = {}
-    size, moved_bytes, blocks, end_s = _FIRST_PROBE_BYTES, 0, _Blocks(store), time.perf_counter() + for_s
-    while blocks.count and (left_s := end_s - time.perf_counter()) > 0:
+    rates: list[float] = []  # of payloads of ``size``
+    size, moved_bytes, best, blocks, started_s = _FIRST_PROBE_BYTES, 0, 0.0, _Blocks(store), time.perf_counter()
+    while for_s and blocks.count and (past_s := time.perf_counter() - started_s) < _SLOW_FACTOR * for_s:
+        if past_s > for_s and len(rates) >= _PAYLOADS_LEFT:
+            break
         payload = blocks.next(size, on_device=link.on_device)
-        moved, took_s = sum(len(part) for part in payload), await _probe(link, payload)
+        sent_s = time.perf_counter()
+        told_s = await _probe(link, payload)
+        took_s = max(told_s, time.perf_counter() - sent_s - min(trips_s))
+        moved = sum(len(part) for part in payload)
         moved_bytes += moved
+        rates.append(moved / took_s / 1e9)
         if is_telling(moved, took_s):
-            by_size.setdefault(moved, []).append(moved / took_s / 1e9)
-        larger = min(size * 4, _LARGEST_PROBE_BYTES)
-        if larger / (moved / took_s) * _PAYLOADS_LEFT < left_s:
-            size = larger
+            best = max(best, rates[-1])
+        # Queues and token buckets take the first of it at once: only larger payloads tell what a link sustains.
+        larger = min(size * 2, _LARGEST_PROBE_BYTES, blocks.count * store.layout.block_bytes)
+        if larger > size and larger / (moved / took_s) * _PAYLOADS_LEFT < for_s - past_s:
+            size, rates = larger, []
     return LinkFigures(
-        gbs=statistics.median(by_size[max(by_size)]) if by_size else 0.0,
-        best_gbs=max((rate for rates in by_size.values() for rate in rates), default=0.0),
+        gbs=statistics.median(rates) if rates else 0.0,
+        best_gbs=best,
         round_trip_s=min(trips_s),
         median_round_trip_s=statistics.median(trips_s),
         moved_bytes=moved_bytes,

@@ -292,7 +292,7 @@ class Examination:
                 "for_s": for_s,
                 "timeout_s": self._timeout_s,
             }
-            answer = probe.call("meet", arguments, 4 * self._timeout_s + 4 * for_s + _DIAL_S)
+            answer = probe.call("meet", arguments, 4 * self._timeout_s + _OPEN_S)
         except PdserveError as error:
             return Meeting(obstacle=Obstacle.TIMED_OUT, what=str(error))
         return Meeting.from_wire(answer)

@@ -42,6 +42,7 @@ from worker.spec import WorkerSpec
 EPOCH = "doctor"
 LEASE_S = 30.0
 _CLOSE_S = 10.0
+_SURVEY_S = 30.0  # most that a survey takes, on a link that is hardly one
 _BY_TCP = ("tcp", "grpc_stream", "torch_dist")
 T = TypeVar("T")
 
@@ -194,7 +195,7 @@ class Probe:
         try:
             async with asyncio.timeout(timeout_s):
                 await introduce(link, hello, worker_id)
-            async with asyncio.timeout(timeout_s + 3 * for_s):
+            async with asyncio.timeout(timeout_s + _SURVEY_S):
                 return replace(met, figures=await survey(link, self._pool.store, for_s))
         except LayoutMismatch as error:
             return replace(met, obstacle=Obstacle.LAYOUT, what=str(error))
