@@ -19,7 +19,7 @@ from types import FrameType
 import pytest
 
 from tests.cluster.hosts import Hosts, missing
-from tests.cluster.ray_cluster import SERVICE, RayCluster
+from tests.cluster.ray_cluster import RayCluster
 
 WORKERS = ("worker-1", "worker-2", "worker-3")
 RAY_OPTIONS = {"head": "--num-cpus=0"} | dict.fromkeys(WORKERS, "--num-cpus=1")
@@ -83,7 +83,7 @@ def ray_cluster(hosts: Hosts, timings: dict[str, float]) -> RayCluster:
 @pytest.fixture(scope="session")
 def running_service(ray_cluster: RayCluster, timings: dict[str, float]) -> RayCluster:
     began_s = time.monotonic()
-    ray_cluster.pdserve(f"up {SERVICE} --detach")
+    ray_cluster.up_service()
     timings["pdserve up"] = time.monotonic() - began_s
     return ray_cluster
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import subprocess
@@ -10,15 +11,17 @@ from collections.abc import Mapping
 
 import yaml
 
+from core.errors import PdserveError
 from pdserve import Client
 from tests.cluster.cluster_file import ROOT, filled_in, with_options_by_host
 from tests.cluster.environment import install_environment
-from tests.cluster.host import Host, outside
+from tests.cluster.host import outside
 from tests.cluster.hosts import Hosts
 
 UP_TIMEOUT_S = 240.0
 PORT = 50051
 WORKERS = 4
+RECOVERY_S = 45.0
 SERVICE = "--address auto --prefill 2 --decode 2 --oversubscribe --device cpu --dtype float32"
 """What `pdserve up` is told: these `WORKERS`, of the tiny model."""
 
@@ -49,7 +52,6 @@ class RayCluster:
         self._exclude = config["rsync_exclude"]
         self._furnish_desk()
         config["auth"]["ssh_private_key"] = "~/.ssh/id_ed25519"
-        self._join_commands = config["worker_start_ray_commands"]
         (self.desk.home / "pdserve" / "cluster.yaml").write_text(yaml.safe_dump(config))
 
     def up(self) -> str:
@@ -71,36 +73,46 @@ class RayCluster:
         """The service's address, seen from this machine."""
         return f"{self.head.address}:{PORT}"
 
-    def wait_joined(self, timeout_s: float = 90.0) -> None:
+    def wait_joined(self, timeout_s: float = 120.0) -> None:
         """Return once every host is a node of the Ray on the head; AssertionError after ``timeout_s``."""
         wait = _WAIT_JOINED.format(nodes=1 + len(self.workers), timeout_s=timeout_s)
         self.head.ssh(
             f"cd ~/pdserve && RAY_AUTH_MODE=token .venv/bin/python -c {shlex.quote(wait)}", timeout_s=timeout_s + 30
         )
 
-    def join(self, worker: Host) -> None:
-        """Have a worker that was switched on again join, by the commands that `ray up` gives it."""
-        for command in self._join_commands:
-            worker.ssh(f"export RAY_HEAD_IP={self.head.address}; {command}")
+    def up_service(self) -> None:
+        """`pdserve up` on the head; returns when the service takes requests."""
+        self.pdserve(f"up {SERVICE} --detach")
 
-    def make_whole(self, timeout_s: float = 90.0) -> None:
+    def make_whole(self) -> None:
         """Undo what a test did to hosts and network: all are on and have joined, and all workers of the service take
-        requests. The head must not have been killed."""
+        requests. The head must not have been killed.
+
+        A worker's host that comes back is given its Ray again by the cluster's autoscaler, within a minute. A service
+        that does not get over it by itself is started again: what one test found is not to fail the next."""
         assert self.head.running
         self.hosts.restore()
         for host in self.workers:
             if not host.running:
                 host.boot()
-            if not any(process.name() == "raylet" for process in host.processes()):
-                self.join(host)
-        self.wait_joined()
+        if not self._serves(0):
+            self.wait_joined()
+            if not self._serves(RECOVERY_S):
+                self.pdserve("down", check=False)
+                self.up_service()
+
+    def _serves(self, timeout_s: float) -> bool:
+        """Whether every worker is ready, at the latest after ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         with Client(self.target) as client:
             while True:
-                status = client.status()
-                if status.ready and [worker.state for worker in status.workers] == ["ready"] * WORKERS:
-                    return
-                assert time.monotonic() < deadline_s, status
+                with contextlib.suppress(PdserveError):
+                    status = client.status()
+                    joined = all(any(p.name() == "raylet" for p in host.processes()) for host in self.workers)
+                    if status.ready and [w.state for w in status.workers] == ["ready"] * WORKERS and joined:
+                        return True
+                if time.monotonic() >= deadline_s:
+                    return False
                 time.sleep(0.2)
 
     def _furnish_desk(self) -> None:
