@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from pdserve.cli.options import JsonOption
+from pdserve.cli.options import (
+    AddressOption,
+    AutoscaleOption,
+    ConfigOption,
+    DecodeOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    OversubscribeOption,
+    PlacementOption,
+    PortOption,
+    PrefillOption,
+    TransportOption,
+    service_settings,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,43 +34,38 @@ _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def doctor(
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="model folder, 'tiny', or 'dummy:…'")] = None,
-    prefill: Annotated[int | None, typer.Option(help="prefill workers")] = None,
-    decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="let workers share device slots")] = False,
-    placement: Annotated[str | None, typer.Option(help="pack, spread or strict_spread")] = None,
-    autoscale: Annotated[bool, typer.Option("--autoscale", help="ask Ray for nodes that are missing")] = False,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
-    transport: Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")] = None,
-    interface: Annotated[str | None, typer.Option(help="device, network or address that KV travels over")] = None,
-    port: Annotated[int | None, typer.Option(help="port of the gRPC API; 0 picks a free one")] = None,
-    address: Annotated[str | None, typer.Option(help="'local' starts a Ray; 'auto' or host:port joins one")] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    device: DeviceOption = None,
+    oversubscribe: OversubscribeOption = False,
+    placement: PlacementOption = None,
+    autoscale: AutoscaleOption = False,
+    dtype: DtypeOption = None,
+    transport: TransportOption = None,
+    port: PortOption = None,
+    address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Examine the hosts that `up` with the same options would use: versions, devices, ports, clocks, links, memory.
     Exits with 1 if a service would not start or not serve."""
-    from core.config import PdserveConfig
     from pdserve.cli.console import stderr_console, stdout_console
 
-    overrides = {
-        "model.path": model,
-        "model.dtype": dtype,
-        "cluster.prefill": prefill,
-        "cluster.decode": decode,
-        "cluster.device": device,
-        "cluster.oversubscribe": oversubscribe or None,
-        "cluster.placement": placement,
-        "cluster.autoscale": autoscale or None,
-        "cluster.address": address,
-        "transfer.transport": transport,
-        "transfer.interface": interface,
-        "gateway.port": port,
-    }
-    settings = PdserveConfig.load(config, overrides)
+    settings = service_settings(
+        config,
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        device=device,
+        oversubscribe=oversubscribe,
+        placement=placement,
+        autoscale=autoscale,
+        dtype=dtype,
+        transport=transport,
+        port=port,
+        address=address,
+    )
     from pdserve.doctor.diagnose import diagnose
 
     with stderr_console().status("examining") as status:
