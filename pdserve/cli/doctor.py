@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pdserve.doctor.finding import Finding
+    from pdserve.doctor.ping import ClockReading
     from pdserve.doctor.report import ExaminedNode, ExaminedPair, Report
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -108,37 +109,47 @@ def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
     from pdserve.waterfall.bars import human_bytes
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("node", "workers", "python", "torch", "ray", "pdserve", "model", "devices", "KV over"):
-        table.add_column(column)
+    for column in ("node", "workers", "python · torch · ray · pdserve", "model", "devices", "KV over"):
+        table.add_column(column, no_wrap=column != "workers")
     for column in ("memory", "clock ms", "wall s"):
         table.add_column(column, justify="right", no_wrap=True)
     for node in nodes:
-        report, clock = node.report, node.clock
-        workers = ", ".join(seat.worker_id for seat in node.seats)
+        report, workers = node.report, ", ".join(seat.worker_id for seat in node.seats)
         if report is None:
             table.add_row(node.name, workers, "[red]no answer[/]")
             continue
-        over = {each.interface for each in node.endpoints if each.interface is not None}
         table.add_row(
-            node.name, workers, report.python, report.torch, report.ray, report.pdserve,
+            node.name, workers, f"{report.python} · {report.torch} · {report.ray} · {report.pdserve}",
             report.model_hash[:8] or "[red]none[/]",
             ", ".join(device.name for device in report.devices) or f"{report.cores} cores",
-            ", ".join(sorted(f"{each.device} {each.address}".strip() for each in over)) or "[red]none[/]",
-            human_bytes(report.memory_bytes),
-            "–" if clock is None else f"{clock.offset_s * 1e3:+.3f} ± {clock.error_s * 1e3:.3f}",
-            "–" if clock is None else f"{clock.wall_s:+.3f}",
+            _over(node), human_bytes(report.memory_bytes), *_clock(node.clock),
         )  # fmt: skip
     return table
+
+
+def _over(node: ExaminedNode) -> str:
+    """Devices, and addresses that are not the node's."""
+    interfaces = {each.interface for each in node.endpoints if each.interface is not None}
+    names = {f"{each.device} {each.address if each.address != node.name else ''}".strip() for each in interfaces}
+    return ", ".join(sorted(name or node.name for name in names)) or ("[red]none[/]" if node.seats else "–")
+
+
+def _clock(clock: ClockReading | None) -> tuple[str, str]:
+    if clock is None:
+        return "–", "–"
+    if clock.is_ours:
+        return "the same", "the same"
+    return f"{clock.offset_s * 1e3:+.3f} ± {clock.error_s * 1e3:.3f}", f"{clock.wall_s:+.3f}"
 
 
 def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
     from rich.table import Table
 
+    prompts = sorted({each.tokens for pair in pairs for each in pair.predictions})
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("pair", "from → to", "by"):
         table.add_column(column, no_wrap=True)
-    columns = ("Gbit/s", "round trip ms", "hand-off ms (tokens)", "hides up to tok/s")
-    for column in columns:
+    for column in ("Gbit/s", "round trip ms", *(f"{tokens} tokens ms" for tokens in prompts), "hides tok/s"):
         table.add_column(column, justify="right")
     for pair in pairs:
         figures = pair.meeting.figures
@@ -146,14 +157,19 @@ def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
         if figures is None:
             table.add_row(pair.name, ends, pair.meeting.transport, f"[red]{pair.meeting.obstacle}[/]")
             continue
+        exposed_ms = {each.tokens: _short(each.exposed_none_ms) for each in pair.predictions}
         table.add_row(
             pair.name, ends, pair.meeting.transport,
             f"{pair.gbs * 8:.3g}" if pair.gbs else "–",
             f"{figures.round_trip_s * 1e3:.3f}",
-            ", ".join(f"{each.exposed_none_ms:.3g} ({each.tokens})" for each in pair.predictions) or "–",
+            *(exposed_ms.get(tokens, "–") for tokens in prompts),
             "–" if pair.hidden_tokens_per_s is None else f"{pair.hidden_tokens_per_s:,.0f}",
         )  # fmt: skip
     return table
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _show_finding(console: Console, finding: Finding) -> None:

@@ -32,7 +32,7 @@ from pdserve.doctor.node_checks import (
 )
 from pdserve.doctor.node_report import NodeReport, report_versions
 from pdserve.doctor.pair_checks import check_reach, check_speed
-from pdserve.doctor.ping import ClockReading, PingServer, read_clock
+from pdserve.doctor.ping import SAME, ClockReading, PingServer, read_clock
 from pdserve.doctor.probe_host import ProbeHandle, ProbeHost
 from pdserve.doctor.report import ExaminedNode, ExaminedPair, Report, predictions
 from pdserve.doctor.seats import Seat, seats_of
@@ -199,7 +199,7 @@ class Examination:
                 self._findings.append(fail("control", f"{worker_id} on {site.node.ip}", what, REMEDIES[found]))
                 continue
             if site.report is not None and site.report.clock_id and site.report.clock_id == clock_id():
-                reading = ClockReading(0.0, 0.0, 0.0)  # the very same one
+                reading = SAME
             if site.clock is None or reading.error_s < site.clock.error_s:
                 site.clock = reading
 

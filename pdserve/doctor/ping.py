@@ -31,6 +31,14 @@ class ClockReading:
     error_s: float
     wall_s: float
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the very same clock, which names tell and no measurement."""
+        return self == SAME
+
+
+SAME = ClockReading(0.0, 0.0, 0.0)
+
 
 class PingServer:
     """Listens on ``host`` and ``port`` (0: a free one) until `close`. OSError if it cannot."""

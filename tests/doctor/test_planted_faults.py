@@ -177,3 +177,12 @@ def test_a_hot_fix_an_address_of_everybodys_and_a_clock_of_its_own(tmp_path: Pat
     assert clock is not None
     assert abs(clock.offset_s - 5000) < 1
     assert clock.error_s < 0.01
+
+
+def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.doctor.examine._REPORT_S", 15.0)
+    report = examine(
+        PlantedHost(second=Planted(prefix=("sh", "-c", "exec sleep 600"))), cluster={"port_base": free_ports(12)}
+    )
+    assert troubles(report) == ["probe"]
+    assert "did not answer report within 15 s" in found(report, "probe")[0].what
