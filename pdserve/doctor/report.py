@@ -113,14 +113,12 @@ class ExaminedPair:
         }
 
 
-def predictions(
-    layout: KVLayout, longest: int, link: LinkRate, chunk_tokens: int, layer_groups: int
-) -> tuple[Prediction, ...]:
+def predictions(layout: KVLayout, longest: int, link: LinkRate) -> tuple[Prediction, ...]:
     """For `PROMPTS`, as far as the engine takes them."""
     found = []
     for tokens in sorted({min(each, longest) for each in PROMPTS}):
-        plan = HandoffPlan(layout, tokens, chunk_tokens, "none", layer_groups)
-        # The prefill's time does not matter where everything is sent after it.
+        # Where everything is sent at the end, neither chunks nor the prefill's time matter.
+        plan = HandoffPlan(layout, tokens, tokens, "none", 0)
         predicted = predict(plan.parts(), link, 0.0)
         found.append(Prediction(tokens, predicted.num_bytes, predicted.wire_s * 1e3, predicted.exposed_s * 1e3))
     return tuple(found)
