@@ -149,7 +149,7 @@ def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("pair", "from → to", "by"):
         table.add_column(column, no_wrap=True)
-    for column in ("Gbit/s", "round trip ms", *(f"{tokens} tokens ms" for tokens in prompts), "hides tok/s"):
+    for column in ("Gbit/s", "RTT ms", *(f"ms for {tokens}" for tokens in prompts), "hides tok/s"):
         table.add_column(column, justify="right")
     for pair in pairs:
         figures = pair.meeting.figures

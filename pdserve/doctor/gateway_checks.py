@@ -48,19 +48,20 @@ def check_registry(
         return
     address = f"{f'[{host}]' if ':' in host else host}:{server.port}"
 
-    def reach(site: Site) -> Dial:
-        found = Dial.OPEN  # unless it says otherwise; that it says nothing is noted
+    answers: dict[str, Dial] = {}
+
+    def reach(site: Site) -> None:
+        arguments = {"address": address, "timeout_s": timeout_s}
         with site.noting(site.node.ip, _HANGS):
-            arguments = {"address": address, "timeout_s": timeout_s}
-            found = Dial(site.any_probe.call("dial", arguments, timeout_s + _ANSWER_S))
-        return found
+            answers[site.node.node_id] = Dial(site.any_probe.call("dial", arguments, timeout_s + _ANSWER_S))
 
     with contextlib.closing(server):
-        answering = [site for site in sites if site.report is not None]
-        for site, found in zip(answering, pool.map(reach, answering), strict=True):
-            if found is not Dial.OPEN:
-                what = f"cannot reach the gateway's registry at {address}: {found}"
-                yield fail("control", site.node.ip, what, REMEDIES[found])
+        list(pool.map(reach, [site for site in sites if site.report is not None]))
+    for site in sites:
+        found = answers.get(site.node.node_id, Dial.OPEN)
+        if found is not Dial.OPEN:
+            what = f"cannot reach the gateway's registry at {address}: {found}"
+            yield fail("control", site.node.ip, what, REMEDIES[found])
 
 
 def check_control(sites: Sequence[Site], timeout_s: float, pool: Executor) -> Iterator[Finding]:
