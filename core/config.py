@@ -45,8 +45,9 @@ class ClusterConfig(_Section):
     address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
     placement: Literal["pack", "spread", "strict_spread"] = Field(
         "pack",
-        description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: over the nodes, "
-        "prefill and decode apart where possible; strict_spread: a node for each worker, or an error",
+        description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: each role over "
+        "as many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for "
+        "each worker, or an error",
     )
     worker_resources: dict[str, float] = Field(
         default_factory=dict, description="Ray resources each worker asks for instead of its device slot's own"
@@ -58,6 +59,9 @@ class ClusterConfig(_Section):
     )
     decode_resources: dict[str, float] = Field(
         default_factory=dict, description="the same for decode workers, such as {decode: 1}"
+    )
+    nodes: Positive | None = Field(
+        None, description="how many nodes a Ray that is joined must have before workers are placed; up waits for them"
     )
     autoscale: bool = Field(
         False, description="workers that do not fit onto the present nodes are no error: Ray is asked for more nodes"

@@ -9,8 +9,11 @@ exec 9>"$lock"
 flock -n 9 || exit 0 # the one of an earlier `ray up` still watches
 while [ $refusals -lt 5 ]; do
   sleep 3
-  timeout 2 bash -c "exec 3<>/dev/tcp/$head/6379" 2>/dev/null 9>&-
-  if [ $? -eq 1 ]; then refusals=$((refusals + 1)); else refusals=0; fi
+  if LC_ALL=C timeout 2 bash -c "exec 3<>/dev/tcp/$head/6379" 2>&1 9>&- | grep -q 'Connection refused'; then
+    refusals=$((refusals + 1))
+  else
+    refusals=0
+  fi
 done
 rm -f "$lock"
 exec "$(dirname "$0")/../.venv/bin/ray" stop 9>&-

@@ -23,6 +23,7 @@ DecodeOption = Annotated[int | None, typer.Option(help="decode workers")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda")]
 OversubscribeOption = Annotated[bool, typer.Option("--oversubscribe", help="let workers share device slots")]
 PlacementOption = Annotated[str | None, typer.Option(help="pack, spread or strict_spread")]
+NodesOption = Annotated[int | None, typer.Option(help="wait for this many nodes of a Ray that is joined")]
 AutoscaleOption = Annotated[bool, typer.Option("--autoscale", help="ask Ray for nodes that are missing")]
 DtypeOption = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")]
 TransportOption = Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")]
@@ -39,6 +40,7 @@ def service_settings(
     device: str | None,
     oversubscribe: bool,
     placement: str | None,
+    nodes: int | None,
     autoscale: bool,
     dtype: str | None,
     transport: str | None,
@@ -56,6 +58,7 @@ def service_settings(
         "cluster.device": device,
         "cluster.oversubscribe": oversubscribe or None,
         "cluster.placement": placement,
+        "cluster.nodes": nodes,
         "cluster.autoscale": autoscale or None,
         "cluster.address": address,
         "transfer.transport": transport,

@@ -100,6 +100,10 @@ class Examination:
         """The workers' seats, and a site for each node that has one; without a plan, one for every node."""
         seats: tuple[Seat, ...] = ()
         cluster = self._config.cluster
+        if not self._host.local and len(nodes) < (cluster.nodes or 0):
+            what = f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}: `up` would wait for them"
+            remedy = "start Ray on the others (`ray status` shows who is there), and examine again"
+            self._findings.append(warn("slots", _SERVICE, what, remedy))
         try:
             self._device = resolve_device(cluster, nodes)
             # What a running service holds is no obstacle: it is examined as if it were not there.

@@ -67,8 +67,8 @@ def plan(
     """A node for each of ``roles``, in order; None where no node has room. ``present`` are the service's workers that
     are there already (node id and role); what they use is not in ``available`` any more.
 
-    ``pack`` fills few nodes and completes pairs first; ``spread`` takes the node with the fewest workers of the other
-    role, then the fewest of all; ``strict_spread`` takes nodes without any.
+    ``pack`` fills few nodes and completes pairs first; ``spread`` takes the node with the fewest workers of the same
+    role (so that no node's loss takes all of them), then the fewest of the other; ``strict_spread`` one without any.
     """
     rooms = [_Room(node, dict(node.available), Counter()) for node in nodes]
     by_id = {room.node.node_id: room for room in rooms}
@@ -112,4 +112,4 @@ def _tightest(rooms: Sequence[_Room], role: Role, bundles: Mapping[Role, Bundle]
 
 
 def _emptiest(rooms: Sequence[_Room], role: Role) -> _Room:
-    return min(rooms, key=lambda room: (room.roles[_other(role)], room.roles.total()))
+    return min(rooms, key=lambda room: (room.roles[role], room.roles[_other(role)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,16 @@ from engine.model_source import resolve_model
 from pdserve.launch.gateway_actor import GatewayActor
 from pdserve.launch.leftovers import end_processes
 from pdserve.launch.members import STOP_TIMEOUT_S, Member, Members, Report, one_line
+from pdserve.launch.plan import Bundle, Node
 from pdserve.launch.ports import free_port, port_base
 from pdserve.launch.ray_session import RaySession
 from pdserve.launch.slots import resolve_device, roles_of, worker_bundles
 
 MISSED_CHECKS = 3
 """Ray may be away for a moment without being gone."""
+NODES_TIMEOUT_S = 60.0
+"""How long nodes that are missing on a Ray that was joined are waited for, unless `cluster.nodes` says how many."""
+NODES_POLL_S = 0.5
 PLACE_TIMEOUT_S = 5.0
 """How long a worker that is added may take to get a node before it counts as waiting for one."""
 
@@ -56,6 +61,7 @@ class Service:
     def start(self) -> None:
         """Bring everything up; PdserveError (and nothing left running) if it cannot be."""
         model = resolve_model(self.config.model.path)
+        roles_of(self.config.cluster)
         self.port = free_port(self.config.gateway.host, self.config.gateway.port)
         try:
             self._report("starting Ray" if self._session.owned else f"joining Ray at {self.config.cluster.address}")
@@ -155,13 +161,12 @@ class Service:
 
     def _start_workers(self, model_name: str) -> None:
         cluster = self.config.cluster
-        nodes = self._session.nodes()
-        device = resolve_device(cluster, nodes)
+        nodes, device, bundles = self._await_nodes()
         self._report(f"placing {cluster.prefill} prefill and {cluster.decode} decode workers")
         members = self._members = Members(
             self._placed_config,
             device,
-            worker_bundles(cluster, device, nodes),
+            bundles,
             registry_address=self._registry_address,
             port_base=port_base(cluster),
             host="127.0.0.1" if self._session.owned else "",
@@ -178,6 +183,27 @@ class Service:
             if "error" in (told := ray.get(answer)):
                 raise from_wire(*told["error"])
         self._tell_members()
+
+    def _await_nodes(self) -> tuple[list[Node], str, dict[Role, Bundle]]:
+        """The nodes, the device and what workers ask for. Nodes join some time after `ray up` has returned: on a Ray
+        that was joined, what is missing is waited for."""
+        cluster = self.config.cluster
+        deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
+        told = ""
+        while True:
+            nodes = self._session.nodes()
+            try:
+                if len(nodes) < (cluster.nodes or 0) and not self._session.owned:
+                    raise LaunchError(f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}")
+                device = resolve_device(cluster, nodes)
+                return nodes, device, worker_bundles(cluster, device, nodes)
+            except LaunchError as error:
+                if self._session.owned or time.monotonic() > deadline_s:
+                    raise
+                if told != str(error):
+                    told = str(error)
+                    self._report(f"waiting for nodes: {told}")
+                time.sleep(NODES_POLL_S)
 
     def _tell_members(self) -> None:
         members = self._members.all if self._members else ()

@@ -36,7 +36,9 @@ def count_slots(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> in
 
 
 def roles_of(config: ClusterConfig) -> list[Role]:
-    """One role for each worker that is asked for."""
+    """One role for each worker that is asked for; LaunchError if it is none at all."""
+    if not config.prefill + config.decode:
+        raise LaunchError("cluster.prefill and cluster.decode are both 0; start at least one worker")
     return [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
 
 
@@ -44,8 +46,6 @@ def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) ->
     """What a worker of each role asks Ray for. LaunchError if the workers do not fit onto the nodes, were they all
     free; with `ClusterConfig.autoscale` they need not."""
     roles = roles_of(config)
-    if not roles:
-        raise LaunchError("cluster.prefill and cluster.decode are both 0; start at least one worker")
     kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
     whole = _bundles(config, kind, size)
     idle = [replace(node, available=node.resources) for node in nodes]

@@ -18,6 +18,7 @@ from types import FrameType
 
 import pytest
 
+from pdserve import Client
 from tests.cluster.hosts import Hosts, missing
 from tests.cluster.ray_cluster import RayCluster
 
@@ -63,7 +64,7 @@ def hosts(namespaces: None) -> Iterator[Hosts]:
 
     previous = signal.signal(signal.SIGTERM, interrupt)  # so that what follows is undone then, too
     try:
-        with Hosts(["desk", "head", *WORKERS]) as made:
+        with Hosts(["desk", "head", *WORKERS], single_core=WORKERS) as made:
             yield made
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -85,6 +86,9 @@ def running_service(ray_cluster: RayCluster, timings: dict[str, float]) -> RayCl
     began_s = time.monotonic()
     ray_cluster.up_service()
     timings["pdserve up"] = time.monotonic() - began_s
+    with Client(ray_cluster.target) as client:
+        next(iter(client.generate("def read_lines(path):", max_tokens=1)))
+    timings["ray up to first token"] = timings["ray up to all hosts joined"] + time.monotonic() - began_s
     return ray_cluster
 
 

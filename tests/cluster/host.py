@@ -45,9 +45,12 @@ def outside(*command: str, feed: str | None = None, timeout_s: float = 20.0) -> 
 
 class Host:
     """``state`` is the folder of all hosts, with their client key ``id``; ``bridge`` the switch on this machine, with
-    the address ``gateway``. Processes see a monotonic clock that is ``clock_ahead_s`` ahead of this machine's."""
+    the address ``gateway``. Processes see a monotonic clock that is ``clock_ahead_s`` ahead of this machine's. ``core``
+    is the only one they have (-1: all)."""
 
-    def __init__(self, name: str, address: str, gateway: str, bridge: str, state: Path, clock_ahead_s: int = 0) -> None:
+    def __init__(
+        self, name: str, address: str, gateway: str, bridge: str, state: Path, clock_ahead_s: int, core: int
+    ) -> None:
         self.name = name
         self.address = address
         self.home = state / name / "home"
@@ -60,6 +63,7 @@ class Host:
         """Its first process, as the outside sees it."""
         self._gateway, self._bridge, self._state = gateway, bridge, state
         self._clock_ahead_s = clock_ahead_s
+        self._core = core
         self._power: subprocess.Popen[str] | None = None
         self._write_files()
 
@@ -71,7 +75,8 @@ class Host:
     def boot(self) -> None:
         """Switch it on; returns when its sshd listens."""
         assert not self.running, f"{self.name} is on"
-        command = ["unshare", *(f"--{kind}" for kind in _NAMESPACES), "--fork", "--kill-child"]
+        command = ["taskset", "--cpu-list", str(self._core)] if self._core >= 0 else []
+        command += ["unshare", *(f"--{kind}" for kind in _NAMESPACES), "--fork", "--kill-child"]
         if self._clock_ahead_s:
             command += ["--time", f"--monotonic={self._clock_ahead_s}", f"--boottime={self._clock_ahead_s}"]
         folders = {"state": self._state, "home": self.home, "python": sys.base_prefix}

@@ -56,9 +56,16 @@ def missing() -> str:
 
 
 class Hosts:
-    """Hosts of these ``names``; ``clock_ahead_s`` by name, for those whose monotonic clock is not this machine's."""
+    """Hosts of these ``names``; ``clock_ahead_s`` by name, for those whose monotonic clock is not this machine's. Those
+    in ``single_core`` have one core each, taking turns: or all engines would be on this machine's first."""
 
-    def __init__(self, names: Sequence[str], *, clock_ahead_s: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        clock_ahead_s: Mapping[str, int] | None = None,
+        single_core: Sequence[str] = (),
+    ) -> None:
         if problem := missing():
             raise RuntimeError(problem)
         sweep()
@@ -69,7 +76,7 @@ class Hosts:
         """This machine's own address on the bridge."""
         self.bridge = f"{PREFIX}{os.getpid():x}x{network.split('.')[2]}"
         self._hosts: dict[str, Host] = {}
-        ahead = clock_ahead_s or {}
+        ahead, cores = clock_ahead_s or {}, sorted(os.sched_getaffinity(0))
         try:
             outside("ip", "link", "add", self.bridge, "type", "bridge")
             outside("ip", "addr", "add", f"{self.gateway}/24", "dev", self.bridge)
@@ -77,7 +84,8 @@ class Hosts:
             outside("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", PREFIX, "-f", str(self.key))
             for index, name in enumerate(names):
                 address = f"{network}.{11 + index}"
-                self._hosts[name] = Host(name, address, self.gateway, self.bridge, self.state, ahead.get(name, 0))
+                core = cores[single_core.index(name) % len(cores)] if name in single_core else -1
+                self._hosts[name] = Host(name, address, self.gateway, self.bridge, self.state, ahead.get(name, 0), core)
             known = [f"{host.address} {host.name}" for host in self]
             (self.state / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
             (self.state / "resolv.conf").write_text("")  # other names are unknown, at once

@@ -22,7 +22,9 @@ UP_TIMEOUT_S = 240.0
 PORT = 50051
 WORKERS = 4
 RECOVERY_S = 45.0
-SERVICE = "--address auto --prefill 2 --decode 2 --oversubscribe --device cpu --dtype float32"
+SERVICE = (
+    "--address auto --nodes 4 --prefill 2 --decode 2 --oversubscribe --placement spread --device cpu --dtype float32"
+)
 """What `pdserve up` is told: these `WORKERS`, of the tiny model."""
 
 _WAIT_JOINED = """

@@ -30,10 +30,13 @@ def test_pack_puts_pairs_on_one_node() -> None:
     assert planned([P, P, D, D], [host("1", CPU=8), host("2", CPU=8)], "pack") == ["1"] * 4
 
 
-def test_spread_keeps_the_roles_apart() -> None:
+def test_spread_keeps_each_role_and_then_the_roles_apart() -> None:
     hosts = [host("1", CPU=4), host("2", CPU=4)]
-    assert planned([P, P, D, D], hosts, "spread") == ["1", "1", "2", "2"]
-    assert planned([P, P, D, D], [*hosts, host("3", CPU=4)], "spread") == ["1", "3", "2", "2"]
+    assert planned([P, D], hosts, "spread") == ["1", "2"]
+    assert planned([P, P, D, D], hosts, "spread") == ["1", "2", "2", "1"]
+    hosts += [host("3", CPU=4), host("4", CPU=4)]
+    assert planned([P, P, D, D], hosts[:3], "spread") == ["1", "3", "2", "1"]
+    assert planned([P, P, D, D], hosts, "spread") == ["1", "3", "2", "4"]
     assert planned([P, D], hosts[:1], "spread") == ["1", "1"]
 
 
