@@ -50,7 +50,7 @@ class Examination:
         self._config, self._host, self._say = config, host, progress
         self._findings: list[Finding] = []
         self._device = "cpu"
-        self._services: tuple[int, ...] = ()
+        self._own: tuple[int, ...] = ()  # the port of the very service that is examined, if it runs already
         self._sites: dict[str, Site] = {}
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
@@ -65,7 +65,9 @@ class Examination:
         config = self._config
         self._say("asking for nodes")
         nodes = list(self._host.nodes())
-        self._services = tuple(self._host.services())
+        running = tuple(self._host.services())
+        # Another service is in the way of this one, as anything else that runs there.
+        self._own = tuple(port for port in running if port == config.gateway.port)
         seats = self._seat(nodes)
         sites = [*self._sites.values()]
         self._say(f"starting probes for {len(seats)} workers on {len(sites)} nodes")
@@ -73,10 +75,10 @@ class Examination:
         self._say("opening what workers would open")
         list(pool.map(self._open, sites))
         self._say("reaching workers, comparing clocks")
-        self._findings += check_gateway_port(config.gateway, self._services)
+        self._findings += check_gateway_port(config.gateway, self._own)
         self._findings += check_control(sites, self._timeout_s, pool)
         base = port_base(config.cluster)
-        self._findings += check_registry(self._host.host, base, sites, self._services, self._timeout_s, pool)
+        self._findings += check_registry(self._host.host, base, sites, self._own, self._timeout_s, pool)
         model, need = self._model()
         pairs = [*Pairs(config, self._sites, self._timeout_s, model).examine(seats, pool, self._say)]
         examined = [site.examined() for site in sites]
@@ -87,7 +89,7 @@ class Examination:
             device=self._device,
             address=config.cluster.address,
             transport=config.transfer.transport,
-            services=self._services,
+            services=running,
             need=need,
             nodes=tuple(examined),
             pairs=tuple(pairs),
@@ -106,8 +108,16 @@ class Examination:
             self._findings.append(warn("slots", _SERVICE, what, remedy))
         try:
             self._device = resolve_device(cluster, nodes)
-            # What a running service holds is no obstacle: it is examined as if it were not there.
-            seats, left_over = seats_of(self._config, self._device, nodes, idle=bool(self._services))
+        except LaunchError as error:
+            remedy = (
+                "see `nvidia-smi` and torch's build (a CPU one sees no GPU) there; start Ray again; or --device cpu"
+            )
+            self._findings.append(fail("device", _SERVICE, str(error), remedy))
+            self._sites = {node.node_id: Site(node, ()) for node in nodes}
+            return ()
+        try:
+            # What the service itself holds, if it runs, is no obstacle.
+            seats, left_over = seats_of(self._config, self._device, nodes, idle=bool(self._own))
         except LaunchError as error:
             remedy = "change the options that it names; `ray status` shows what nodes have and what is used"
             self._findings.append(fail("slots", _SERVICE, str(error), remedy))
@@ -174,9 +184,9 @@ class Examination:
         self._findings += check_versions(here, nodes)
         self._findings += check_models(here, self._host.node_id, nodes, self._config.model.path)
         self._findings += check_devices(nodes, self._device)
-        self._findings += check_endpoints(nodes, self._device, self._services)
+        self._findings += check_endpoints(nodes, self._device, self._own)
         if need is not None:
-            self._findings += check_memory(nodes, need, self._device, self._services)
+            self._findings += check_memory(nodes, need, self._device, self._own)
         self._findings += check_clocks(nodes, here)
 
     def _check_pairs(self, pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.errors import DeadlineExceeded, WorkerLost
+from core.errors import DeadlineExceeded, LaunchError, WorkerLost
 from pdserve.doctor.node_report import NodeReport
 from pdserve.doctor.probe_host import ProbeHandle
 from pdserve.doctor.probe_process import ProbeProcess
@@ -34,8 +35,13 @@ class LocalHost:
 
     def services(self) -> Sequence[int]:
         """Those whose supervisors live on this host."""
-        states = (ServiceState.load(path) for path in state_folder().glob("*.json"))
-        return [state.port for state in states if state.process() is not None]
+        ports = []
+        for path in state_folder().glob("*.json"):
+            with contextlib.suppress(FileNotFoundError, LaunchError):  # it has just ended, or was never one
+                state = ServiceState.load(path)
+                if state.process() is not None:
+                    ports.append(state.port)
+        return sorted(ports)
 
     def probe(self, node: Node, name: str) -> ProbeHandle:
         """A new process."""

@@ -95,7 +95,7 @@ def check_memory(
         what = f"needs {_mb(needed)} = {parts}; {_mb(free)} {where}"
         remedy = "lower engine.kv_memory_mb (or num_blocks), place fewer workers there, or free memory"
         if services:
-            yield ok("memory", node.name, f"{what} beside the service that runs")
+            yield ok("memory", node.name, f"{what}, beside the service that runs already and has its own")
         elif needed > free:
             yield fail("memory", node.name, what, remedy)
         elif needed > _TIGHT * free:

@@ -25,6 +25,16 @@ def test_this_host(cli: Cli) -> None:
     assert run.stdout.splitlines()[-1].startswith("fit: 1 nodes, 1 pairs examined; 0 would fail")
 
 
+def test_cuda_without_a_gpu(cli: Cli) -> None:
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this host has a GPU")
+    run = cli.run("doctor", "--device", "cuda", "--port", "0", "--json")
+    assert run.returncode == 1
+    (finding,) = json.loads(run.stdout)["findings"]
+    assert (finding["check"], finding["level"]) == ("device", "fail")
+    assert "--device cpu" in finding["remedy"]
+
+
 def test_a_model_that_is_not_there(cli: Cli) -> None:
     run = cli.run("doctor", "--model", "no/such/folder", "--oversubscribe", "--port", "0", "--json")
     assert run.returncode == 1
