@@ -16,8 +16,8 @@ from tests.cluster.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.cluster
 
-AT_ONCE = 8
-TOKENS = 160
+AT_ONCE = 24
+TOKENS = 64
 LENGTHS = (20, 90, 180, 300)
 BEFORE_S = 6.0
 REPLACED_S = 120.0
