@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from core import memory_file
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
+from engine.host_memory import available_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class KVPool:
         """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
         for first touches. `ConfigError` if the host has not that much memory."""
         size = layout.block_bytes * num_blocks
-        available = _available_bytes()
+        available = available_bytes()
         if size > available:  # filling it would get this process, or another one, killed
             raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
         try:
@@ -92,12 +88,3 @@ class KVPool:
 
 def _does_not_fit(size: int, why: str) -> ConfigError:
     return ConfigError(f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit: {why}")
-
-
-def _available_bytes() -> int:
-    """What this process may hope to get: the host's available memory, or what its control group's limit leaves if that
-    is less."""
-    available = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no control group of its own, or no limit ("max")
-        available = min(available, int(_CGROUP_LIMIT.read_text()) - int(_CGROUP_USED.read_text()))
-    return available

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.kv_layout import KVLayout
+from core.layer_groups import group_ends
 from engine.batch import ScheduledSeq
 from engine.messages import LayersDone, Progress
-
-WORTH_BYTES = 256 * 2**10
-"""Groups of layers smaller than this are not told of: each costs the engine and both workers a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class LayerReports:
     """Makes each step's hook. ``groups``: at most so many groups of layers (0: never any)."""
 
     def __init__(self, layout: KVLayout, groups: int, send: Callable[[LayersDone], None]) -> None:
-        self._layout, self._groups, self._send = layout, min(groups, layout.num_layers), send
+        self._layout, self._groups, self._send = layout, groups, send
 
     def hook(self, seqs: Sequence[ScheduledSeq], pushes: Sequence[Progress]) -> LayerHook | None:
         """For a step that computes ``seqs``; ``pushes`` is how far it brings those whose KV travels. None if there is
@@ -35,8 +33,7 @@ class LayerReports:
         starts = {seq.request_id: seq.start for seq in seqs}
         size = self._layout.block_size
         blocks = sum(-(-p.num_computed_tokens // size) - starts[p.request_id] // size for p in pushes)
-        groups = min(self._groups, blocks * self._layout.block_bytes // WORTH_BYTES)
-        after = frozenset(self._layout.num_layers * group // groups for group in range(1, groups))
+        after = frozenset(group_ends(self._layout, self._groups, blocks))
         if not after:
             return None
         untold = list(pushes)

@@ -4,7 +4,10 @@ the link can carry. So the first hand-off finds everything in place, and its fig
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from core.errors import ConfigError, LayoutMismatch, PeerLost, TransferRefused, to_wire
 from core.kv_layout import KVLayout
@@ -27,6 +30,24 @@ _FIRST_PROBE_BYTES = 64 * 2**10
 _SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at all
 _LARGEST_PROBE_BYTES = 8 * 2**20
 _PROBE_S = 0.025
+_ROUND_TRIPS = 50
+_PAYLOADS_LEFT = (
+    4  # a survey's payloads grow only as long as so many more fit into its time, and so many count at least
+)
+_SLOW_FACTOR = 4  # what a survey may take at most, of what it should
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What a `survey` found. ``gbs`` is the median of payloads of the largest size, ``best_gbs`` the fastest one (10^9
+    bytes per second; 0: nothing was sent), the round trips are those of messages without a payload: from the sender to
+    the receiver's event loop and back."""
+
+    gbs: float
+    best_gbs: float
+    round_trip_s: float
+    median_round_trip_s: float
+    moved_bytes: int
 
 
 async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
@@ -43,24 +64,75 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
 async def measure(link: KVLink, store: BlockStore) -> float:
     """What the link moves at best, in 10^9 bytes per second: larger and larger payloads from the pool, for some 25 ms
     (or one payload of 64 KiB, if the link is slow). 0 with an empty pool. Unbounded as well."""
-    layout = store.layout
-    count = min(store.num_blocks, max(1, _LARGEST_PROBE_BYTES // layout.block_bytes))
-    best, size, start, started_s = 0.0, _FIRST_PROBE_BYTES, 0, time.perf_counter()
-    while count and time.perf_counter() - started_s < _PROBE_S:
-        # Other blocks each time: what has just travelled is in the processor's cache.
-        blocks = range(start, start + count)
-        start = start + count if start + 2 * count <= store.num_blocks else 0
-        payload = _at_most(size, store.read_blocks(blocks, layout.all_layers, on_device=link.on_device))
-        await link.send(encode(Probe()), payload)
-        answer = decode((await link.recv()).header)
-        if not isinstance(answer, Probed):
-            raise TransferRefused(f"a {type(answer).__name__} has no place here")
-        moved = sum(len(part) for part in payload)
-        micros = max(answer.micros, 1)
-        if is_telling(moved, micros / 1e6):
-            best = max(best, moved / micros / 1e3)
+    best, size, blocks, started_s = 0.0, _FIRST_PROBE_BYTES, _Blocks(store), time.perf_counter()
+    while blocks.count and time.perf_counter() - started_s < _PROBE_S:
+        payload = blocks.next(size, on_device=link.on_device)
+        moved, took_s = sum(len(part) for part in payload), await _probe(link, payload)
+        if is_telling(moved, took_s):
+            best = max(best, moved / took_s / 1e9)
         size = min(size * 4, _LARGEST_PROBE_BYTES)
     return best
+
+
+async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
+    """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to 8 MiB, or as large as a
+    slow link lets several of them pass. What counts of a payload is until its sender knows that it was taken, less a
+    round trip: a receiver alone is flattered by what has queued before it looks. Unbounded as well."""
+    started_s = time.perf_counter()
+    trips_s: list[float] = []
+    while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s):
+        sent_s = time.perf_counter()
+        await _probe(link, ())
+        trips_s.append(time.perf_counter() - sent_s)
+    rates: list[float] = []  # of payloads of ``size``
+    size, moved_bytes, best, blocks, started_s = _FIRST_PROBE_BYTES, 0, 0.0, _Blocks(store), time.perf_counter()
+    while for_s and blocks.count and (past_s := time.perf_counter() - started_s) < _SLOW_FACTOR * for_s:
+        if past_s > for_s and len(rates) >= _PAYLOADS_LEFT:
+            break
+        payload = blocks.next(size, on_device=link.on_device)
+        sent_s = time.perf_counter()
+        told_s = await _probe(link, payload)
+        took_s = max(told_s, time.perf_counter() - sent_s - min(trips_s))
+        moved = sum(len(part) for part in payload)
+        moved_bytes += moved
+        rates.append(moved / took_s / 1e9)
+        if is_telling(moved, took_s):
+            best = max(best, rates[-1])
+        # Queues and token buckets take the first of it at once: only larger payloads tell what a link sustains.
+        larger = min(size * 2, _LARGEST_PROBE_BYTES, blocks.count * store.layout.block_bytes)
+        if larger > size and larger / (moved / took_s) * _PAYLOADS_LEFT < for_s - past_s:
+            size, rates = larger, []
+    return LinkFigures(
+        gbs=statistics.median(rates) if rates else 0.0,
+        best_gbs=best,
+        round_trip_s=min(trips_s),
+        median_round_trip_s=statistics.median(trips_s),
+        moved_bytes=moved_bytes,
+    )
+
+
+class _Blocks:
+    """Payloads from the pool, other blocks each time: what has just travelled is in the processor's cache."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store, self._start = store, 0
+        self.count = min(store.num_blocks, max(1, _LARGEST_PROBE_BYTES // store.layout.block_bytes))
+
+    def next(self, size: int, *, on_device: bool) -> list[Buffer]:
+        """At most ``size`` bytes."""
+        start, store = self._start, self._store
+        self._start = start + self.count if start + 2 * self.count <= store.num_blocks else 0
+        blocks = range(start, start + self.count)
+        return _at_most(size, store.read_blocks(blocks, store.layout.all_layers, on_device=on_device))
+
+
+async def _probe(link: KVLink, payload: Sequence[Buffer]) -> float:
+    """How many seconds the receiver took to take it."""
+    await link.send(encode(Probe()), payload)
+    answer = decode((await link.recv()).header)
+    if not isinstance(answer, Probed):
+        raise TransferRefused(f"a {type(answer).__name__} has no place here")
+    return max(answer.micros, 1) / 1e6
 
 
 def is_telling(num_bytes: int, took_s: float) -> bool:

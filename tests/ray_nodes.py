@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.local_cluster import free_port
+from tests.local_cluster import ROOT, free_port
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _ray_node(home: Path, address: str, *options: str) -> Iterator[RayNode]:
             command.append(f"--temp-dir={folder}")
         process = subprocess.Popen(
             [*command, "--object-store-memory=100000000"],
-            env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from core.errors import ConfigError, InvalidRequest, PdserveError
-from pdserve.cli import bench, config, demo, generate, model_info, scale, status, up
+from pdserve.cli import bench, config, demo, doctor, generate, model_info, scale, status, up
 
 app = typer.Typer(
     name="pdserve",
@@ -25,6 +25,7 @@ app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)
+app.command("doctor")(doctor.doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

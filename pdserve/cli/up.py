@@ -2,50 +2,62 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pdserve.cli.options import (
+    AddressOption,
+    AutoscaleOption,
+    ConfigOption,
+    DecodeOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NodesOption,
+    OversubscribeOption,
+    PlacementOption,
+    PortOption,
+    PrefillOption,
+    TransportOption,
+    service_settings,
+)
+
 
 def up(
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="model folder, 'tiny', or 'dummy:…'")] = None,
-    prefill: Annotated[int | None, typer.Option(help="prefill workers")] = None,
-    decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="let workers share device slots")] = False,
-    placement: Annotated[str | None, typer.Option(help="pack, spread or strict_spread")] = None,
-    nodes: Annotated[int | None, typer.Option(help="wait for this many nodes of a Ray that is joined")] = None,
-    autoscale: Annotated[bool, typer.Option("--autoscale", help="ask Ray for nodes that are missing")] = False,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
-    transport: Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")] = None,
-    port: Annotated[int | None, typer.Option(help="port of the gRPC API; 0 picks a free one")] = None,
-    address: Annotated[str | None, typer.Option(help="'local' starts a Ray; 'auto' or host:port joins one")] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    device: DeviceOption = None,
+    oversubscribe: OversubscribeOption = False,
+    placement: PlacementOption = None,
+    nodes: NodesOption = None,
+    autoscale: AutoscaleOption = False,
+    dtype: DtypeOption = None,
+    transport: TransportOption = None,
+    port: PortOption = None,
+    address: AddressOption = None,
     detach: Annotated[bool, typer.Option("--detach", help="return once the service is ready")] = False,
 ) -> None:
     """Start the service on Ray: gateway, prefill and decode workers. Ctrl-C (or `pdserve down`) ends it."""
     from rich.console import Console
 
-    from core.config import PdserveConfig
-
-    overrides = {
-        "model.path": model,
-        "model.dtype": dtype,
-        "cluster.prefill": prefill,
-        "cluster.decode": decode,
-        "cluster.device": device,
-        "cluster.oversubscribe": oversubscribe or None,
-        "cluster.placement": placement,
-        "cluster.nodes": nodes,
-        "cluster.autoscale": autoscale or None,
-        "cluster.address": address,
-        "transfer.transport": transport,
-        "gateway.port": port,
-    }
-    settings = PdserveConfig.load(config, overrides)
+    settings = service_settings(
+        config,
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        device=device,
+        oversubscribe=oversubscribe,
+        placement=placement,
+        nodes=nodes,
+        autoscale=autoscale,
+        dtype=dtype,
+        transport=transport,
+        port=port,
+        address=address,
+    )
     console = Console(stderr=True)
 
     def announce(ready_port: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from pdserve.launch.gateway_actor import GatewayActor
 from pdserve.launch.leftovers import end_processes
 from pdserve.launch.members import STOP_TIMEOUT_S, Member, Members, Report, one_line
 from pdserve.launch.plan import Bundle, Node
-from pdserve.launch.ports import port_base
+from pdserve.launch.ports import free_port, port_base
 from pdserve.launch.ray_session import RaySession
 from pdserve.launch.slots import resolve_device, roles_of, worker_bundles
 
@@ -213,27 +212,6 @@ class Service:
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.worker_id for member in members)
-
-
-def free_port(host: str, port: int, key: str = "gateway.port") -> int:
-    """``port`` if it can be listened on, or (0) a free one; LaunchError that names the configuration's ``key`` if it is
-    taken. ``host`` is a name or an address, of either IP version."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-            bound: int = probe.getsockname()[1]
-            return bound
-    except OSError as error:
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if isinstance(error, socket.gaierror):
-            raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
-        hint = " with --port" if key == "gateway.port" else ""
-        raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}; choose another{hint}") from None
 
 
 def end_children() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from core.kv_layout import KVLayout
+from core.layer_groups import WORTH_BYTES
 from engine.batch import ScheduledSeq
-from engine.layer_hook import WORTH_BYTES, LayerHook, LayerReports
+from engine.layer_hook import LayerHook, LayerReports
 from engine.messages import LayersDone, Progress
 from tests.engine.harness import BLOCK, GREEDY, make_runner
 from tests.random_models import save_random_model

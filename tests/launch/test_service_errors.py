@@ -11,8 +11,9 @@ import ray
 
 from core.config import PdserveConfig
 from core.errors import LaunchError
+from pdserve.launch.ports import free_port
 from pdserve.launch.ray_session import RaySession
-from pdserve.launch.service import Service, free_port
+from pdserve.launch.service import Service
 
 
 @pytest.mark.parametrize(

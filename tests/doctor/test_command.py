@@ -1,0 +1,39 @@
+"""`pdserve doctor` as a user types it, for a service on a Ray of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Cli
+from tests.local_cluster import ROOT
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli({**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "120"})
+
+
+def test_this_host(cli: Cli) -> None:
+    run = cli.run("doctor", "--oversubscribe", "--port", "0")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "prefill-0 → decode-0" in run.stdout
+    assert "shm" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("fit: 1 nodes, 1 pairs examined; 0 would fail")
+
+
+def test_a_model_that_is_not_there(cli: Cli) -> None:
+    run = cli.run("doctor", "--model", "no/such/folder", "--oversubscribe", "--port", "0", "--json")
+    assert run.returncode == 1
+    report = json.loads(run.stdout)
+    assert {each["check"] for each in report["findings"]} == {"model"}
+    assert report["need_bytes"] is None
+
+
+def test_bad_options_are_told_as_by_up(cli: Cli) -> None:
+    run = cli.run("doctor", "--placement", "nowhere")
+    assert run.returncode == 2
+    assert "cluster.placement" in run.stderr
