@@ -16,7 +16,7 @@ def listener_on(port: int) -> str:
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
                 if connection.pid is None:
                     return "a process of another user"
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:_COMMAND_CHARS]
+                command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split())[:_COMMAND_CHARS]
                 return f"process {connection.pid} ({command})"
     except psutil.Error:  # it ended meanwhile, or may not be looked at
         return ""

@@ -166,7 +166,7 @@ class Host:
                 if has_one:
                     outside(*where, "tc", "qdisc", "del", "dev", device, "root")
             else:
-                shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "50ms")
+                shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "80kb", "latency", "50ms")
                 outside(*where, "tc", "qdisc", "replace", "dev", device, "root", *shape)
 
     def partition(self) -> None:

@@ -1,5 +1,5 @@
-"""Hand-offs over links of 100, 500 and 1000 Mbit/s: what of them is exposed, beside what was predicted from the link that
-`pdserve doctor` measured, the prompt's bytes, and the prefill's time."""
+"""Hand-offs over links of 100, 500 and 1000 Mbit/s: what of them is exposed, beside what was predicted from the link
+that `pdserve doctor` measured, the prompt's bytes, and the prefill's time."""
 
 from __future__ import annotations
 
