@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
     """The transports a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) opens, best first. ``configured`` is
     ``auto`` (which is never nixl: that one is chosen and installed on purpose) or a transport's name; ConfigError if it
     cannot work here, which may take seconds to find out. ``shared_device``: workers may share one GPU, which NCCL
-    refuses."""
+    refuses, except from processes that it takes for different hosts' (NCCL_HOSTID)."""
     cuda = device.startswith("cuda")
     if configured == "auto":
         if not cuda:
@@ -34,10 +35,10 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
     if configured in ("shm", "nixl") and cuda:
         raise ConfigError(f"transfer.transport: {configured} reads host memory, and the pool is on a GPU; use auto")
     if configured == "torch_dist":
-        if cuda and shared_device:
+        if cuda and shared_device and not os.environ.get("NCCL_HOSTID"):
             raise ConfigError(
-                "transfer.transport: torch_dist cannot be used: workers may share one GPU, which NCCL refuses; "
-                "use auto or tcp"
+                "transfer.transport: torch_dist cannot be used: workers may share one GPU, which NCCL refuses unless "
+                "each has an NCCL_HOSTID of its own; use auto or tcp"
             )
         if (problem := _backend_problem("nccl" if cuda else "gloo")) is not None:
             raise ConfigError(f"transfer.transport: torch_dist cannot be used: {problem}")

@@ -60,6 +60,9 @@ class Incarnation:
     async def start(cls, spec: WorkerSpec, clock: Clock) -> Self:
         """Start an engine and its KV ends. Raises what kept them from starting; nothing is left running then."""
         transfer, delays_ms = spec.config.transfer, spec.config.testing.delay_ms
+        if transfer.transport == "torch_dist" and spec.device.startswith("cuda") and spec.device_share < 1:
+            # Asked for by name, NCCL is to be had on a shared GPU too: over sockets, as between hosts.
+            os.environ.setdefault("NCCL_HOSTID", spec.worker_id)
         # An explicit transport that cannot work is told before a model is loaded for it.
         names = await in_thread(
             "kv-offered",

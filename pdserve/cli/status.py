@@ -57,7 +57,7 @@ def _workers(answer: ServiceStatus) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for w in answer.workers:
         if w.state == "awaited":
-            table.add_row(w.worker_id, "[yellow]awaited[/]", "waits for a node, or starts")
+            table.add_row(w.worker_id, "[yellow]awaited[/]", "not there yet")
             continue
         slot = w.cores if w.device == "cpu" else w.cuda_visible_devices
         table.add_row(

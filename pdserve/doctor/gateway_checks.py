@@ -41,9 +41,7 @@ def check_registry(
         server = PingServer(host, port)
     except OSError as error:
         what = f"cannot listen on {host}:{port} (registry): {error.strerror}{_held(port)}"
-        if services:
-            yield ok("port", _GATEWAY, f"{what}: a service runs already")
-        else:
+        if not services:  # else it is the service's own
             yield fail("port", _GATEWAY, what, "end what holds it, or move pdserve's ports with cluster.port_base")
         return
     address = f"{f'[{host}]' if ':' in host else host}:{server.port}"

@@ -134,10 +134,14 @@ def check_endpoints(nodes: Sequence[ExaminedNode], device: str, services: Sequen
         report = node.report
         # Without model or GPU there are no KV ends, either: that is told already.
         is_told = report is not None and (bool(report.model_error) or (device == "cuda" and not report.devices))
+        if services and any(trouble.check == "port" for each in node.endpoints for trouble in each.troubles):
+            what = f"the service on port {services[0]} has its workers' ports, so others are used to measure"
+            yield ok("port", node.name, what)
         for each in node.endpoints:
             for trouble in each.troubles:
-                if trouble.check != "kv" or not is_told:
-                    yield _trouble(trouble, f"{each.worker_id} on {node.name}", services)
+                is_own = trouble.check == "port" and bool(services)
+                if not is_own and (trouble.check != "kv" or not is_told):
+                    yield _trouble(trouble, f"{each.worker_id} on {node.name}")
             if each.interface is not None and not each.interface.is_up:
                 what = f"{each.interface.device} ({each.interface.address}) has no carrier"
                 yield fail("interface", node.name, what, "connect it, or name another with transfer.interface")
@@ -156,16 +160,9 @@ def _check_shared(nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
                 yield fail("interface", node.name, what, remedy)
 
 
-def _trouble(trouble: Trouble, where: str, services: Sequence[int]) -> Finding:
+def _trouble(trouble: Trouble, where: str) -> Finding:
     if trouble.check == "port":
         held = f"; {trouble.holder} listens there" if trouble.holder else ""
-        if services:
-            ports = ", ".join(str(port) for port in services)
-            return ok(
-                "port",
-                where,
-                f"{trouble.what}{held}: a service runs already (port {ports}), so other ports are used to measure",
-            )
         remedy = "end what holds it, or move pdserve's ports with cluster.port_base"
         return fail("port", where, f"{trouble.what}{held}", remedy)
     if trouble.check == "interface":

@@ -20,6 +20,7 @@ from tests.cluster.ray_cluster import RayCluster
 pytestmark = pytest.mark.cluster
 
 MBITS = (100, 500, 1000)
+NETWORK = "10.99.7"
 PROMPT_TOKENS = 512
 REQUESTS = 5
 TOLERANCE = 0.15
@@ -54,16 +55,21 @@ class Row:
 
 @pytest.fixture
 def links(service: RayCluster) -> Iterator[RayCluster]:
+    """Nothing is served, and the hosts have a second network, which KV is to take."""
     service.pdserve("down")
+    for host in (service.head, *service.workers):
+        host.run(f"ip addr add {NETWORK}.{_last(host.address)}/24 dev eth0")
     yield service
     service.hosts.rate(None)
     service.pdserve("down", check=False)
+    for host in (service.head, *service.workers):
+        host.run(f"ip addr del {NETWORK}.{_last(host.address)}/24 dev eth0")
     service.up_service()
 
 
 def start(cluster: RayCluster, overlap: Overlap) -> str:
     """A service of one pair on two hosts; returns its options."""
-    config = f"transfer: {{overlap: {overlap}}}\nengine: {{kv_memory_mb: 128, max_model_len: 2048}}\n"
+    config = f"transfer: {{overlap: {overlap}, interface: {NETWORK}.0/24}}\nengine: {{kv_memory_mb: 128, max_model_len: 2048}}\n"
     (cluster.head.home / "links.yaml").write_text(config)
     options = f"-c ~/links.yaml {OPTIONS}"
     cluster.pdserve(f"up {options} --detach")
@@ -75,6 +81,7 @@ def doctor(cluster: RayCluster, options: str) -> LinkRate:
     report = json.loads(cluster.pdserve(f"doctor {options} --json", check=False).stdout)
     (pair,) = report["pairs"]
     assert pair["transport"] == "tcp", pair
+    assert pair["address"].startswith(f"{NETWORK}."), pair
     return LinkRate(pair["gbs"], pair["round_trip_ms"] / 1e3, MAX_INFLIGHT_BYTES)
 
 
@@ -91,6 +98,9 @@ def measure(cluster: RayCluster, options: str, mbit: int, overlap: Overlap) -> R
     link = doctor(cluster, options)
     draw = random.Random(mbit)
     with Client(cluster.target) as client:
+        workers = {worker.worker_id: worker for worker in client.status().workers}
+        assert workers["decode-0"].kv_addresses["tcp"] == f"{NETWORK}.{_last(workers['decode-0'].node)}:20007"
+        assert workers["prefill-0"].address == f"{workers['prefill-0'].node}:20001"
         ask(client, draw)
         results = [ask(client, draw) for _ in range(REQUESTS)]
     stages = [result.to_dict()["breakdown_ms"]["ttft_decode"] for result in results]
@@ -99,6 +109,10 @@ def measure(cluster: RayCluster, options: str, mbit: int, overlap: Overlap) -> R
     predicted = predict(plan.parts(), link, prefill_ms / 1e3)
     exposed_ms = statistics.median(stage["kv_exposed"] for stage in stages)
     return Row(mbit, overlap, prefill_ms, exposed_ms, predicted.exposed_s * 1e3)
+
+
+def _last(address: str) -> str:
+    return address.rpartition(".")[2]
 
 
 @pytest.mark.timeout(400)
