@@ -69,8 +69,8 @@ def links(service: RayCluster) -> Iterator[RayCluster]:
 
 def start(cluster: RayCluster, overlap: Overlap) -> str:
     """A service of one pair on two hosts; returns its options."""
-    config = f"transfer: {{overlap: {overlap}, interface: {NETWORK}.0/24}}\nengine: {{kv_memory_mb: 128, max_model_len: 2048}}\n"
-    (cluster.head.home / "links.yaml").write_text(config)
+    transfer = f"transfer: {{overlap: {overlap}, interface: {NETWORK}.0/24}}\n"
+    (cluster.head.home / "links.yaml").write_text(f"{transfer}engine: {{kv_memory_mb: 128, max_model_len: 2048}}\n")
     options = f"-c ~/links.yaml {OPTIONS}"
     cluster.pdserve(f"up {options} --detach")
     return options
