@@ -46,14 +46,24 @@ class WorkerDirectory:
         """Let these workers finish what they have, for ``drain_s`` at most, then part with them: requests that are
         still there go on elsewhere."""
         leaving = [worker for worker_id in worker_ids if (worker := self._registry.get(worker_id)) is not None]
+        beats = {worker: worker.heartbeat_s for worker in leaving}
         changed = asyncio.Event()
+
+        def is_done(worker: RegisteredWorker) -> bool:
+            if worker.lost:
+                return True
+            if worker.outstanding_requests:
+                beats[worker] = worker.heartbeat_s
+            # Its tokens are out before its last blocks have arrived: the next heartbeat tells whether it holds any.
+            return worker.heartbeat_s > beats[worker] and worker.load.free_blocks >= worker.info.num_blocks
+
         unsubscribe = self._registry.subscribe(changed.set)
         try:
             for worker in leaving:
                 self._registry.retire(worker.worker_id)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
-                    while any(worker.outstanding_requests and not worker.lost for worker in leaving):
+                    while not all([is_done(worker) for worker in leaving]):
                         changed.clear()
                         await changed.wait()
         finally:

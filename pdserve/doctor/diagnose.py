@@ -29,7 +29,10 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
     progress(f"joining Ray at {address}")
     if ":" in address and (found := dial(address, _DIAL_S)) is not Dial.OPEN:
         # Ray itself would try for much longer, and say less.
-        return _not_joined(config, f"there is no Ray at {address}: {found}", REMEDIES[found])
+        remedy = "start Ray there (`ray start --head`), or name the address that `ray status` works with"
+        if found is not Dial.REFUSED:
+            remedy = REMEDIES[found]
+        return _not_joined(config, f"there is no Ray at {address}: {found}", remedy)
     prepare_environment(address)
     from pdserve.doctor.ray_host import RayHost  # brings in Ray
 

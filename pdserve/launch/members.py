@@ -84,14 +84,18 @@ class Members:
         targets = plan(roles, self._bundles, nodes, policy, present)
         on_node = Counter([node_id for node_id, _ in present] + [node.node_id for node in targets if node])
         taken = set(on_node) - {""}
-        added = []
-        for role, target in zip(roles, targets, strict=True):
-            group = reserve_slot(self._bundles[role], target, policy, taken)
-            name, ordinal = self._free_name(role), self._free_ordinal()
-            num_slots = on_node[target.node_id] if target else 1
-            member = Member(name, role, ordinal, group, self._start(name, role, ordinal, group, num_slots))
-            self._members[name] = member
-            added.append(member)
+        added: list[Member] = []
+        try:
+            for role, target in zip(roles, targets, strict=True):
+                group = reserve_slot(self._bundles[role], target, policy, taken)
+                name, ordinal = self._free_name(role), self._free_ordinal()
+                num_slots = on_node[target.node_id] if target else 1
+                member = Member(name, role, ordinal, group, self._start(name, role, ordinal, group, num_slots))
+                self._members[name] = member
+                added.append(member)
+        except BaseException:
+            self.remove(added)
+            raise
         return added
 
     def unplaced(self, members: Sequence[Member], timeout_s: float) -> list[Member]:

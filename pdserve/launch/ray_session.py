@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 import ray
@@ -21,6 +23,8 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """KV never travels through the object store; it holds next to nothing."""
 
 _ALIVE_TIMEOUT_S = 3.0
+_LISTENER_TIMEOUT_S = 10.0
+_LISTENER_POLL_S = 0.25
 _INIT_ERRORS = (OSError, RayError, RuntimeError, ValueError)
 
 
@@ -47,6 +51,7 @@ class RaySession:
         """Start or join Ray; LaunchError if it cannot be reached. ``num_cpus`` and ``num_gpus`` are for a Ray of our
         own (default: what the host has)."""
         if not self.owned:
+            self._await_listener()
             try:
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
             except _INIT_ERRORS as error:
@@ -86,12 +91,20 @@ class RaySession:
     def is_alive(self) -> bool:
         """Whether its control service still listens. (Ray's own calls would wait a minute for it, then end the whole
         process.)"""
-        host, _, port = self._gcs_address.rpartition(":")
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), _ALIVE_TIMEOUT_S):
-                return True
-        except OSError:
-            return False
+        return bool(self._gcs_address) and _listens(self._gcs_address) is None
+
+    def _await_listener(self) -> None:
+        """Ray would try for many minutes to reach an address that nobody listens at."""
+        if not re.fullmatch(r"\S+:\d+", self._address):
+            return
+        deadline_s = time.monotonic() + _LISTENER_TIMEOUT_S
+        while (obstacle := _listens(self._address)) is not None:
+            if time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"cluster.address: cannot join Ray at {self._address!r}: {obstacle}; start Ray there "
+                    "(`ray start --head`), or name the address that `ray status` works with"
+                )
+            time.sleep(_LISTENER_POLL_S)
 
     def stop(self) -> None:
         """Leave; a Ray of our own ends, its files too."""
@@ -100,3 +113,13 @@ class RaySession:
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None
+
+
+def _listens(address: str) -> OSError | None:
+    """Whether something takes connections at ``host:port``: None, or what was in the way."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _ALIVE_TIMEOUT_S):
+            return None
+    except OSError as error:
+        return error

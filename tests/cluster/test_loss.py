@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 AT_ONCE = 24
 TOKENS = 64
-LENGTHS = (20, 90, 180, 300)
+LENGTHS = (20, 90, 300, 900, 1500)
 BEFORE_S = 6.0
 REPLACED_S = 120.0
 ADDED_S = 5.0

@@ -44,3 +44,8 @@ def test_unknown_config_key(cli: Cli, tmp_path: Path) -> None:
 
 def test_more_workers_than_slots(cli: Cli) -> None:
     check(cli, "--oversubscribe", "--prefill", "40", "--decode", "40")
+
+
+def test_no_ray_at_the_address(cli: Cli) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    check(cli, f"cluster.address: cannot join Ray at '{address}': ", "--address", address)
