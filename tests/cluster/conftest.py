@@ -11,6 +11,7 @@ the summary is to show.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -45,6 +46,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{what}: {seconds:.1f} s")
     for remark in config.stash[_remarks]:
         terminalreporter.write_line(remark)
+    if config.stash[_timings]:
+        seconds = {what: round(took_s, 1) for what, took_s in config.stash[_timings].items()}
+        terminalreporter.write_line(json.dumps({"seconds": seconds, "remarks": config.stash[_remarks]}))
 
 
 @pytest.fixture(scope="session")
