@@ -44,6 +44,8 @@ class WorkerInfo:
     engine_restarts: int
     ready: bool
     clock_id: str = ""  # equal non-empty ids: the very same monotonic clock (`core.clock.clock_id`)
+    life: str = ""  # of its process: the same over restarts of its engine
+    service: str = ""  # the one it was started for
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,13 @@ class Gateway:
         connect: Connect,
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
+        service: str = "",
         clock: Clock | None = None,
     ) -> None:
         clock = clock or MonotonicClock()
         delay_s = {str(stage): delay_ms / 1e3 for stage, delay_ms in config.testing.delay_ms.items()}
         self._config = config
+        self._service = service
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         self.registry = WorkerRegistry(clock, config.router.heartbeat_timeout_s, config.router.forget_s)
@@ -112,7 +114,9 @@ class Gateway:
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
-        worker_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self._directory, uuid.uuid4().hex), internal)
+        worker_pb2_grpc.add_RegistryServicer_to_server(
+            RegistryService(self._directory, uuid.uuid4().hex, self._service), internal
+        )
         self._port = _listen(public, config.host, config.port, "gateway.port")
         self._registry_port = _listen(internal, self._registry_host, self._registry_port, "the workers' registry port")
         await internal.start()

@@ -22,7 +22,7 @@ START_TIMEOUT_S = 30.0
 class GatewayHost:
     """A gateway in this process. `start` raises LaunchError or ModelError if it cannot be had."""
 
-    def __init__(self, config: PdserveConfig, registry_address: str, version: str) -> None:
+    def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:
         model = resolve_model(config.model.path)
         self._gateway = Gateway(
             config,
@@ -31,6 +31,7 @@ class GatewayHost:
             connect=WorkerClient.connect,
             registry_address=registry_address,
             version=version,
+            service=service,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)

@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 class RegistryService(worker_pb2_grpc.RegistryServicer):
     """Hands heartbeats to the directory."""
 
-    def __init__(self, directory: WorkerDirectory, gateway_epoch: str) -> None:
+    def __init__(self, directory: WorkerDirectory, gateway_epoch: str, service: str) -> None:
         self._directory = directory
+        self._service = service
         self._gateway_epoch = gateway_epoch
 
     async def Heartbeat(
@@ -31,5 +32,9 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
             info = info_from_proto(request.info)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"info: {error}")
-        welcome = self._directory.heard(info, load_from_proto(request.load))
+        # One of an earlier service, or of another that was told this address: it may serve anything.
+        is_ours = info.service == self._service
+        if not is_ours:
+            log.warning("worker %s of another service reports here: it is told to end", info.worker_id)
+        welcome = is_ours and self._directory.heard(info, load_from_proto(request.load))
         return pb.HeartbeatResponse(gateway_epoch=self._gateway_epoch, superseded=not welcome)

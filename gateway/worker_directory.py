@@ -33,7 +33,7 @@ class WorkerDirectory:
 
     def heard(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         """A heartbeat: the first of an incarnation registers it. False: it has been superseded and has to end."""
-        if self._registry.is_superseded(info.epoch):
+        if self._registry.is_superseded(info.life):
             return False
         if self._registry.heartbeat(info.worker_id, load, info):
             self._introduce(info.worker_id)

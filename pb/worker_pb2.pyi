@@ -586,6 +586,8 @@ class WorkerInfo(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     CLOCK_ID_FIELD_NUMBER: builtins.int
+    LIFE_FIELD_NUMBER: builtins.int
+    SERVICE_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     epoch: builtins.str
@@ -607,6 +609,10 @@ class WorkerInfo(google.protobuf.message.Message):
     vocab_size: builtins.int
     clock_id: builtins.str
     """equal ids: the very same monotonic clock"""
+    life: builtins.str
+    """of the worker's process, the same over its engines' restarts"""
+    service: builtins.str
+    """that it was started for"""
     @property
     def kv_endpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]:
         """one per transport"""
@@ -636,9 +642,11 @@ class WorkerInfo(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         vocab_size: builtins.int = ...,
         clock_id: builtins.str = ...,
+        life: builtins.str = ...,
+        service: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_id", b"clock_id", "control_address", b"control_address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "epoch", b"epoch", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "node", b"node", "num_blocks", b"num_blocks", "pid", b"pid", "ready", b"ready", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_id", b"clock_id", "control_address", b"control_address", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "epoch", b"epoch", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "life", b"life", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "node", b"node", "num_blocks", b"num_blocks", "pid", b"pid", "ready", b"ready", "role", b"role", "service", b"service", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerInfo = WorkerInfo
 

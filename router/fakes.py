@@ -44,6 +44,7 @@ def fake_info(worker_id: str, role: Role, *, epoch: str = "1", layout: KVLayout 
         version="0",
         engine_restarts=0,
         ready=True,
+        life=f"{worker_id}/{epoch}",
     )
 
 

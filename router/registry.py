@@ -52,6 +52,7 @@ class WorkerRegistry:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._forget_s = forget_s
         self._workers: dict[str, RegisteredWorker] = {}
+        self._lives: dict[str, str] = {}  # the last of each name, forgotten workers' too
         self._superseded: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
@@ -64,11 +65,13 @@ class WorkerRegistry:
         replaced = self._workers.get(info.worker_id)
         worker = RegisteredWorker(handle, info, self._clock.now(), load or WorkerLoad())
         self._workers[info.worker_id] = worker
+        if (last := self._lives.get(info.worker_id)) not in (None, info.life):
+            self._superseded.add(str(last))
+        self._lives[info.worker_id] = info.life
         if replaced is not None:
             worker.last_used = replaced.last_used
+            worker.retiring = replaced.retiring and replaced.info.life == info.life
             self._lose(replaced, "it was replaced by a new incarnation")
-            if replaced.info.epoch != info.epoch:
-                self._superseded.add(replaced.info.epoch)
             for other in self._workers.values():
                 other.confirmed.discard(info.worker_id)
                 other.peer_errors.pop(info.worker_id, None)
@@ -116,19 +119,19 @@ class WorkerRegistry:
             self.notify()
 
     def dismiss(self, worker_id: str) -> RegisteredWorker | None:
-        """Forget the worker and never take this incarnation again; the caller closes its handle."""
+        """Forget the worker and never take its process again; the caller closes its handle."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             self._lose(worker, "it was retired")
-            self._superseded.add(worker.info.epoch)
+            self._superseded.add(worker.info.life)
             self._forget(worker)
             self.notify()
         return worker
 
-    def is_superseded(self, epoch: str) -> bool:
-        """Whether another has taken this incarnation's place, or it was dismissed: it must not come back, as one might
+    def is_superseded(self, life: str) -> bool:
+        """Whether another process has taken this one's name, or it was dismissed: it must not come back, as one might
         that was cut off meanwhile."""
-        return epoch in self._superseded
+        return life in self._superseded
 
     def _lose(self, worker: RegisteredWorker, why: str) -> None:
         if not worker.lost:

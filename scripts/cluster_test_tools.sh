@@ -4,7 +4,7 @@
 set -uo pipefail
 export PATH=$PATH:/usr/sbin:/sbin
 declare -A package_of=([ip]=iproute2 [tc]=iproute2 [sshd]=openssh-server [ssh]=openssh-client [rsync]=rsync
-  [unshare]=util-linux [nsenter]=util-linux)
+  [unshare]=util-linux [nsenter]=util-linux [taskset]=util-linux [flock]=util-linux [uptime]=procps [make]=make)
 packages=()
 for tool in "${!package_of[@]}"; do
   command -v "$tool" >/dev/null || packages+=("${package_of[$tool]}")

@@ -2,18 +2,20 @@
 # Runs on a worker of cluster.yaml: stops Ray there once the head's has been stopped, which `ray down` does not do.
 #   stop_without_head.sh HEAD
 # A head that refuses connections is there without its Ray. One that does not answer may come back: that is left to Ray.
+# A worker that has been given to another head is watched for that one alone.
 set -u
-head=$1 refusals=0
-lock=~/.ray/stop_without_head.lock
-exec 9>"$lock"
+head=$1 refusals=0 watched=~/.ray/watched_head
+echo "$head" >"$watched"
+exec 9>"$watched.$head"
 flock -n 9 || exit 0 # the one of an earlier `ray up` still watches
 while [ $refusals -lt 5 ]; do
   sleep 3
+  [ "$(cat "$watched")" = "$head" ] || { rm -f "$watched.$head"; exit 0; }
   if LC_ALL=C timeout 2 bash -c "exec 3<>/dev/tcp/$head/6379" 2>&1 9>&- | grep -q 'Connection refused'; then
     refusals=$((refusals + 1))
   else
     refusals=0
   fi
 done
-rm -f "$lock"
+rm -f "$watched" "$watched.$head"
 exec "$(dirname "$0")/../.venv/bin/ray" stop 9>&-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -12,8 +13,9 @@ from worker.spec import WorkerSpec
 
 
 def claim_slot(spec: WorkerSpec) -> tuple[WorkerSpec, socket.socket | None]:
-    """The spec with the first slot of this host that no other worker has, whichever service that belongs to; it is
-    taken until the socket is closed, or the process ends. A spec that has a slot keeps it, and has no socket."""
+    """The spec with the first slot of this host that no other worker of this user, with slots as wide, has, whichever
+    service that belongs to; it is taken until the socket is closed, or the process ends. A spec that has a slot keeps
+    it, and has no socket. OSError where such sockets are not to be had."""
     if spec.slot is not None:
         return spec, None
     width = spec.config.cluster.cores_per_worker
@@ -22,8 +24,10 @@ def claim_slot(spec: WorkerSpec) -> tuple[WorkerSpec, socket.socket | None]:
         try:
             # An abstract name: the kernel frees it with the process, and no file is left behind.
             claim.bind(f"\0pdserve-slot-{os.getuid()}-{width}-{slot}")
-        except OSError:
+        except OSError as error:
             claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
             continue
         return replace(spec, slot=slot), claim
     raise AssertionError("slots have no end")

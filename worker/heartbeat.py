@@ -64,7 +64,7 @@ class Heartbeat:
                     )
                     failing = False
                     if answer.superseded:
-                        worker.supersede(beat.info.epoch)
+                        worker.supersede()
                 except grpc.aio.AioRpcError as error:
                     if not failing:
                         log.warning("%s: the gateway does not answer: %s", worker.spec.worker_id, error.details())

@@ -17,7 +17,8 @@ class WorkerSpec:
 
     ``host`` is the address peers and gateway reach it under, ``node`` the one that Ray knows the host by; empty until
     the worker is on a host, which may be another after a restart. ``device`` is ``cpu`` or ``cuda`` (never ``auto``).
-    ``registry_address`` is the gateway's internal ``host:port``. ``port`` is the first of its own ports: control, then
+    ``registry_address`` is the gateway's internal ``host:port``, ``service`` the id of the service, which the gateway
+    has too. ``port`` is the first of its own ports: control, then
     one for each KV transport (0: the system picks). ``slot`` counts the workers on one host (None: it takes the first
     that is free), of which at least ``num_slots`` are expected; ``device_share`` below 1 says that the slot is shared.
     ``allowed_cores`` are the cores that engines and workers share out, those this process may use if it is None.
@@ -30,6 +31,7 @@ class WorkerSpec:
     device: str
     registry_address: str
     version: str
+    service: str = ""
     port: int = 0
     slot: int | None = None
     device_share: float = 1.0
@@ -74,6 +76,7 @@ class WorkerSpec:
             "device": self.device,
             "registry_address": self.registry_address,
             "version": self.version,
+            "service": self.service,
             "port": self.port,
             "slot": self.slot,
             "device_share": self.device_share,

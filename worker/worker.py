@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
@@ -66,6 +67,7 @@ class Worker:
         self.clock = clock or MonotonicClock()
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._life = uuid.uuid4().hex
         self._flow_types = dict(flows)
         self._flows: dict[str, Flow] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
@@ -106,11 +108,11 @@ class Worker:
             await self._end_incarnation()
             await self._server.stop()
 
-    def supersede(self, epoch: str) -> None:
-        """The gateway wants this incarnation no more: another has taken its place while it was cut off, or it was
-        retired. `run` ends with WorkerLost."""
-        if not self._superseded.done() and self._incarnation is not None and epoch == self._incarnation.epoch:
-            why = f"worker {self.spec.worker_id} has been superseded by another incarnation, and ends"
+    def supersede(self) -> None:
+        """The gateway wants this worker no more: another has taken its name while it was cut off, it was retired, or it
+        belongs to another service. `run` ends with WorkerLost."""
+        if not self._superseded.done():
+            why = f"worker {self.spec.worker_id} is not the gateway's any more, and ends"
             self._superseded.set_exception(WorkerLost(why))
 
     def _announce(self, incarnation: Incarnation) -> None:
@@ -136,6 +138,8 @@ class Worker:
             engine_restarts=self._restarts,
             ready=True,
             clock_id=clock_id(),
+            life=self._life,
+            service=self.spec.service,
         )
         self._heartbeat.start()
         self._heartbeat.wake()

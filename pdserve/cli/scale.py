@@ -12,9 +12,9 @@ MARGIN_S = 60.0
 
 
 def scale(
-    prefill: Annotated[int | None, typer.Option(min=0, help="prefill workers there should be")] = None,
-    decode: Annotated[int | None, typer.Option(min=0, help="decode workers there should be")] = None,
-    drain: Annotated[float, typer.Option(min=0, help="seconds that workers which go may finish their requests")] = 30.0,
+    prefill: Annotated[int | None, typer.Option(min=0, max=1024, help="prefill workers there should be")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, max=1024, help="decode workers there should be")] = None,
+    drain: Annotated[float, typer.Option(min=0, max=86_400, help="seconds for workers that go to finish")] = 30.0,
     target: TargetOption = DEFAULT_TARGET,
 ) -> None:
     """Add or remove workers of a running service, on the host it was started on. Workers that find no free slot wait

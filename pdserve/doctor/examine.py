@@ -35,7 +35,7 @@ from pdserve.launch.slots import resolve_device
 
 _AT_ONCE = 16
 _REPORT_S = 120.0  # a process or actor starts, and imports torch
-_OPEN_S = 60.0
+_OPEN_S = 180.0
 _DIAL_S = 5.0
 _SERVICE = "the service"
 _HANGS = "the node, or what runs there, hangs: see its load and Ray's logs"
@@ -80,7 +80,7 @@ class Examination:
         base = port_base(config.cluster)
         self._findings += check_registry(self._host.host, base, sites, self._own, self._timeout_s, pool)
         model, need = self._model()
-        pairs = [*Pairs(config, self._sites, self._timeout_s, model).examine(seats, pool, self._say)]
+        pairs = [*Pairs(config, self._sites, config.transfer.connect_timeout_s, model).examine(seats, pool, self._say)]
         examined = [site.examined() for site in sites]
         self._check_nodes(examined, need)
         self._check_pairs(pairs, examined)

@@ -154,7 +154,7 @@ def _check_shared(nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
     for node in nodes:
         for address in sorted({each.interface.address for each in node.endpoints if each.interface is not None}):
             other = owners.setdefault(address, node)
-            if other is not node:
+            if other.node.ip != node.node.ip:  # else the two are one host
                 what = f"KV would listen on {address}, which {other.name} has as well: each would call itself"
                 remedy = "name a device or network with transfer.interface that joins the hosts"
                 yield fail("interface", node.name, what, remedy)

@@ -113,7 +113,7 @@ class Probe:
         """Open a link to another probe, shake hands, and measure for ``for_s`` seconds (0: one round trip)."""
         peer = tuple(KVEndpoint(**each) for each in endpoints)
         return self._on_loop(
-            self._meet_over_link(worker_id, peer, for_s, timeout_s), 3 * timeout_s + 4 * for_s
+            self._meet_over_link(worker_id, peer, for_s, timeout_s), 3 * timeout_s + _SURVEY_S
         ).to_wire()
 
     def _close(self) -> None:

@@ -66,6 +66,6 @@ def seats_of(
             continue
         seats.append(Seat(name, role, node, per_node[node.node_id], first_port(base, ordinal), bundles[role]))
         per_node[node.node_id] += 1
-    if not seats:
+    if not seats and not cluster.autoscale:
         raise LaunchError(f"no node has room for any of {', '.join(left_over)} now")
     return tuple(seats), tuple(left_over)

@@ -22,11 +22,11 @@ RESTART_PAUSE_S = 1.0
 class GatewayActor:
     """Ray starts it again when its process dies; workers then find it by their next heartbeat."""
 
-    def __init__(self, config: dict[str, Any], registry_address: str) -> None:
+    def __init__(self, config: dict[str, Any], registry_address: str, service: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._error: PdserveError | None = None
         try:
-            self._host = GatewayHost(PdserveConfig.parse(config), registry_address, VERSION)
+            self._host = GatewayHost(PdserveConfig.parse(config), registry_address, VERSION, service)
             self._host.start()
         except PdserveError as error:
             self._error = error

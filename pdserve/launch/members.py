@@ -57,13 +57,14 @@ class Members:
         bundles: Mapping[Role, Bundle],
         *,
         registry_address: str,
+        service: str,
         port_base: int,
         host: str,
     ) -> None:
         self.device = device
         self._config = config
         self._bundles = bundles
-        self._registry_address = registry_address
+        self._registry_address, self._service = registry_address, service
         self._port_base = port_base
         self._host = host
         self._members: dict[str, Member] = {}
@@ -78,12 +79,18 @@ class Members:
         return [member for member in self._members.values() if member.role is role]
 
     def add(self, roles: Sequence[Role], nodes: Sequence[Node]) -> list[Member]:
-        """Ask for a worker of each of ``roles``. They come up by themselves, those without a node once there is one."""
+        """Ask for a worker of each of ``roles``. They come up by themselves, those without a node once there is one.
+        LaunchError (and nobody is added) under ``strict_spread`` if there is not one for each."""
         policy = self._config.cluster.placement
         present = [(member.node_id, member.role) for member in self._members.values()]
         targets = plan(roles, self._bundles, nodes, policy, present)
         on_node = Counter([node_id for node_id, _ in present] + [node.node_id for node in targets if node])
         taken = set(on_node) - {""}
+        if policy == "strict_spread" and None in targets:
+            raise LaunchError(
+                f"cluster.placement: strict_spread wants a node for each worker, and there is none for "
+                f"{targets.count(None)} of {len(targets)}; add nodes first, or use spread"
+            )
         added: list[Member] = []
         try:
             for role, target in zip(roles, targets, strict=True):
@@ -143,6 +150,7 @@ class Members:
             device=self.device,
             registry_address=self._registry_address,
             version=VERSION,
+            service=self._service,
             port=first_port(self._port_base, ordinal),
             num_slots=num_slots,
             device_share=min(1.0, bundle.get("GPU", 1.0)),

@@ -118,5 +118,7 @@ def scale(socket: str, wanted: Mapping[Role, int], drain_s: float, timeout_s: fl
         except grpc.FutureTimeoutError:
             raise LaunchError(f"the service's supervisor does not answer at {socket}") from None
         except grpc.RpcError as error:
-            raise LaunchError(f"the service's supervisor gave no answer: {error}") from None
+            details = getattr(error, "details", None)  # a call's errors have it
+            why = details() if callable(details) else error
+            raise LaunchError(f"the service's supervisor gave no answer: {why}") from None
     raise LaunchError("the service's supervisor ended while it scaled")

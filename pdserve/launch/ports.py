@@ -23,7 +23,10 @@ def port_base(config: ClusterConfig) -> int:
 
 def first_port(base: int, ordinal: int) -> int:
     """The first of the ports of the service's worker number ``ordinal``, whatever node it is on."""
-    return base + 1 + PORTS_PER_WORKER * ordinal if base else 0
+    first = base + 1 + PORTS_PER_WORKER * ordinal if base else 0
+    if first + PORTS_PER_WORKER > 65_536:
+        raise LaunchError(f"cluster.port_base: {base} leaves no ports for worker number {ordinal}; choose a lower one")
+    return first
 
 
 def free_port(host: str, port: int, key: str = "gateway.port") -> int:

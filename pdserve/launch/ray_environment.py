@@ -11,6 +11,7 @@ TOKEN_FILE = Path.home() / ".ray" / "auth_token"
 def prepare_environment(address: str) -> None:
     """Set what is not set yet for a service on the Ray at ``address``."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not start a Ray of its own
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new behaviour, without its warning
     if address != "local" and TOKEN_FILE.exists():
         # `ray start` uses the token as soon as there is one, a driver only when told to.

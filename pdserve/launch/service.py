@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Service:
         self._session = RaySession(config.cluster.address)
         self._members: Members | None = None
         self._gateway: Any = None
+        self._id = uuid.uuid4().hex
         self._changing = threading.Lock()
         self._missed = 0  # checks in a row that did not find Ray
         self.port = config.gateway.port
@@ -125,7 +127,7 @@ class Service:
                 raise LaunchError(
                     f"{role}: {present} workers cannot become {count}: a service keeps the roles it was started with"
                 )
-        leaving = [member for role, count in wanted.items() for member in members.of(role)[count:]]
+        leaving = [member for role, count in wanted.items() for member in _to_leave(members.of(role), count)]
         coming = [role for role, count in wanted.items() for _ in range(count - len(members.of(role)))]
         if leaving:
             report(f"{_names(leaving)}: finishing their requests")
@@ -136,8 +138,13 @@ class Service:
         if coming:
             added = members.add(coming, self._session.nodes())
             report(f"{_names(added)}: starting")
-            waiting = members.unplaced(added, PLACE_TIMEOUT_S)
             try:
+                waiting = members.unplaced(added, PLACE_TIMEOUT_S)
+                if waiting and self._session.owned:
+                    raise LaunchError(
+                        f"no free slot for {_names(waiting)}, and a Ray of its own gets no more nodes; start the "
+                        "service with that many workers (and --oversubscribe)"
+                    )
                 placed = [member for member in added if member not in waiting]
                 members.wait_ready(placed, self.config.cluster.start_timeout_s, report)
             except BaseException:
@@ -157,7 +164,7 @@ class Service:
         gateway: Any = GatewayActor
         self._gateway = gateway.options(
             num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here
-        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address)
+        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address, self._id)
 
     def _start_workers(self, model_name: str) -> None:
         cluster = self.config.cluster
@@ -168,6 +175,7 @@ class Service:
             device,
             bundles,
             registry_address=self._registry_address,
+            service=self._id,
             port_base=port_base(cluster),
             host="127.0.0.1" if self._session.owned else "",
         )
@@ -208,6 +216,12 @@ class Service:
     def _tell_members(self) -> None:
         members = self._members.all if self._members else ()
         self._gateway.expect.remote({member.worker_id: str(member.role) for member in members})
+
+
+def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:
+    """Those that go when ``stay`` are to stay: who has no node first, then who came last."""
+    first_to_stay = sorted(members, key=lambda member: not member.node_id)  # stable
+    return first_to_stay[stay:]
 
 
 def _names(members: Sequence[Member]) -> str:

@@ -49,7 +49,8 @@ def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) ->
     kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
     whole = _bundles(config, kind, size)
     idle = [replace(node, available=node.resources) for node in nodes]
-    if config.autoscale or _all_fit(config, roles, whole, idle):
+    may_wait = config.autoscale and config.placement != "strict_spread"  # which cannot be promised of nodes to come
+    if may_wait or _all_fit(config, roles, whole, idle):
         return whole
     if config.oversubscribe and not config.worker_resources:
         for parts in range(2, len(roles) * max(1, ceil(size)) + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -48,8 +49,12 @@ class ServiceState:
         return state_folder() / f"{port}.json"
 
     def write(self) -> None:
-        """Note the service."""
+        """Note the service, and clear up after one on this port that was killed."""
         path = self.path(self.port)
+        with contextlib.suppress(FileNotFoundError, LaunchError):
+            before = self.load(path)
+            if before.process() is None:
+                before.clear()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 

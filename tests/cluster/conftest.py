@@ -47,8 +47,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for remark in config.stash[_remarks]:
         terminalreporter.write_line(remark)
     if config.stash[_timings]:
-        seconds = {what: round(took_s, 1) for what, took_s in config.stash[_timings].items()}
-        terminalreporter.write_line(json.dumps({"seconds": seconds, "remarks": config.stash[_remarks]}))
+        rounded = {what: round(took_s, 1) for what, took_s in config.stash[_timings].items()}
+        terminalreporter.write_line(json.dumps({"seconds": rounded, "remarks": config.stash[_remarks]}))
 
 
 @pytest.fixture(scope="session")

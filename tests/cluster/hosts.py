@@ -31,7 +31,7 @@ import psutil
 
 from tests.cluster.host import OUTSIDE, Host, outside
 
-TOOLS = ("ip", "tc", "ssh", "ssh-keygen", "sshd", "rsync", "mount", "unshare", "nsenter")
+TOOLS = ("ip", "tc", "ssh", "ssh-keygen", "sshd", "rsync", "mount", "unshare", "nsenter", "taskset", "flock", "uptime")
 STATES = Path("/var/tmp")
 PREFIX = "pdh"
 """Begins the name of each bridge and state folder; the id of the process they belong to follows, in hexadecimal."""

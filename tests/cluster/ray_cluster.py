@@ -84,7 +84,8 @@ class RayCluster:
 
     def up_service(self) -> None:
         """`pdserve up` on the head; returns when the service takes requests."""
-        self.pdserve(f"up {SERVICE} --detach")
+        (self.head.home / "service.yaml").write_text("router: {forget_s: 2}\n")
+        self.pdserve(f"up -c ~/service.yaml {SERVICE} --detach")
 
     def make_whole(self) -> None:
         """Undo what a test did to hosts and network: all are on and have joined, and all workers of the service take

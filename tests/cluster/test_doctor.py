@@ -118,7 +118,7 @@ def test_hosts_as_they_should_be(cluster: Cluster) -> None:
     assert len(report["pairs"]) == 3
     for pair in report["pairs"]:
         assert pair["transport"] == "tcp"
-        assert pair["gbs"] * 8000 == pytest.approx(FIT_MBIT, rel=0.15)
+        assert pair["gbs"] * 8000 == pytest.approx(FIT_MBIT, rel=0.3)
         (prediction, *_) = pair["predictions"]
         assert prediction["wire_ms"] == pytest.approx(prediction["num_bytes"] / pair["gbs"] / 1e6)
     clocks = {node["node"]: node for node in report["nodes"]}
@@ -166,7 +166,7 @@ def test_ten_faults(cluster: Cluster) -> None:
     assert slow["where"] == "prefill-0 → decode-1"
     assert "eth0" in slow["remedy"]
     pairs = {pair["decode"]: pair for pair in report["pairs"]}
-    assert pairs["decode-1"]["gbs"] * 8000 == pytest.approx(SLOW_MBIT, rel=0.15)
+    assert pairs["decode-1"]["gbs"] * 8000 == pytest.approx(SLOW_MBIT, rel=0.3)
     cluster.check_nothing_left(but=TCP_PORTS["dec-1"])
 
     for path, data in kept.items():

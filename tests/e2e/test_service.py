@@ -41,6 +41,14 @@ def test_status_shows_workers_on_slots_of_their_own(service: RunningService) -> 
         assert psutil.Process(worker["engine_pid"]).cpu_affinity() == [int(worker["cores"])]
 
 
+def test_a_ray_of_its_own_gets_no_more_nodes(service: RunningService) -> None:
+    answer = service.cli.run("scale", "--prefill", "3", "--target", service.target)
+    assert answer.returncode == 1
+    assert "no free slot for prefill-2, and a Ray of its own gets no more nodes" in answer.stderr
+    status = json.loads(service.cli.run("status", "--target", service.target, "--json").stdout)
+    assert [w["worker_id"] for w in status["workers"]] == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+
+
 def test_many_requests_at_once(service: RunningService) -> None:
     async def run() -> None:
         draw = random.Random(3)

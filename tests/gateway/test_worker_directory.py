@@ -137,10 +137,10 @@ async def test_nonsense_on_the_registry_is_refused(start_service: StartService) 
 async def test_a_superseded_incarnation_is_told_to_end(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     assert not (await service.beat("d0")).superseded
-    service.make("d0", epoch="2")
+    service.make("d0", epoch="2", life="d0/2")
     await service.beat("d0")
     await settle()
-    assert (await service.beat("d0", epoch="1")).superseded
+    assert (await service.beat("d0", epoch="1", life="d0/1")).superseded
     assert not (await service.beat("d0")).superseded
     await settle()
     assert service.connects[-1] == "d0/2"
@@ -185,3 +185,11 @@ async def test_who_does_not_finish_in_time_is_left_and_its_requests_go_on(start_
     tokens, completion = await asyncio.wait_for(running, 3.0)
     assert len(tokens) == 4
     assert completion.decode_worker == "d1"
+
+
+async def test_a_worker_of_another_service_is_told_to_end(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    service.make("d7", service="another")
+    assert (await service.beat("d7")).superseded
+    await settle()
+    assert [w.worker_id for w in service.gateway.registry.workers] == ["d0", "p0"]

@@ -181,11 +181,11 @@ async def test_what_was_replaced_or_dismissed_has_no_way_back(registry: WorkerRe
     registry.add(worker("p0", epoch="1"))
     registry.lost("p0")
     registry.add(worker("p0", epoch="1"))
-    assert not registry.is_superseded("1"), "the same incarnation may come back"
+    assert not registry.is_superseded("p0/1"), "the same incarnation may come back"
     registry.add(worker("p0", epoch="2"))
-    assert registry.is_superseded("1")
+    assert registry.is_superseded("p0/1")
     assert registry.dismiss("p0") is not None
-    assert registry.is_superseded("2")
+    assert registry.is_superseded("p0/2")
     assert registry.workers == ()
     assert registry.dismiss("p0") is None
 
@@ -200,3 +200,23 @@ async def test_who_retires_gets_nothing_more(registry: WorkerRegistry) -> None:
     assert registry.ready() == []
     share.end()
     assert entry.outstanding_requests == 0
+
+
+async def test_who_was_forgotten_has_no_way_back_either(registry: WorkerRegistry, clock: FakeClock) -> None:
+    registry.add(worker("p0", epoch="1"))
+    registry.lost("p0")
+    clock.advance(61.0)
+    registry.expire()
+    assert registry.workers == ()
+    assert not registry.is_superseded("p0/1"), "nobody has its name"
+    registry.add(worker("p0", epoch="2"))
+    assert registry.is_superseded("p0/1")
+
+
+async def test_an_engine_that_starts_anew_is_the_same_worker(registry: WorkerRegistry) -> None:
+    first = fake_info("p0", Role.PREFILL, epoch="1")
+    registry.add(FakeWorker(first, {}))
+    registry.retire("p0")
+    again = registry.add(FakeWorker(replace(first, epoch="2"), {}))
+    assert not registry.is_superseded(first.life)
+    assert again.retiring, "it gets nothing more, whatever its engine does"
