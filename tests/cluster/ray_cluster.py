@@ -13,7 +13,7 @@ import yaml
 
 from core.errors import PdserveError
 from pdserve import Client
-from tests.cluster.cluster_file import ROOT, filled_in, with_options_by_host
+from tests.cluster.cluster_file import ROOT, filled_in
 from tests.cluster.environment import install_environment
 from tests.cluster.host import outside
 from tests.cluster.hosts import Hosts
@@ -39,7 +39,8 @@ _RAY = "cd ~/pdserve && exec .venv/bin/ray"
 
 
 class RayCluster:
-    """The hosts "desk", "head" and any others, which are workers. ``options`` by host: of its `ray start`."""
+    """The hosts "desk", "head" and any others, which are workers. ``options`` by host: its
+    ``~/.ray/start_options``."""
 
     def __init__(self, hosts: Hosts, options: Mapping[str, str]) -> None:
         self.hosts = hosts
@@ -49,8 +50,9 @@ class RayCluster:
         self.workers = tuple(host for host in hosts if host not in (self.desk, self.head))
         for host in hosts:
             install_environment(host)
-            (host.home / "ray_options").write_text(options.get(host.name, ""))
-        config = with_options_by_host(filled_in(self.head.address, [host.address for host in self.workers], "root"))
+            (host.home / ".ray").mkdir()
+            (host.home / ".ray" / "start_options").write_text(options.get(host.name, ""))
+        config = filled_in(self.head.address, [host.address for host in self.workers], "root")
         self._exclude = config["rsync_exclude"]
         self._furnish_desk()
         config["auth"]["ssh_private_key"] = "~/.ssh/id_ed25519"
