@@ -94,8 +94,8 @@ class Service:
     def scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report) -> list[str]:
         """Bring the service to ``wanted`` workers of each role (a role that is not there stays as it is). Those that
         go finish their requests first, for ``drain_s`` at most; those that come serve when this returns, except the
-        ones returned by name: they wait for a node, which Ray has been asked for. LaunchError if it cannot be; then
-        nobody has come."""
+        ones returned by name: they wait for a node, which Ray has been asked for. LaunchError if it cannot be: then
+        nobody has come, but those that were to go have gone."""
         if not self._changing.acquire(blocking=False):
             raise LaunchError("the service is being scaled already; try again when that is done")
         try:
