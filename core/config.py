@@ -18,6 +18,9 @@ from core.errors import ConfigError
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
+PlacementPolicy = Literal["pack", "spread", "strict_spread"]
+"""See `ClusterConfig.placement`."""
+
 KVFailurePolicy = Literal["retry", "recompute", "fail"]
 """See `TransferConfig.on_kv_failure`."""
 
@@ -43,7 +46,7 @@ class ClusterConfig(_Section):
     cores_per_worker: Positive = Field(1, description="cores of a CPU device slot, and threads of its engine")
     oversubscribe: bool = Field(False, description="allow more workers than device slots (they then share slots)")
     address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
-    placement: Literal["pack", "spread", "strict_spread"] = Field(
+    placement: PlacementPolicy = Field(
         "pack",
         description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: each role over "
         "as many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for "

@@ -31,9 +31,7 @@ _SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at 
 _LARGEST_PROBE_BYTES = 8 * 2**20
 _PROBE_S = 0.025
 _ROUND_TRIPS = 50
-_PAYLOADS_LEFT = (
-    4  # a survey's payloads grow only as long as so many more fit into its time, and so many count at least
-)
+_PAYLOADS_LEFT = 4  # a survey's payloads grow while so many more fit into its time; so many count at least
 _SLOW_FACTOR = 4  # what a survey may take at most, of what it should
 
 

@@ -1,4 +1,4 @@
-"""A KV pool that is nothing but bytes: for tests and benchmarks of transfers, without an engine."""
+"""A KV pool that is nothing but bytes, without an engine: for whoever measures or tests transfers."""
 
 from __future__ import annotations
 

@@ -65,8 +65,9 @@ class WorkerRegistry:
         replaced = self._workers.get(info.worker_id)
         worker = RegisteredWorker(handle, info, self._clock.now(), load or WorkerLoad())
         self._workers[info.worker_id] = worker
-        if (last := self._lives.get(info.worker_id)) not in (None, info.life):
-            self._superseded.add(str(last))
+        last = self._lives.get(info.worker_id)
+        if last is not None and last != info.life:
+            self._superseded.add(last)
         self._lives[info.worker_id] = info.life
         if replaced is not None:
             worker.last_used = replaced.last_used

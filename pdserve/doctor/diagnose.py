@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 from core.config import PdserveConfig
 from core.errors import LaunchError
@@ -27,7 +28,7 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
     if address == "local":
         return Examination(config, LocalHost(config.model.path, config.cluster.device), progress).run()
     progress(f"joining Ray at {address}")
-    if ":" in address and (found := dial(address, _DIAL_S)) is not Dial.OPEN:
+    if re.fullmatch(r"\S+:\d+", address) and (found := dial(address, _DIAL_S)) is not Dial.OPEN:
         # Ray itself would try for much longer, and say less.
         remedy = "start Ray there (`ray start --head`), or name the address that `ray status` works with"
         if found is not Dial.REFUSED:

@@ -28,7 +28,7 @@ from pdserve.doctor.pairs import MOST_MEASURED, Pairs, ServedModel
 from pdserve.doctor.probe_host import ProbeHost
 from pdserve.doctor.report import ExaminedNode, ExaminedPair, Report
 from pdserve.doctor.seats import Seat, seats_of
-from pdserve.doctor.site import Site
+from pdserve.doctor.site import HANGS, Site
 from pdserve.launch.plan import Node
 from pdserve.launch.ports import port_base
 from pdserve.launch.slots import resolve_device
@@ -38,7 +38,6 @@ _REPORT_S = 120.0  # a process or actor starts, and imports torch
 _OPEN_S = 180.0
 _DIAL_S = 5.0
 _SERVICE = "the service"
-_HANGS = "the node, or what runs there, hangs: see its load and Ray's logs"
 _NO_PROBE = "pdserve, and ~/.ray/auth_token if there is one, have to be there as here; see that node's Ray logs"
 Progress = Callable[[str], None]
 
@@ -159,7 +158,7 @@ class Examination:
             if device == "cuda":
                 device = f"cuda:{seat.slot % max(1, len(site.report.devices))}"
             arguments = {"spec": seat.spec(self._config, self._device, host).to_wire(), "device": device}
-            with site.noting(f"{seat.worker_id} on {site.node.ip}", _HANGS):
+            with site.noting(f"{seat.worker_id} on {site.node.ip}", HANGS):
                 answer = site.probes[seat.worker_id].call("open", arguments, _OPEN_S)
                 site.endpoints[seat.worker_id] = Endpoints.from_wire(answer)
 

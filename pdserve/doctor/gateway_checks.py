@@ -13,11 +13,10 @@ from pdserve.doctor.dial import REMEDIES, Dial, dial
 from pdserve.doctor.finding import Finding, fail, ok
 from pdserve.doctor.listeners import listener_on
 from pdserve.doctor.ping import SAME, PingServer, read_clock
-from pdserve.doctor.site import Site
+from pdserve.doctor.site import HANGS, Site
 from pdserve.launch.ports import free_port
 
 _GATEWAY = "the gateway"
-_HANGS = "the node, or what runs there, hangs: see its load and Ray's logs"
 _ANSWER_S = 5.0
 
 
@@ -50,7 +49,7 @@ def check_registry(
 
     def reach(site: Site) -> None:
         arguments = {"address": address, "timeout_s": timeout_s}
-        with site.noting(site.node.ip, _HANGS):
+        with site.noting(site.node.ip, HANGS):
             answers[site.node.node_id] = Dial(site.any_probe.call("dial", arguments, timeout_s + _ANSWER_S))
 
     with contextlib.closing(server):

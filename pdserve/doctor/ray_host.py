@@ -17,7 +17,7 @@ from core.errors import DeadlineExceeded, LaunchError, PdserveError, WorkerLost,
 from pdserve.doctor.probe_actor import ProbeActor
 from pdserve.doctor.probe_host import ProbeHandle
 from pdserve.launch.plan import Node
-from pdserve.launch.ray_session import RaySession
+from pdserve.launch.ray_session import RaySession, one_line
 
 _SERVICE = re.compile(r"pdserve-(\d+)-")
 
@@ -66,8 +66,7 @@ class _RayProbe:
             except GetTimeoutError:
                 raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s") from None
             except RayError as error:
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                raise WorkerLost(f"{self._name} failed: {lines[-1] if lines else type(error).__name__}") from None
+                raise WorkerLost(f"{self._name} failed: {one_line(error)}") from None
         if "error" in answer:
             raise from_wire(*answer["error"])
         return answer["value"]

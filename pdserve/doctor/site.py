@@ -16,6 +16,9 @@ from pdserve.doctor.report import ExaminedNode
 from pdserve.doctor.seats import Seat
 from pdserve.launch.plan import Node
 
+HANGS = "the node, or what runs there, hangs: see its load and Ray's logs"
+"""The remedy when a probe does not answer."""
+
 
 @dataclass(slots=True)
 class Site:

@@ -22,6 +22,7 @@ from decode_worker.actor import DecodeWorkerActor
 from pdserve.launch.placement import node_of, reserve_slot, wait_placed
 from pdserve.launch.plan import Bundle, Node, plan
 from pdserve.launch.ports import first_port
+from pdserve.launch.ray_session import one_line
 from pdserve.version import VERSION
 from prefill_worker.actor import PrefillWorkerActor
 from worker.spec import WorkerSpec
@@ -94,11 +95,10 @@ class Members:
         added: list[Member] = []
         try:
             for role, target in zip(roles, targets, strict=True):
-                group = reserve_slot(self._bundles[role], target, policy, taken)
                 name, ordinal = self._free_name(role), self._free_ordinal()
-                num_slots = on_node[target.node_id] if target else 1
-                member = Member(name, role, ordinal, group, self._start(name, role, ordinal, group, num_slots))
-                self._members[name] = member
+                spec = self._spec(name, role, ordinal, on_node[target.node_id] if target else 1)
+                group = reserve_slot(self._bundles[role], target, policy, taken)
+                member = self._members[name] = Member(name, role, ordinal, group, self._start(spec, group))
                 added.append(member)
         except BaseException:
             self.remove(added)
@@ -128,7 +128,7 @@ class Members:
             report(f"{name} is up")
 
     def remove(self, members: Sequence[Member]) -> None:
-        """End these workers and give their slots back. Never raises: Ray may be gone."""
+        """End these workers and give their slots back, as far as Ray does it: it may be failing."""
         placed = [member for member in members if _or_empty(member)]
         with contextlib.suppress(ray.exceptions.RayError):
             stopping = [member.actor.stop.remote() for member in placed]  # those without a node would never answer
@@ -140,9 +140,8 @@ class Members:
                 remove_placement_group(member.group)
             self._members.pop(member.worker_id, None)
 
-    def _start(self, name: str, role: Role, ordinal: int, group: PlacementGroup, num_slots: int) -> Any:
-        bundle = dict(self._bundles[role])
-        spec = WorkerSpec(
+    def _spec(self, name: str, role: Role, ordinal: int, num_slots: int) -> WorkerSpec:
+        return WorkerSpec(
             worker_id=name,
             role=role,
             host=self._host,
@@ -153,14 +152,17 @@ class Members:
             service=self._service,
             port=first_port(self._port_base, ordinal),
             num_slots=num_slots,
-            device_share=min(1.0, bundle.get("GPU", 1.0)),
+            device_share=min(1.0, self._bundles[role].get("GPU", 1.0)),
             config=self._config,
         )
+
+    def _start(self, spec: WorkerSpec, group: PlacementGroup) -> Any:
+        bundle = dict(self._bundles[spec.role])
         return (
-            ACTORS[role]
+            ACTORS[spec.role]
             .options(
                 # A name is free again only some time after its actor was killed.
-                name=f"pdserve-{self._config.gateway.port}-{name}-{secrets.token_hex(4)}",
+                name=f"pdserve-{self._config.gateway.port}-{spec.worker_id}-{secrets.token_hex(4)}",
                 num_cpus=bundle.pop("CPU", 0.0),
                 num_gpus=bundle.pop("GPU", 0.0),
                 resources=bundle or None,
@@ -184,9 +186,3 @@ def _or_empty(member: Member) -> str:
         return member.node_id
     except ray.exceptions.RayError:
         return ""
-
-
-def one_line(error: BaseException) -> str:
-    """The last line of what Ray says, which is the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

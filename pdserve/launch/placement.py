@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
-from pdserve.launch.plan import Bundle, Node, PlacementPolicy
+from core.config import PlacementPolicy
+from pdserve.launch.plan import Bundle, Node
 
 
 def reserve_slot(

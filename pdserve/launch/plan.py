@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from core.config import PlacementPolicy
 from core.worker import Role
 
-PlacementPolicy = Literal["pack", "spread", "strict_spread"]
 Bundle = Mapping[str, float]
 """Ray resources that one worker asks for."""
 

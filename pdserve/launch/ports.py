@@ -22,7 +22,8 @@ def port_base(config: ClusterConfig) -> int:
 
 
 def first_port(base: int, ordinal: int) -> int:
-    """The first of the ports of the service's worker number ``ordinal``, whatever node it is on."""
+    """The first of the ports of the service's worker number ``ordinal``, whatever node it is on; LaunchError if they
+    would lie beyond the last port there is."""
     first = base + 1 + PORTS_PER_WORKER * ordinal if base else 0
     if first + PORTS_PER_WORKER > 65_536:
         raise LaunchError(f"cluster.port_base: {base} leaves no ports for worker number {ordinal}; choose a lower one")

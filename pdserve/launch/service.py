@@ -20,10 +20,10 @@ from core.worker import Role
 from engine.model_source import resolve_model
 from pdserve.launch.gateway_actor import GatewayActor
 from pdserve.launch.leftovers import end_processes
-from pdserve.launch.members import STOP_TIMEOUT_S, Member, Members, Report, one_line
+from pdserve.launch.members import STOP_TIMEOUT_S, Member, Members, Report
 from pdserve.launch.plan import Bundle, Node
 from pdserve.launch.ports import free_port, port_base
-from pdserve.launch.ray_session import RaySession
+from pdserve.launch.ray_session import RaySession, one_line
 from pdserve.launch.slots import resolve_device, roles_of, worker_bundles
 
 MISSED_CHECKS = 3
@@ -185,12 +185,16 @@ class Service:
             raise LaunchError(
                 f"Ray could not place {_names(waiting)} within {timeout_s:.0f} s; see `ray status` for what is missing"
             )
+        self._await_gateway(self._gateway.wait_started.remote(), timeout_s)
         self._report(f"loading {model_name} on {len(added)} workers ({device})")
         members.wait_ready(added, timeout_s, self._report)
-        for answer in (self._gateway.wait_started.remote(), self._gateway.wait_serving.remote(timeout_s)):
-            if "error" in (told := ray.get(answer)):
-                raise from_wire(*told["error"])
+        self._await_gateway(self._gateway.wait_serving.remote(timeout_s), timeout_s)
         self._tell_members()
+
+    def _await_gateway(self, answer: Any, timeout_s: float) -> None:
+        told = ray.get(answer, timeout=timeout_s + STOP_TIMEOUT_S)
+        if "error" in told:
+            raise from_wire(*told["error"])
 
     def _await_nodes(self) -> tuple[list[Node], str, dict[Role, Bundle]]:
         """The nodes, the device and what workers ask for. Nodes join some time after `ray up` has returned: on a Ray

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.config import PlacementPolicy
 from core.worker import Role
-from pdserve.launch.plan import Node, PlacementPolicy, plan
+from pdserve.launch.plan import Node, plan
 
 P, D = Role.PREFILL, Role.DECODE
 ONE_CPU = {P: {"CPU": 1.0}, D: {"CPU": 1.0}}
