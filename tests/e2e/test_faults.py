@@ -23,6 +23,7 @@ from tests.random_models import greedy_tokens, save_random_model
 
 PROMPT = [11, 7, 200, 41, 5, 99, 3] * 12
 TOKENS = 60
+LONG = 400  # what takes much longer than to find the worker that does it
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +41,16 @@ def worker_named(client: Client, worker_id: str) -> ServiceWorker:
     return next(w for w in client.status().workers if w.worker_id == worker_id)
 
 
-def wait_for(cluster: LocalCluster, worker_id: str, state: str, timeout_s: float = 30.0) -> ServiceWorker:
+def wait_for(
+    cluster: LocalCluster, worker_id: str, state: str, timeout_s: float = 120.0, since: ServiceWorker | None = None
+) -> ServiceWorker:
+    """The worker once it is in that state; with an engine started after it was like ``since``."""
     deadline_s = time.monotonic() + timeout_s
     with Client(cluster.target) as client:
         while True:
             workers = client.status().workers  # one that has not reported yet is not among them
             worker = next((w for w in workers if w.worker_id == worker_id), None)
-            if worker is not None and worker.state == state:
+            if worker is not None and worker.state == state and (since is None or worker.engine_pid != since.engine_pid):
                 return worker
             assert time.monotonic() < deadline_s, workers
             time.sleep(0.1)
@@ -54,26 +58,31 @@ def wait_for(cluster: LocalCluster, worker_id: str, state: str, timeout_s: float
 
 @pytest.mark.parametrize("victim", ["engine", "worker"])
 def test_decode_dies_in_mid_stream(model: Path, victim: str) -> None:
-    """The client's stream goes on, token for token, on the other decode worker."""
-    expected = greedy_tokens(model, PROMPT, TOKENS)
+    """The client's stream goes on, token for token, whichever worker is there to go on with it."""
+    expected = greedy_tokens(model, PROMPT, LONG)
     with local_cluster(settings(model), decode=2) as cluster, Client(cluster.target) as client:
-        stream = client.generate(PROMPT, max_tokens=TOKENS, mode="pd")
-        for _ in range(5):
-            next(stream)
-        busy = next(w for w in client.status().workers if w.role == "decode" and w.outstanding_tokens)
-        psutil.Process(busy.engine_pid if victim == "engine" else busy.pid).kill()
-        result = stream.result()
-        assert list(result.token_ids) == expected
-        assert result.attempts >= 2
-        assert result.decode_worker != busy.worker_id
-        if victim == "engine":
-            again = wait_for(cluster, busy.worker_id, "ready")
-            assert (again.pid, again.engine_restarts) == (busy.pid, 1)
+        for _ in range(20):
+            stream = client.generate(PROMPT, max_tokens=LONG, mode="pd", timeout_s=60)
+            for _ in range(5):
+                next(stream)
+            busy = next((w for w in client.status().workers if w.role == "decode" and w.outstanding_tokens), None)
+            if busy is not None:
+                psutil.Process(busy.engine_pid if victim == "engine" else busy.pid).kill()
+            result = stream.result()
+            assert list(result.token_ids) == expected
+            if busy is None:
+                continue  # the stream was quicker than this test could look
+            if victim == "worker":
+                cluster.kill(busy.worker_id)  # which reaps it
+                assert result.attempts == 1 or result.decode_worker != busy.worker_id
+                cluster.start_worker(Role.DECODE, int(busy.worker_id[-1]))
+            again = wait_for(cluster, busy.worker_id, "ready", since=busy)
+            assert (again.pid == busy.pid) == (victim == "engine")
             assert leaked_blocks(cluster.wait_idle()) == 0
+            if result.attempts >= 2:
+                break
         else:
-            cluster.kill(busy.worker_id)
-            alive = [w for w in cluster.wait_idle(3.0).workers if w.worker_id != busy.worker_id]
-            assert all(w.free_blocks == w.num_blocks for w in alive)
+            raise AssertionError("every stream was over before its worker died")
 
 
 def test_prefill_dies_under_a_long_prompt(model: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from tests.e2e.conftest import Cli
-from tests.local_cluster import free_port, leaked_blocks
+from tests.local_cluster import free_port, free_ports, leaked_blocks
 from tests.ray_nodes import RayNode, ray_head, ray_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -97,7 +97,7 @@ def pending_demand(head: RayNode, home: Path) -> str:
 
 def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
     at_home = Cli({**cli.env, "HOME": str(tmp_path)})
-    port, base = free_port(), 21_000
+    port, base = free_port(), free_ports(12)
     target = f"127.0.0.1:{port}"
     config = tmp_path / "pdserve.yaml"
     config.write_text(
