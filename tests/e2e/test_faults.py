@@ -50,7 +50,11 @@ def wait_for(
         while True:
             workers = client.status().workers  # one that has not reported yet is not among them
             worker = next((w for w in workers if w.worker_id == worker_id), None)
-            if worker is not None and worker.state == state and (since is None or worker.engine_pid != since.engine_pid):
+            if (
+                worker is not None
+                and worker.state == state
+                and (since is None or worker.engine_pid != since.engine_pid)
+            ):
                 return worker
             assert time.monotonic() < deadline_s, workers
             time.sleep(0.1)
