@@ -1,6 +1,6 @@
 """An event loop whose clock stands still while anything is computed, and jumps to the next timer when nothing is left
-to do. Tests on it are exact and wait for nothing, however slow or busy the machine. They must use no threads or sockets.
-"""
+to do. Tests on it are exact and wait for nothing, however slow or busy the machine. They must not use threads or
+sockets."""
 
 from __future__ import annotations
 
