@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +19,38 @@ settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("explore", max_examples=1_000)
 settings.load_profile("repeatable")
 
-# These bring up services and Rays, or look at all that run on this host, so they run one after the other.
-SERVICES = ("tests/deploy/test_ready.py", "tests/doctor/", "tests/e2e/", "tests/launch/")
+# Folders whose files take longest: they come first, so that no process is left alone with one of them in the end.
+ROOT = Path(__file__).parents[1]
+LONG = ("tests/e2e/", "tests/engine/", "tests/doctor/", "tests/kv_transfer/")
+
+
+@functools.cache
+def _unit_of(file: str) -> str:
+    """What is run by one process, in its order: a file, whose tests share fixtures; all files that start a Ray, since
+    each takes seconds and memory, and a host's second finds some of its usual ports taken."""
+    return "ray" if "pytest.mark.ray" in (ROOT / file).read_text() else file
+
+
+def _rank(unit: str) -> int:
+    if unit == "ray":
+        return 0
+    return next((rank for rank, folder in enumerate(LONG, 1) if unit.startswith(folder)), len(LONG) + 1)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """With `-n`: a file is run by one process, as its tests share fixtures, and all services are run by one."""
+    """With `-n`: which process runs what."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         def _split_scope(self, nodeid: str) -> str:
-            return "services" if nodeid.startswith(SERVICES) else nodeid.partition("::")[0]
+            return _unit_of(nodeid.partition("::")[0])
 
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n`: what takes long first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _rank(_unit_of(item.nodeid.partition("::")[0])))
