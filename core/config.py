@@ -170,7 +170,28 @@ class RouterConfig(_Section):
         1024, description="a prefill worker is free while fewer prompt tokens than this wait on it (or none at all)"
     )
     max_queue: Positive = Field(1024, description="requests that may wait; one more is refused (RESOURCE_EXHAUSTED)")
-    max_attempts: Positive = Field(3, description="attempts per request when workers or transfers fail")
+    max_attempts: Positive = Field(
+        4,
+        description="attempts of a request in a row that bring no token when workers or transfers fail; after a failed "
+        "transfer the last of them runs on one worker",
+    )
+    retry_pause_s: Annotated[float, Field(ge=0, le=60)] = Field(
+        0.05, description="pause before the first retry of a request, with jitter; it doubles with each, up to 2 s"
+    )
+    retry_share: Annotated[float, Field(ge=0)] = Field(
+        0.5,
+        description="retries are at most this share of the requests of the last 10 s, and 10; further ones wait",
+    )
+    patience_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        30.0,
+        description="how long a request waits for a worker to be ready again, within its deadline, in a service that "
+        "was ready; then it is refused (UNAVAILABLE)",
+    )
+    max_unread_tokens: Positive = Field(
+        1024,
+        description="tokens of a request that may wait for its client to read; beyond that the request leaves its "
+        "workers, and goes on from there once the client has read them",
+    )
     heartbeat_s: Seconds = Field(0.5, description="how often workers report")
     heartbeat_timeout_s: Seconds = Field(3.0, description="a worker silent for this long is taken for dead")
     forget_s: Seconds = Field(60.0, description="a dead worker is no longer shown after this long")

@@ -46,7 +46,12 @@ class InvalidRequest(PdserveError):
 
 
 class CapacityExceeded(PdserveError):
-    """The request does not fit, now or ever; the message says which limit."""
+    """The request does not fit, now or ever; the message says which limit. ``retry_after_s`` is when it may fit, where
+    that is known."""
+
+    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
+        super().__init__(*args)
+        self.retry_after_s = retry_after_s
 
 
 class NotReady(PdserveError):
