@@ -8,6 +8,7 @@ fire before the loop reads them.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from core.clock import Clock, MonotonicClock
@@ -55,7 +56,15 @@ def _tick(loop: asyncio.AbstractEventLoop, clock: AwakeClock) -> None:
     loop.call_later(TICK_S, _tick, loop, clock)
 
 
-async def wait_awake(future: asyncio.Future[object], timeout_s: float) -> bool:
+class LoopClock:
+    """The `awake_clock` of whichever event loop asks."""
+
+    def now(self) -> float:
+        """Seconds for which the running loop has run."""
+        return awake_clock().now()
+
+
+async def wait_awake(future: asyncio.Future[Any], timeout_s: float) -> bool:
     """Wait until ``future`` is done, for ``timeout_s`` seconds of the running loop's `awake_clock` at most. Returns
     whether it is done; it is never cancelled."""
     clock = awake_clock()

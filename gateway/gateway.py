@@ -14,36 +14,47 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from core.awake_clock import LoopClock
 from core.clock import Clock, MonotonicClock
 from core.config import PdserveConfig
 from core.errors import LaunchError, NotReady, PdserveError
 from core.request import Mode
 from core.worker import Role
-from gateway.inference_service import InferenceService
+from gateway.inference_service import SERVICE, InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
+from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
-from pb import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from pb import worker_pb2_grpc
 from router.registry import WorkerRegistry
 from router.router import Router
-from router.waiting_line import RunMode
+from router.waiting_line import WaitMode
 
 log = logging.getLogger(__name__)
 
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
 
-_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.so_reuseport", 0),  # else a second gateway would silently share the port
-    ("grpc.max_send_message_length", 64 * 2**20),
-    ("grpc.max_receive_message_length", 64 * 2**20),
-]
+DEFAULT_CONTEXT = 131_072
+MAX_PENDING_CALLS = 1_000_000
+INTERNAL_MESSAGE_BYTES = 2**20
+"""Of one heartbeat."""
+
+
+def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # else a second gateway would silently share the port
+        ("grpc.max_send_message_length", 64 * 2**20),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        # By default gRPC drops calls at random once 1000 wait for a handler; the router's queue is what refuses here.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+    ]
 
 
 class Gateway:
     """``connect`` opens the control connection to a worker that has reported; ``registry_address`` is the internal
-    ``host:port`` that workers report to (port 0 picks one). `ModelError` if the folder's tokenizer is broken."""
+    ``host:port`` that workers report to (port 0 picks one), ``context_length`` is the model's. `ModelError` if the folder's tokenizer is broken."""
 
     def __init__(
         self,
@@ -51,6 +62,7 @@ class Gateway:
         *,
         model_name: str,
         model_folder: Path | None,
+        context_length: int = DEFAULT_CONTEXT,
         connect: Connect,
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
@@ -63,17 +75,20 @@ class Gateway:
         self._service = service
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
-        self.registry = WorkerRegistry(clock, config.router.heartbeat_timeout_s, config.router.forget_s)
+        # Workers' silence counts only while this loop reads what they say.
+        self.registry = WorkerRegistry(LoopClock(), config.router.heartbeat_timeout_s, config.router.forget_s)
         both_roles = config.cluster.prefill and config.cluster.decode
-        auto_mode: RunMode = Mode.PD if both_roles else Mode.COLOCATED
+        auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)
         self._directory = WorkerDirectory(self.registry, connect)
         self._report = report = StatusReport(
             self.registry, self.router, clock, config.model.name or model_name, version, lambda: self.problem is None
         )
+        tokenizer = load_tokenizer(model_folder)
+        self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
         self._inference = InferenceService(
             self.router,
-            load_tokenizer(model_folder),
+            tokenizer,
             report.limits,
             report.message,
             clock,
@@ -101,17 +116,21 @@ class Gateway:
     @property
     def problem(self) -> PdserveError | None:
         """Why requests cannot be served now; None: they can."""
-        return self.registry.unavailable(self.router.auto_mode)
+        mode = self.router.auto_mode
+        if mode is Mode.AUTO and not self.registry.was_available(Mode.PD):
+            mode = Mode.PD  # a service that starts is ready when it is complete
+        return self.registry.unavailable(mode)
 
     async def start(self) -> None:
         """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
         config = self._config.gateway
-        public, internal = grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS)
+        public = grpc.aio.server(options=_options(self._max_message_bytes))
+        internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
         # The stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, public)
+        self._inference.add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
         worker_pb2_grpc.add_RegistryServicer_to_server(

@@ -28,6 +28,7 @@ class GatewayHost:
             config,
             model_name=model.name,
             model_folder=model.folder,
+            context_length=model.shape.max_position_embeddings,
             connect=WorkerClient.connect,
             registry_address=registry_address,
             version=version,

@@ -34,19 +34,20 @@ class StatusReport:
         self._version = version
         self._ready = ready
         self._started_s = clock.now()
+        self._limits: Limits | None = None
         self.expected: dict[str, Role] = {}
         """The service's workers by name, registered or not."""
 
     def limits(self) -> Limits | None:
-        """What all workers that are there allow; None if there is none."""
+        """What the workers that are there allow, or allowed while there were some; None if there never was one."""
         infos = [w.info for w in self._registry.workers if not w.lost] or [w.info for w in self._registry.workers]
-        if not infos:
-            return None
-        return Limits(
-            context_length=min(info.max_model_len for info in infos),
-            pool_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
-            vocab_size=min(info.vocab_size for info in infos),
-        )
+        if infos:
+            self._limits = Limits(
+                context_length=max(info.max_model_len for info in infos),
+                pool_tokens=max(info.num_blocks * info.layout.block_size for info in infos),
+                vocab_size=min(info.vocab_size for info in infos),
+            )
+        return self._limits
 
     def message(self) -> pb.GetStatusResponse:
         """The status now."""
@@ -67,7 +68,7 @@ class StatusReport:
             uptime_s=self._clock.now() - self._started_s,
         )
         limits = self.limits()
-        if limits is not None:
+        if limits is not None and self._registry.workers:
             layout = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info.layout
             status.context_length = limits.context_length
             status.vocab_size = limits.vocab_size

@@ -15,7 +15,7 @@ class RegisteredWorker:
 
     ``prompt_tokens`` are those sent to it whose first token has not come back yet; ``outstanding_tokens`` counts
     what it has still to compute of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is
-    set when a request lost it before any heartbeat or broken connection said so, and cleared by the next good heartbeat.
+    set when a request lost it before any heartbeat or broken connection said so; the next good heartbeat clears it.
     ``lost_s`` is when. ``retiring``: it finishes what it has and gets nothing more.
     ``confirmed`` holds the peers it answered to have connected to, whatever its heartbeats say meanwhile.
     """

@@ -209,8 +209,13 @@ class WorkerRegistry:
     def unavailable(self, mode: Mode) -> PdserveError | None:
         """Why no request of ``mode`` can run now, however long it waits for a free worker; None: one can. For mode
         ``auto`` any ready worker is enough."""
-        if mode is not Mode.PD:
-            return None if self.ready() else NotReady(f"no worker is ready ({self._census()}); try again")
+        if mode is not Mode.PD and not self.ready():
+            return NotReady(f"no worker is ready ({self._census()}); try again")
+        if mode is Mode.COLOCATED:
+            return None
+        if mode is Mode.AUTO:
+            error = self.unavailable(Mode.PD)
+            return error if isinstance(error, LayoutMismatch) else None
         for role in Role:
             if not self.ready(role):
                 hint = "; modes auto and colocated need none" if self.ready() else ""

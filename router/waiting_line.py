@@ -221,7 +221,9 @@ class WaitingLine:
         placement = self._choose_pair(waiting)
         if placement is None and waiting.mode is Mode.AUTO:
             sizes = waiting.prompt_tokens, waiting.output_tokens
-            if self._registry.unavailable(Mode.PD) or self._registry.capacity_error(Mode.PD, *sizes):
+            apart = self._registry.unavailable(Mode.PD) or self._registry.capacity_error(Mode.PD, *sizes)
+            # Workers that differ in model or layout would answer differently.
+            if apart is not None and not isinstance(apart, LayoutMismatch):
                 return self._choose_one(waiting)
         return placement
 

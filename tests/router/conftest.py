@@ -65,8 +65,8 @@ class Cluster:
     async def until(self, holds: Callable[[], bool]) -> None:
         """Return once ``holds``; TimeoutError if it does not."""
         async with asyncio.timeout(10.0):
-            while not holds():
-                await asyncio.sleep(0.001)  # noqa: ASYNC110 - fakes tell nobody what they hold
+            while not holds():  # noqa: ASYNC110 - fakes tell nobody what they hold
+                await asyncio.sleep(0.001)
 
     def check_idle(self) -> None:
         """Everything given back: load accounts at zero, nothing held by any worker."""
