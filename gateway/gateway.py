@@ -54,7 +54,8 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
 
 class Gateway:
     """``connect`` opens the control connection to a worker that has reported; ``registry_address`` is the internal
-    ``host:port`` that workers report to (port 0 picks one), ``context_length`` is the model's. `ModelError` if the folder's tokenizer is broken."""
+    ``host:port`` that workers report to (port 0 picks one); ``context_length`` is the model's. `ModelError` if the
+    folder's tokenizer is broken."""
 
     def __init__(
         self,

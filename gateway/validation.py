@@ -56,8 +56,8 @@ def read_message(data: bytes) -> pb.GenerateRequest:
         return pb.GenerateRequest.FromString(data)
     except DecodeError as error:
         raise InvalidRequest(
-            f"message: it is no GenerateRequest, or a string in it is not UTF-8 ({error}); encode it with the service's "
-            "protobuf definition"
+            f"message: it is no GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by "
+            "proto/pb/inference.proto"
         ) from None
 
 
