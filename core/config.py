@@ -171,7 +171,7 @@ class RouterConfig(_Section):
     )
     max_queue: Positive = Field(1024, description="requests that may wait; one more is refused (RESOURCE_EXHAUSTED)")
     max_attempts: Positive = Field(
-        4,
+        5,
         description="attempts of a request in a row that bring no token when workers or transfers fail; after a failed "
         "transfer the last of them runs on one worker",
     )

@@ -67,6 +67,7 @@ class Attempt:
         self._contacted: list[RegisteredWorker] = []
         self._aborts: set[asyncio.Task[None]] = set()
         self._left = False
+        self._placed_s = clock.now()
         self._complete = False
         self._reserved = self._decoded = False
 
@@ -104,6 +105,11 @@ class Attempt:
             for task in self._aborts:
                 _keep(task)
         self._placement.end()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its workers were chosen."""
+        return self._clock.now() - self._placed_s
 
     @property
     def gave_tokens(self) -> bool:

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 2.0
 MAX_LOST_IN_A_ROW = 2
-"""Workers that may be lost, one after the other, with a request that they have given no token of."""
+LOST_AT_ONCE_S = 1.0
+"""A request is suspected of breaking workers when so many in a row were lost within this time of getting it, before
+they gave a token of it."""
 
 _BEFORE_ROUTER = frozenset({EventKind.RECEIVED, EventKind.TOKENIZED})
 _ALL_ATTEMPT = frozenset(EventKind) - _BEFORE_ROUTER
@@ -199,13 +201,14 @@ class _Failures:
         if attempt.gave_tokens:
             self.reset()
         self.in_a_row += 1
-        self._lost_in_a_row = self._lost_in_a_row + 1 if isinstance(error, WorkerLost) else 0
+        at_once = isinstance(error, WorkerLost) and attempt.age_s < LOST_AT_ONCE_S
+        self._lost_in_a_row = self._lost_in_a_row + 1 if at_once else 0
         if not (error.retryable or elsewhere) or self.in_a_row >= self._max_attempts:
             return error
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             return WorkerLost(
-                f"{error}; it is the second worker in a row that was lost with this request, so the request is not "
-                "tried on another"
+                f"{error}; it is the second worker in a row that was lost as soon as it had this request, so the "
+                "request is not tried on another"
             )
         self.avoid |= attempt.failed
         prefill = placement.prefill.worker.worker_id

@@ -135,30 +135,33 @@ def test_a_client_that_stops_reading_does_not_outlive_its_deadline_nor_skew_the_
     expected: tuple[int, ...],
 ) -> None:
     settings = {**SETTINGS, "router": {"max_unread_tokens": 64}, "gateway": {"default_timeout_s": 15.0}}
-    with local_cluster(settings) as cluster, Client(cluster.target) as client:
-        with small_window(cluster.target) as channel:
-            generate = channel.unary_stream("/pdserve.v1.Inference/Generate")
-            # With 20 logprobs for each token, what is not read exceeds every buffer on the way.
-            asked = pb.Sampling(max_tokens=1900, ignore_eos=True, logprobs=20)
-            call = generate(pb.GenerateRequest(text=PROMPT, sampling=asked).SerializeToString())
-            next(call)
-            started_s = time.monotonic()
-            while _load(client.status()) or leaked_blocks(client.status()):
-                # It is paused long before its deadline: it holds neither load nor blocks.
-                assert time.monotonic() - started_s < 12, client.status()
-                time.sleep(0.05)
-            assert client.status().running == 1
-            innocents = Innocents(cluster.target, 2)
-            time.sleep(3.0)
-            innocents.stop(expected)
-            while client.status().running:
-                assert time.monotonic() - started_s < 60, client.status()
-                time.sleep(0.1)
-            assert leaked_blocks(cluster.wait_idle()) == 0
+    with (
+        local_cluster(settings) as cluster,
+        Client(cluster.target) as client,
+        small_window(cluster.target) as channel,
+    ):
+        generate = channel.unary_stream("/pdserve.v1.Inference/Generate")
+        # With 20 logprobs for each token, what is not read exceeds every buffer on the way.
+        asked = pb.Sampling(max_tokens=1900, ignore_eos=True, logprobs=20)
+        call = generate(pb.GenerateRequest(text=PROMPT, sampling=asked).SerializeToString())
+        next(call)
+        started_s = time.monotonic()
+        while _load(client.status()) or leaked_blocks(client.status()):
+            # It is paused long before its deadline: it holds neither load nor blocks.
+            assert time.monotonic() - started_s < 12, client.status()
+            time.sleep(0.05)
+        assert client.status().running == 1
+        innocents = Innocents(cluster.target, 2)
+        time.sleep(3.0)
+        innocents.stop(expected)
+        while client.status().running:
+            assert time.monotonic() - started_s < 60, client.status()
+            time.sleep(0.1)
+        assert leaked_blocks(cluster.wait_idle()) == 0
 
 
 def test_a_client_that_reads_late_gets_everything(expected: tuple[int, ...]) -> None:
-    settings = {**SETTINGS, "router": {"max_unread_tokens": 64}}
+    settings = {**SETTINGS, "router": {"max_unread_tokens": 256}}
     with local_cluster(settings) as cluster, Client(cluster.target) as client:
         with small_window(cluster.target) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
