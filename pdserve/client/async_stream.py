@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc.aio
 
@@ -105,11 +105,11 @@ class AsyncStream:
         try:
             return await self._next()
         except PdserveError as error:
-            self._error = error
-            raise
+            self._error = self._error or error  # if it was cancelled in the meantime, that is why it ended
         except BaseException:
             self._abort("the task that read its stream was cancelled or interrupted")
             raise
+        raise self._error
 
     async def _next(self) -> Token | None:
         assembler = self._assembler or await self._begin()
@@ -186,8 +186,8 @@ class _Loop:
     def __aiter__(self) -> Self:
         return self
 
-    def __anext__(self) -> Coroutine[Any, Any, Token]:
-        return self._stream.__anext__()
+    async def __anext__(self) -> Token:  # a coroutine, so that it keeps the loop while it waits
+        return await anext(self._stream)
 
     def __del__(self) -> None:
         self._stream._abort("the loop over its stream ended early; use anext(stream) to read on later")

@@ -80,6 +80,11 @@ def _error(code: grpc.StatusCode, details: str, target: str, kind: Any, has_begu
             return error
     if code is grpc.StatusCode.CANCELLED:
         return _cancelled_by_the_server(details, target, has_begun)
+    if code is grpc.StatusCode.UNAVAILABLE and is_reset(details):
+        return NotReady(
+            f"the server at {target} ended the stream ({details}): it is stopping, or takes no more streams now; try "
+            "again after a while"
+        )
     if code is grpc.StatusCode.UNAVAILABLE:
         return NotReady(f"the service at {target} is not available: {details or 'no reason given'}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -89,21 +94,27 @@ def _error(code: grpc.StatusCode, details: str, target: str, kind: Any, has_begu
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return PdserveError(f"the server at {target} is not pdserve, or of another version: {details}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and is_reset(details):
-        return CapacityExceeded(f"the server at {target} {_OVERLOADED} ({details})")
+        return _overloaded(target, details)
     if code in _CLASSES:
         return _CLASSES[code](details or code.name)
     return PdserveError(f"{code.name}: {details or 'no reason given'} (service at {target})")
 
 
-_OVERLOADED = "refused the stream because too many are open; send fewer at a time, or try again after a while"
-
-
 def _cancelled_by_the_server(details: str, target: str, has_begun: bool) -> PdserveError:
-    """A gRPC server beyond its limit on streams answers CANCELLED, or resets the stream with the code of that name."""
-    reason = f" ({details})" if details and details != grpc.StatusCode.CANCELLED.name else ""
-    if has_begun:
-        return NotReady(f"the server at {target} cancelled the stream before its end{reason}; send the request again")
-    return CapacityExceeded(f"the server at {target} {_OVERLOADED}{reason or ' (CANCELLED)'}")
+    """A gRPC server beyond its limit on open streams answers CANCELLED without a word, or resets the stream with the
+    HTTP/2 code of that name."""
+    unexplained = details in ("", grpc.StatusCode.CANCELLED.name) or is_reset(details)
+    if unexplained and not has_begun:
+        return _overloaded(target, details or grpc.StatusCode.CANCELLED.name)
+    reason = details or "no reason given"
+    return NotReady(f"the server at {target} cancelled the request ({reason}); send it again after a while")
+
+
+def _overloaded(target: str, details: str) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"the server at {target} refused the stream, most likely because too many are open ({details}); "
+        "send fewer at a time, or try again after a while"
+    )
 
 
 def is_reset(details: str | None) -> bool:

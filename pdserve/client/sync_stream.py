@@ -94,11 +94,11 @@ class Stream:
         try:
             return self._next()
         except PdserveError as error:
-            self._error = error
-            raise
+            self._error = self._error or error  # if it was cancelled in the meantime, that is why it ended
         except BaseException:
             self._abort("reading its stream was interrupted")
             raise
+        raise self._error
 
     def _next(self) -> Token | None:
         assembler = self._assembler or self._begin()

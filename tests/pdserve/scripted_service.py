@@ -1,8 +1,12 @@
 """A small pdserve service for the client's and the CLI's tests: real gRPC over a real socket, scripted answers.
 
-The prompt's text says what happens: ``fail CODE details`` ends with that status (``raise CODE CLASS
-details`` names the error's class as well), ``hang`` sends one token and then
-waits until it is cancelled, ``broken`` ends without a completion; anything else is answered.
+The prompt's text says what happens:
+
+- ``fail CODE details`` ends with that status; ``raise CODE CLASS details`` names the error's class as well, and
+  ``refuse CODE CLASS RETRY_AFTER_MS details`` also when to come back; ``token`` before any of them sends a token first
+- ``hang`` sends one token and then waits until it is cancelled
+- ``broken`` ends without a completion
+- anything else is answered
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from core.timeline import GATEWAY, EventKind
 from gateway.statuses import ERROR_KIND_KEY
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc as pb_grpc
+from pdserve.client.channel import RETRY_AFTER_MS_KEY
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16
@@ -43,11 +48,17 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         events = [pb.Event(kind=EventKind.RECEIVED, worker=GATEWAY, time_s=time.monotonic())]
         self.requests.append(request)
         words = request.text.split()
+        if words[:1] == ["token"]:
+            yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
+            del words[0]
         if words[:1] == ["fail"]:
             context.abort(grpc.StatusCode[words[1]], " ".join(words[2:]))
         if words[:1] == ["raise"]:
             context.set_trailing_metadata(((ERROR_KIND_KEY, words[2]),))
             context.abort(grpc.StatusCode[words[1]], " ".join(words[3:]))
+        if words[:1] == ["refuse"]:
+            context.set_trailing_metadata(((ERROR_KIND_KEY, words[2]), (RETRY_AFTER_MS_KEY, words[3])))
+            context.abort(grpc.StatusCode[words[1]], " ".join(words[4:]))
         if words[:1] in (["hang"], ["broken"]):
             yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
             if words == ["broken"]:
