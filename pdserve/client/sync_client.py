@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,9 @@ from pdserve.client.request import GenerateOptions, Prompt, build_request, timeo
 from pdserve.client.status import ServiceStatus
 from pdserve.client.sync_stream import Call, Stream
 
+_RECHECK_S = 5.0
+"""A connection that answered this recently is taken for standing."""
+
 
 class Client:
     """A pdserve service at ``target`` (host:port). Threads may share it; ``with`` closes it. After `close` every method
@@ -35,6 +40,8 @@ class Client:
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target
         self._closed = False
+        self._connecting = threading.Lock()
+        self._connected_s = -math.inf
         self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -50,15 +57,15 @@ class Client:
                 return self._stub.Generate(request, timeout=timeout_s)
 
         def connect() -> None:
-            self.connect(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))
+            self._connect_once(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))
 
         return Stream(connect, start, self.target, lambda: self._closed)
 
     def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Connect now, so that no request pays for it; `NotReady` if nothing answers within ``timeout_s``.
 
-        `generate` does this itself before its clock starts. It is one health call: grpc's own way to watch a channel's
-        state costs the blocking API a polling thread.
+        `generate` does this itself before its clock starts, once for all streams that begin within a few seconds. It is
+        one health call: grpc's own way to watch a channel's state costs the blocking API a polling thread.
         """
         try:
             with self._while_open():
@@ -71,6 +78,19 @@ class Client:
                 if is_reset(error.details()):
                     raise self._error(error) from None
                 raise unreachable(self.target) from None
+
+    def _connect_once(self, timeout_s: float) -> None:
+        """`connect`, unless the service answered within the last few seconds; one call for all threads that wait."""
+        began_s = time.monotonic()
+        if not self._connecting.acquire(timeout=timeout_s):
+            raise unreachable(self.target)
+        try:
+            now_s = time.monotonic()
+            if now_s - self._connected_s > _RECHECK_S or self._closed:
+                self.connect(max(0.0, began_s + timeout_s - now_s))
+                self._connected_s = time.monotonic()
+        finally:
+            self._connecting.release()
 
     def status(self, timeout_s: float = 10.0) -> ServiceStatus:
         """The service's workers, their load and their blocks."""

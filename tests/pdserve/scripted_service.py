@@ -64,8 +64,8 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
             if words == ["broken"]:
                 return
             gone = threading.Event()
-            context.add_callback(gone.set)
-            gone.wait(30)
+            if context.add_callback(gone.set):  # False: it is cancelled already
+                gone.wait(30)
             self.cancelled.set()
             return
         yield from self._answer(request, events)
@@ -170,12 +170,22 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         )
 
 
+class CountingHealth(health.HealthServicer):  # type: ignore[misc]
+    """How often the service was asked whether it serves is in ``checks``."""
+
+    checks = 0
+
+    def Check(self, request: Any, context: Any) -> Any:
+        self.checks += 1
+        return super().Check(request, context)
+
+
 class ScriptedService:
     """The servicer behind a port of its own, with grpc.health.v1; ``target`` is where it listens."""
 
     def __init__(self) -> None:
         self.servicer = ScriptedServicer()
-        self.health = health.HealthServicer()
+        self.health = CountingHealth()
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=32))
         pb_grpc.add_InferenceServicer_to_server(self.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)

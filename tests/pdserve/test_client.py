@@ -289,6 +289,14 @@ async def test_two_readers_share_one_request(service: ScriptedService) -> None:
     assert len(service.servicer.requests) == 2
 
 
+async def test_streams_that_begin_together_connect_once(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        await asyncio.gather(*(asyncio.to_thread(client.generate(f"prompt {i}").result) for i in range(16)))
+        assert service.health.checks == 1
+        client.connect()  # when it is asked for by itself, it is done
+        assert service.health.checks == 2
+
+
 async def test_a_closed_client_says_so(service: ScriptedService) -> None:
     client = Client(service.target)
     client.connect()

@@ -138,7 +138,8 @@ async def test_a_refusal_tells_when_to_come_back(
     async with AsyncClient(service.target) as async_client:
         with pytest.raises(kind) as async_error:
             await async_client.generate(prompt).result()
-    assert sync_error.value.retry_after_s == async_error.value.retry_after_s == retry_after_s
+    errors = (sync_error.value, async_error.value)
+    assert [e.retry_after_s for e in errors if isinstance(e, CapacityExceeded | NotReady)] == [retry_after_s] * 2
     assert str(sync_error.value) == str(async_error.value) == "the queue is full"
 
 
@@ -152,10 +153,9 @@ def test_no_other_error_has_a_time_to_come_back(service: ScriptedService) -> Non
 
 
 @pytest.mark.parametrize("kind", [CapacityExceeded, NotReady])
-def test_the_time_to_come_back_is_no_part_of_the_wire(kind: type[CapacityExceeded | NotReady]) -> None:
+def test_the_time_to_come_back_is_no_part_of_the_wire(kind: type[CapacityExceeded] | type[NotReady]) -> None:
     error = kind("the queue is full", retry_after_s=0.5)
     assert to_wire(error) == (kind.__name__, "the queue is full")
     again = from_wire(*to_wire(error))
     assert type(again) is kind
-    assert isinstance(again, CapacityExceeded | NotReady)
-    assert again.retry_after_s is None
+    assert getattr(again, "retry_after_s", 0.0) is None
