@@ -59,14 +59,19 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         if words[:1] == ["refuse"]:
             context.set_trailing_metadata(((ERROR_KIND_KEY, words[2]), (RETRY_AFTER_MS_KEY, words[3])))
             context.abort(grpc.StatusCode[words[1]], " ".join(words[4:]))
-        if words[:1] in (["hang"], ["broken"]):
+        if words[:1] == ["broken"]:
             yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
-            if words == ["broken"]:
-                return
+            return
+        if words[:1] == ["hang"]:
             gone = threading.Event()
-            if context.add_callback(gone.set):  # False: it is cancelled already
-                gone.wait(30)
-            self.cancelled.set()
+
+            def ended() -> None:
+                self.cancelled.set()
+                gone.set()
+
+            context.add_callback(ended)  # before the token: nothing after it runs if the client leaves at once
+            yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
+            gone.wait(30)
             return
         yield from self._answer(request, events)
 
