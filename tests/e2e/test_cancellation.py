@@ -274,6 +274,30 @@ def test_ctrl_c_in_a_stream_stops_its_request(cluster: LocalCluster, where: str)
         process.communicate()
 
 
+def test_ctrl_c_in_bench_gives_every_block_back(cluster: LocalCluster) -> None:
+    command = [sys.executable, "-c", "from pdserve.cli.main import main; main()", "bench", "--json"]
+    load = ["--requests", "1000", "--concurrency", "4", "--input-len", "30", "--output-len", str(TOKENS)]
+    process = subprocess.Popen(
+        [*command, *load, "--target", cluster.target],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 60
+        with Client(cluster.target) as client:
+            while not client.status().used_blocks:
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    result = json.loads(out)
+    assert (result["partial"], result["planned"], result["requests"]) == (True, 1000, 0)
+    assert result["leaked_blocks"] == 0
+
+
 def test_a_stream_read_piece_by_piece_goes_on(cluster: LocalCluster) -> None:
     """`next` is not a loop: nothing is cancelled in between."""
     with Client(cluster.target) as client:

@@ -42,12 +42,15 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         self.cancelled = threading.Event()
         self.free_blocks = 64
         self.lost_bytes = 0
+        self.refuse_ms = ""  # unless empty, every request is refused and told to come back after that time
         self.token_shift = {pb.MODE_PD: 0, pb.MODE_COLOCATED: 0}
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         events = [pb.Event(kind=EventKind.RECEIVED, worker=GATEWAY, time_s=time.monotonic())]
         self.requests.append(request)
         words = request.text.split()
+        if self.refuse_ms:
+            words = ["refuse", "RESOURCE_EXHAUSTED", "CapacityExceeded", self.refuse_ms, "the queue is full"]
         if words[:1] == ["token"]:
             yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
             del words[0]
