@@ -43,6 +43,7 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         self.free_blocks = 64
         self.lost_bytes = 0
         self.refuse_ms = ""  # unless empty, every request is refused and told to come back after that time
+        self.status_after_requests = True
         self.token_shift = {pb.MODE_PD: 0, pb.MODE_COLOCATED: 0}
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
@@ -147,6 +148,8 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         )
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        if self.requests and not self.status_after_requests:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "stopping")
         return pb.GetStatusResponse(
             ready=True,
             version="0.1.0",

@@ -206,6 +206,17 @@ def test_bench_counts_refusals(service: ScriptedService, pdserve: Any) -> None:
     assert ran.json["refused"] == {"requests": 4, "retry_after_ms": 250}
 
 
+def test_bench_reports_even_if_the_service_goes_before_its_blocks_are_counted(
+    service: ScriptedService, pdserve: Any
+) -> None:
+    service.servicer.status_after_requests = False
+    ran = pdserve("bench", "--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
+    assert ran.code == 1
+    assert "KV blocks could not be counted: the service at" in ran.err
+    assert "TTFT_DECODE" in ran.out
+    assert "leaked      not known" in ran.out
+
+
 def interrupted_bench(service: ScriptedService, *options: str) -> subprocess.Popen[str]:
     """A bench of very many requests that got Ctrl-C when a few had finished, and has said so."""
     bench = subprocess.Popen(
