@@ -76,7 +76,7 @@ class InferenceService:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve from ``server``. Requests reach `Generate` as bytes, so that one that cannot be read is refused like
         any other that is wrong."""
-        handlers = {
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, Any]] = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
             ),
@@ -118,7 +118,7 @@ class InferenceService:
     async def _tell(self, failure: Exception, context: Context) -> None:
         kind, message = to_wire(failure)
         metadata = [(ERROR_KIND_KEY, kind)]
-        if isinstance(failure, CapacityExceeded) and failure.retry_after_s is not None:
+        if isinstance(failure, CapacityExceeded | NotReady) and failure.retry_after_s is not None:
             metadata.append((RETRY_AFTER_KEY, f"{failure.retry_after_s * 1e3:.0f}"))
         await context.abort(status_of(failure), message, tuple(metadata))
 

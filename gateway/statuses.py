@@ -40,7 +40,7 @@ ERROR_KIND_KEY = "pdserve-error"
 """Trailing metadata of a failed call: the class in `core.errors`, which is finer than the status."""
 
 RETRY_AFTER_KEY = "retry-after-ms"
-"""Trailing metadata of a refused call: milliseconds after which a place is likely to be free."""
+"""Trailing metadata of a refused call: decimal milliseconds after which the service expects to take the request."""
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:

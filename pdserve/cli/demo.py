@@ -30,7 +30,9 @@ def demo(
 
     from pdserve.cli.console import stderr_console, stdout_console
     from pdserve.demo.run import run_demo
+    from pdserve.waterfall.picture import check_picture
 
+    check_picture("--png", png)
     with _service(target, model, stderr_console()) as address:
         report = asyncio.run(run_demo(address, png, stdout_console(), rounds))
     typer.echo(json.dumps(report.to_dict()))

@@ -104,6 +104,13 @@ class ServiceStatus:
         """KV blocks held, over all workers."""
         return sum(worker.num_blocks - worker.free_blocks for worker in self.workers)
 
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of KV that the smallest worker holds: what one request can have at most. 0 without workers."""
+        known = [worker for worker in self.workers if worker.num_blocks]
+        present = [worker for worker in known if worker.state != "lost"] or known
+        return min((worker.num_blocks for worker in present), default=0) * self.block_size
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what ``pdserve status --json`` prints."""
         return asdict(self)

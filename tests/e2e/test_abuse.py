@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
 TOKENS = 80
+METHOD = "/pdserve.v1.Inference/Generate"
 DRAWN: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 7}
 
 
@@ -81,13 +82,14 @@ class Innocents(threading.Thread):
         assert {result.attempts for result in self.results} == {1}
 
 
-def raw_call(target: str, data: bytes, timeout_s: float = 30.0) -> grpc.RpcError:
-    """What the service says to these bytes."""
+def raw_call(target: str, data: bytes, timeout_s: float = 30.0) -> tuple[grpc.StatusCode, str]:
+    """The status and the message with which the service refuses these bytes."""
     with grpc.insecure_channel(target, options=[("grpc.max_send_message_length", 2**30)]) as channel:
-        generate = channel.unary_stream("/pdserve.v1.Inference/Generate")
+        generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
         with pytest.raises(grpc.RpcError) as caught:
             list(generate(data, timeout=timeout_s))
-    return caught.value
+    error: Any = caught.value
+    return error.code(), error.details()
 
 
 def test_requests_that_are_far_too_long_are_refused_and_disturb_nobody(
@@ -96,26 +98,27 @@ def test_requests_that_are_far_too_long_are_refused_and_disturb_nobody(
     innocents = Innocents(cluster.target)
     for _ in range(3):
         for text in ("word " * 50_000, "\u4e2d" * 100_000):
-            error = raw_call(cluster.target, pb.GenerateRequest(text=text).SerializeToString())
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert error.details().startswith("prompt: ")
+            code, details = raw_call(cluster.target, pb.GenerateRequest(text=text).SerializeToString())
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert details.startswith("prompt: ")
         ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 500_000)).SerializeToString()
-        error = raw_call(cluster.target, ids)
-        assert error.details() == "prompt: 500000 tokens exceed the context of 2048; shorten it"
+        assert raw_call(cluster.target, ids)[1] == "prompt: 500000 tokens exceed the context of 2048; shorten it"
         stops = pb.GenerateRequest(text="x", sampling=pb.Sampling(stop_token_ids=[1] * 500_000)).SerializeToString()
-        assert raw_call(cluster.target, stops).details().startswith("stop_token_ids: 500000 entries are more than 1024")
+        assert raw_call(cluster.target, stops)[1].startswith("stop_token_ids: 500000 entries are more than 1024")
         # Beyond what any valid request could have, nothing is read at all.
         for asked in (pb.Sampling(stop_token_ids=[1] * 5_000_000), pb.Sampling(stop=["word " * 800_000])):
-            error = raw_call(cluster.target, pb.GenerateRequest(text="x", sampling=asked).SerializeToString())
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            code, _ = raw_call(cluster.target, pb.GenerateRequest(text="x", sampling=asked).SerializeToString())
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with Client(cluster.target) as client, pytest.raises(InvalidRequest, match="longer than any request that fits"):
+            client.generate("word " * 800_000).result()
     innocents.stop(expected)
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x12\x02\xc3\x28", b"\x12\xff\xff\xff\xff\x0f"])
 def test_what_is_no_request_is_an_invalid_argument(cluster: LocalCluster, data: bytes) -> None:
-    error = raw_call(cluster.target, data)
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details().startswith("message: ")
+    code, details = raw_call(cluster.target, data)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith("message: ")
 
 
 def test_the_longest_text_that_fits_is_served(cluster: LocalCluster) -> None:
@@ -140,7 +143,7 @@ def test_a_client_that_stops_reading_does_not_outlive_its_deadline_nor_skew_the_
         Client(cluster.target) as client,
         small_window(cluster.target) as channel,
     ):
-        generate = channel.unary_stream("/pdserve.v1.Inference/Generate")
+        generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
         # With 20 logprobs for each token, what is not read exceeds every buffer on the way.
         asked = pb.Sampling(max_tokens=1900, ignore_eos=True, logprobs=20)
         call = generate(pb.GenerateRequest(text=PROMPT, sampling=asked).SerializeToString())

@@ -15,8 +15,10 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,8 +108,8 @@ class Storm:
         await asyncio.sleep(RESTART_S)
         self._cluster.start_worker(role, index)
 
-    def _spawn(self, coroutine: object) -> None:
-        task = asyncio.create_task(coroutine)  # type: ignore[arg-type]
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -13,7 +13,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from core.config import PdserveConfig
 from core.errors import LaunchError, NotReady
-from gateway.gateway import SERVICE, Gateway
+from gateway.gateway import Gateway
+from gateway.inference_service import SERVICE
 from pb import inference_pb2 as pb
 
 if TYPE_CHECKING:

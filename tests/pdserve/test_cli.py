@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,11 @@ import yaml
 from core.config import PdserveConfig
 from pdserve.cli.config import documented_defaults
 from pdserve.cli.main import main
+from pdserve.waterfall.picture import FORMATS
 from tests.pdserve.scripted_service import ScriptedService
 from tests.pdserve.test_client import ISSUE_KEYS, free_target
+
+PDSERVE = (sys.executable, "-c", "from pdserve.cli.main import main; main()")
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,11 @@ def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pd
         (["generate", "hang", "--timeout", "0.2"], 1, "deadline"),
         (["bench", "--rate", "1", "--concurrency", "2"], 2, "error: concurrency: "),
         (["bench", "--slo", "speed=1"], 2, "error: slo: "),
+        (["bench", "--timeout", "-1"], 2, "error: timeout: "),
+        (["bench", "--input-len", "2048"], 2, "error: input_len: "),
+        (["bench", "--input-len", "2000", "--output-len", "100"], 2, "error: output_len: "),
+        (["bench", "--input-len", "10", "--output-len", "5000000000"], 2, "error: output_len: "),
+        (["bench", "--input-len", "1000", "--output-len", "100"], 1, "error: input_len and output_len: "),
     ],
 )
 def test_mistakes_are_one_line(
@@ -115,6 +127,139 @@ def test_mistakes_are_one_line(
     assert ran.err.count("\n") == 1
     assert "Traceback" not in ran.err
     assert ran.out.strip() in ("", "a")
+
+
+def picture_paths(folder: Path) -> dict[str, tuple[Path, str]]:
+    (folder / "file").touch()
+    (folder / "folder.png").mkdir()
+    return {
+        "unknown suffix": (folder / "w.xyz", "must end in one of .jpg, .pdf, .png"),
+        "no suffix": (folder / "w", "must end in one of"),
+        "folder is a file": (folder / "file" / "w.png", "cannot be written: "),
+        "is a folder": (folder / "folder.png", "cannot be written: Is a directory"),
+        "name too long": (folder / f"{'w' * 300}.png", "cannot be written: File name too long"),
+    }
+
+
+@pytest.mark.parametrize("command", ["generate", "demo"])
+@pytest.mark.parametrize("case", ["unknown suffix", "no suffix", "folder is a file", "is a folder", "name too long"])
+def test_a_picture_that_cannot_be_saved_is_refused_at_once(
+    service: ScriptedService, pdserve: Any, tmp_path: Path, command: str, case: str
+) -> None:
+    path, message = picture_paths(tmp_path)[case]
+    arguments = ["x"] if command == "generate" else []
+    ran = pdserve(command, *arguments, "--target", service.target, "--png", str(path))
+    assert ran.code == 2
+    assert ran.err.startswith("error: --png: ")
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+    assert not ran.out
+    assert not service.servicer.requests
+
+
+def test_checking_a_picture_changes_nothing(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.png", tmp_path / "sub" / "new.png"
+    old.write_bytes(b"as it was")
+    for path in (old, new):
+        ran = pdserve("generate", "fail UNAVAILABLE no", "--target", service.target, "--png", str(path))
+        assert ran.code == 1
+    assert old.read_bytes() == b"as it was"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_picture_of_each_format(service: ScriptedService, pdserve: Any, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"w{suffix}"
+    ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
+    assert ran.code == 0, ran.err
+    assert path.stat().st_size > 1000
+    assert f"saved {path}" in ran.err
+
+
+def test_a_full_disk_is_one_line(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "w.png"
+    path.symlink_to("/dev/full")
+    ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
+    assert ran.code == 1
+    assert "ttft_decode" in ran.out  # what was asked for is shown all the same
+    assert ran.err == f"error: the picture '{path}' cannot be written: No space left on device\n"
+    with open("/dev/full", "w") as full:
+        config = subprocess.run([*PDSERVE, "config"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert config.returncode == 1
+    assert config.stderr == "error: the output: No space left on device\n"
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run([*PDSERVE, "model-info", "tiny"], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "? vocabulary 4096" in ran.stdout
+
+
+def test_bench_counts_refusals(service: ScriptedService, pdserve: Any) -> None:
+    service.servicer.refuse_ms = "250"
+    options = ("--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
+    ran = pdserve("bench", *options)
+    assert ran.code == 1
+    assert "refused     4 requests; to be tried again after 250 ms (median)" in ran.out
+    ran = pdserve("bench", *options, "--json")
+    assert ran.json["refused"] == {"requests": 4, "retry_after_ms": 250}
+
+
+def test_bench_reports_even_if_the_service_goes_before_its_blocks_are_counted(
+    service: ScriptedService, pdserve: Any
+) -> None:
+    service.servicer.status_after_requests = False
+    ran = pdserve("bench", "--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
+    assert ran.code == 1
+    assert "KV blocks could not be counted: the service at" in ran.err
+    assert "TTFT_DECODE" in ran.out
+    assert "leaked      not known" in ran.out
+
+
+def interrupted_bench(service: ScriptedService, *options: str) -> subprocess.Popen[str]:
+    """A bench of very many requests that got Ctrl-C when a few had finished, and has said so."""
+    bench = subprocess.Popen(
+        [*PDSERVE, "bench", "--target", service.target, "--requests", "100000", "--concurrency", "4", "--input-len",
+         "20", "--output-len", "3", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline_s = time.monotonic() + 60
+    while len(service.servicer.requests) < 20:
+        assert bench.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    service.servicer.free_blocks -= 2  # to be waited for
+    bench.send_signal(signal.SIGINT)
+    assert bench.stderr is not None
+    assert any("interrupted" in line for line in iter(bench.stderr.readline, ""))
+    return bench
+
+
+def test_ctrl_c_in_bench_reports_what_had_finished(service: ScriptedService) -> None:
+    with interrupted_bench(service) as bench:
+        service.servicer.free_blocks += 2
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in err
+    partial = re.search(r"partial +interrupted when (\d+) of 100000 requests had finished", out)
+    assert partial is not None
+    assert 16 <= int(partial[1]) <= len(service.servicer.requests)
+    for word in ("TTFT_DECODE", "throughput", "failures    none", "leaked      0 blocks"):
+        assert word in out
+
+
+def test_a_second_ctrl_c_waits_for_nothing(service: ScriptedService) -> None:
+    with interrupted_bench(service, "--json") as bench:
+        bench.send_signal(signal.SIGINT)
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in err
+    result = json.loads(out)
+    assert (result["partial"], result["planned"], result["failed"]) == (True, 100_000, 0)
+    assert 16 <= result["requests"] <= len(service.servicer.requests)
+    assert result["ttft_ms"]["count"] == result["requests"]
+    assert result["leaked_blocks"] is None  # not waited for
 
 
 def test_no_service_and_unknown_options(pdserve: Any) -> None:
