@@ -18,6 +18,7 @@ from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc
 from pdserve import AsyncClient, Client
 from pdserve.client.generation import Generation
+from pdserve.client.status import ServiceWorker
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 
 SETTINGS: dict[str, Any] = {
@@ -219,18 +220,19 @@ def test_a_worker_process_that_was_stopped_does_not_take_its_engine_for_hung(exp
 def test_an_idle_engine_that_is_killed_costs_no_request(expected: tuple[int, ...]) -> None:
     with local_cluster(SETTINGS, prefill=2) as cluster, Client(cluster.target) as client:
         for victim in ("prefill-0", "prefill-1", "decode-0"):
-            engine = next(worker.engine_pid for worker in client.status().workers if worker.worker_id == victim)
-            os.kill(engine, signal.SIGKILL)
+            os.kill(_wait_ready(client, victim).engine_pid, signal.SIGKILL)
             for _ in range(12):
                 result = client.generate(PROMPT, **{**DRAWN, "max_tokens": 4}, timeout_s=60).result()
                 assert result.token_ids == expected[:4]
-            _wait_ready(client, victim)
         assert leaked_blocks(cluster.wait_idle()) == 0
 
 
-def _wait_ready(client: Client, worker_id: str) -> None:
+def _wait_ready(client: Client, worker_id: str) -> ServiceWorker:
     deadline_s = time.monotonic() + 60
-    while next(worker.state for worker in client.status().workers if worker.worker_id == worker_id) != "ready":
+    while True:
+        ready = [worker for worker in client.status().workers if worker.state == "ready"]
+        if (worker := next((worker for worker in ready if worker.worker_id == worker_id), None)) is not None:
+            return worker
         assert time.monotonic() < deadline_s, client.status()
         time.sleep(0.1)
 
