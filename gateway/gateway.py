@@ -37,6 +37,7 @@ DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
 
 DEFAULT_CONTEXT = 131_072
 MAX_PENDING_CALLS = 1_000_000
+MAX_PENDING_S = 3600
 INTERNAL_MESSAGE_BYTES = 2**20
 """Of one heartbeat."""
 
@@ -46,9 +47,11 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # else a second gateway would silently share the port
         ("grpc.max_send_message_length", 64 * 2**20),
         ("grpc.max_receive_message_length", max_receive_bytes),
-        # By default gRPC drops calls at random once 1000 wait for a handler; the router's queue is what refuses here.
+        # By default gRPC drops calls at random once 1000 wait for a handler, and all that wait for 30 s; what refuses
+        # here is the router's queue.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
     ]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
+from core.awake_clock import wait_awake
 from core.clock import Clock
 from core.errors import CapacityExceeded, NotReady, PdserveError, to_wire
 from core.request import Mode, Request
@@ -41,7 +41,7 @@ from router.router import Router
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-TELL_S = 1.0
+TELL_S = 5.0
 """How long a client may take to be told why its request failed."""
 
 Context = grpc.aio.ServicerContext[bytes, Any]
@@ -95,6 +95,7 @@ class InferenceService:
         received_s = self._clock.now()
         left_s = context.time_remaining()
         timeout_s = self._default_timeout_s if left_s is None else left_s
+        has_begun = False
         try:
             self._router.check_room()
             deadline = Deadline(received_s + timeout_s, self._clock)
@@ -104,6 +105,7 @@ class InferenceService:
                 async with aclosing(written):
                     async for response in written:
                         # A client that stops reading holds up the write: its deadline ends the request all the same.
+                        has_begun = True
                         await deadline.bound(context.write(response), "the client was to read the answer")
             return
         except PdserveError as error:
@@ -111,11 +113,15 @@ class InferenceService:
         except Exception as error:
             log.exception("a request failed in a way nobody foresaw")
             failure = error
-        with contextlib.suppress(TimeoutError):  # a client that does not read cannot be told
-            async with asyncio.timeout(TELL_S):
-                await self._tell(failure, context)
+        if not has_begun:
+            await self._tell(failure, context)
+        telling = asyncio.create_task(self._tell(failure, context))
+        if await wait_awake(telling, TELL_S):
+            telling.result()
+        else:  # a client that does not read cannot be told
+            telling.cancel()
 
-    async def _tell(self, failure: Exception, context: Context) -> None:
+    async def _tell(self, failure: Exception, context: Context) -> NoReturn:
         kind, message = to_wire(failure)
         metadata = [(ERROR_KIND_KEY, kind)]
         if isinstance(failure, CapacityExceeded | NotReady) and failure.retry_after_s is not None:
