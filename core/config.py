@@ -103,7 +103,7 @@ class EngineConfig(_Section):
         True, description="keep KV blocks of past prompts and reuse those of equal beginnings (within one salt)"
     )
     hang_timeout_s: Seconds = Field(
-        15.0, description="an engine that neither answers nor computes for this long is killed and started again"
+        6.0, description="an engine that neither answers nor computes for this long is killed and started again"
     )
     max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
     cuda_graphs: bool = Field(

@@ -28,7 +28,7 @@ class _ModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     MODE_UNSPECIFIED: _Mode.ValueType  # 0
     """the same as MODE_AUTO"""
     MODE_AUTO: _Mode.ValueType  # 1
-    """the router's choice: MODE_PD, unless workers of one role alone are deployed"""
+    """MODE_PD where prefill and decode workers are ready, else MODE_COLOCATED on any ready worker"""
     MODE_PD: _Mode.ValueType  # 2
     """prefill and decode on different workers"""
     MODE_COLOCATED: _Mode.ValueType  # 3
@@ -39,7 +39,7 @@ class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
 MODE_UNSPECIFIED: Mode.ValueType  # 0
 """the same as MODE_AUTO"""
 MODE_AUTO: Mode.ValueType  # 1
-"""the router's choice: MODE_PD, unless workers of one role alone are deployed"""
+"""MODE_PD where prefill and decode workers are ready, else MODE_COLOCATED on any ready worker"""
 MODE_PD: Mode.ValueType  # 2
 """prefill and decode on different workers"""
 MODE_COLOCATED: Mode.ValueType  # 3
