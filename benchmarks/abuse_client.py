@@ -11,10 +11,11 @@ import grpc
 
 from pb import inference_pb2 as pb
 
-KINDS = ("long-text", "stop-ids", "never-reads")
+KINDS = ("long-text", "stop-ids", "never-reads", "resets")
 METHOD = "/pdserve.v1.Inference/Generate"
 OPTIONS = [("grpc.max_send_message_length", 2**30), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
 PAUSE_S = 0.02
+RESETS = 200
 
 
 def main(kind: str, target: str) -> None:
@@ -27,6 +28,12 @@ def main(kind: str, target: str) -> None:
             for call in calls:
                 next(call)
             signal.pause()
+        if kind == "resets":
+            asked = pb.Sampling(max_tokens=8)
+            data = pb.GenerateRequest(text="x", sampling=asked).SerializeToString()
+            while True:
+                for call in [generate(data) for _ in range(RESETS)]:
+                    call.cancel()
         data = {
             "long-text": pb.GenerateRequest(text="word " * (4 * 2**20 // 5)),
             "stop-ids": pb.GenerateRequest(text="x", sampling=pb.Sampling(stop_token_ids=[1] * 12_000_000)),
