@@ -1,9 +1,9 @@
 """What one client's abuse costs others, and what a burst of streams gets: `python -m benchmarks.abuse`.
 
 Abuse: four clients stream answers while a fifth, in a process of its own, sends prompts of 4 MiB, 12 million stop ids,
-never reads, or resets thousands of streams. Windows with and without it alternate; the figure is the longest gap between two tokens of a window,
-as a median over the windows. Burst: 3,000 streams at once, with a queue for fewer and for more of them. Tables, then
-one JSON line.
+never reads, or resets thousands of streams. Windows with and without it alternate; the figure is the longest gap
+between two tokens of a window, as a median over the windows. Burst: 3,000 streams at once, with a queue for fewer and
+for more of them. Tables, then one JSON line.
 """
 
 from __future__ import annotations
