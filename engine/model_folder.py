@@ -75,7 +75,7 @@ def tokenizer_note(folder: Path | None) -> str:
     if (folder / "tokenizer.model").is_file():
         packages = "transformers, sentencepiece and protobuf"  # which read a tokenizer.model
     return (
-        f"{folder} has no {TOKENIZER}: prompts must be token ids, and outputs have no text. If the folder has the files "
-        f"of another kind of tokenizer, convert them (with {packages} installed): "
+        f"{folder} has no {TOKENIZER}: prompts must be token ids, and outputs have no text. If the folder has the "
+        f"files of another kind of tokenizer, convert them (with {packages} installed): "
         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
