@@ -1,14 +1,15 @@
-"""Cores are claimed one by one: no two engines of a host get the same ones while others are free, whoever starts them."""
+"""Cores are claimed one by one: no two engines of a host get the same ones while others are free."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,6 @@ from worker.spec import WorkerSpec
 
 FIRST = 1_000_000 + os.getpid() * 16
 """Cores that no machine has, so that services that run beside the tests have none of them."""
-_ports = itertools.count(50_000)
 
 
 def make_spec(
@@ -81,9 +81,8 @@ def test_where_cores_are_short_those_with_the_fewest_engines_are_shared_and_it_i
     (other,) = held.others
     assert (other.core, other.pid, other.uid, other.port) == (FIRST, os.getpid(), os.getuid(), 1)
     (note,) = sharing_notes(spec, held.others)
-    assert note.startswith(
-        f"decode-0: core {FIRST} is shared with prefill-0 of the service on port 1 (process {os.getpid()})"
-    )
+    other_service = f"prefill-0 of the service on port 1 (process {os.getpid()})"
+    assert note.startswith(f"decode-0: core {FIRST} is shared with {other_service}, and ")
     assert claim(make_spec("decode-1", port=2))[0].cores == (1,), "the next goes where there is one engine, not two"
 
 
@@ -137,20 +136,24 @@ def test_a_worker_leaves_all_engines_their_cores() -> None:
 
 def test_leaving_binds_every_thread() -> None:
     before = os.sched_getaffinity(0)
-    spec = replace(make_spec(port=next(_ports)), cores=(min(before),))
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
     try:
-        leave_engine_cores(spec)
-        assert os.sched_getaffinity(0) <= before
-        assert min(before) not in os.sched_getaffinity(0) or os.sched_getaffinity(0) == before
+        leave_engine_cores(replace(make_spec(), cores=(min(before),)), holders=())
+        spare = before - {min(before)} or before
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(thread.native_id or 0) == spare
     finally:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), before)
+        stop.set()
+        thread.join()
+        for each in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(each), before)
 
 
 @pytest.mark.timeout(120)
-def test_a_second_service_on_the_same_core_says_so(tmp_path: object) -> None:
+def test_a_second_service_on_the_same_core_says_so(tmp_path: Path) -> None:
     """Two real workers that may use one core only, of two services."""
-    model = save_random_model(tmp_path, "gqa")  # type: ignore[arg-type]
+    model = save_random_model(tmp_path, "gqa")
     core = min(os.sched_getaffinity(0))
     processes: list[subprocess.Popen[str]] = []
     ports = [free_port(), free_port()]
