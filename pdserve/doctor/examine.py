@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from core.config import PdserveConfig
-from core.dtypes import choose_dtype
+from core.dtypes import NativeDtypes, choose_dtype
 from core.errors import LaunchError, ModelError
 from engine.model_source import resolve_model
 from pdserve.doctor.endpoints import Endpoints
@@ -165,9 +165,10 @@ class Examination:
             checkpoint = resolve_model(self._config.model.path).shape.dtype
         except ModelError:  # which is a finding of the nodes
             return
-        places = {
-            site.node.ip: site.report.native.get(self._device, ()) for site in sites if site.report and site.seats
-        }
+        places: dict[str, list[NativeDtypes]] = {}
+        for site in sites:
+            if site.report is not None and site.seats:
+                places.setdefault(site.node.ip, []).extend(site.report.native.get(self._device, ()))
         asked = self._config.model.dtype
         choice = choose_dtype(asked, checkpoint, places)
         self._findings += check_dtype(asked, choice)

@@ -68,7 +68,8 @@ def _ask(nodes: Collection[Node], device: str) -> tuple[dict[str, list[NativeDty
     found: dict[str, list[NativeDtypes]] = {}
     for reference in answered:
         try:
-            found[asked[reference]] = [NativeDtypes.from_wire(each) for each in ray.get(reference)]
+            devices = [NativeDtypes.from_wire(each) for each in ray.get(reference)]
+            found.setdefault(asked[reference], []).extend(devices)  # several nodes may have one address
         except ray.exceptions.RayError as error:
             log.warning("%s did not say what it computes natively: %s", asked[reference], error)
             silent.append(asked[reference])
