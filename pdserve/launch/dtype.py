@@ -56,13 +56,12 @@ def _native_dtypes(device: str) -> list[dict[str, Any]]:
 
 def _ask(nodes: Collection[Node], device: str) -> tuple[dict[str, list[NativeDtypes]], list[str]]:
     """What the devices of each node compute natively, by its address; and the addresses that did not answer."""
-    task: Any = ray.remote(_native_dtypes)
+    # One call for each process: it may hold a GPU open afterwards.
+    task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_native_dtypes)
     asked: dict[Any, str] = {}
     for node in nodes:
         on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        # One call for each process: it may hold a GPU open afterwards.
-        options = task.options(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=on_node)
-        asked[options.remote(device)] = node.ip
+        asked[task.options(scheduling_strategy=on_node).remote(device)] = node.ip
     answered, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else ([], [])
     silent = [asked[reference] for reference in waiting]
     found: dict[str, list[NativeDtypes]] = {}
