@@ -33,7 +33,12 @@ class ModelConfig(_Section):
     """What is served."""
 
     path: str = Field("tiny", description="'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json' or a folder")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto takes the checkpoint's own dtype")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="auto: the checkpoint's own type where the devices of all workers compute it natively, else the "
+        "fastest that they do: of bfloat16, float16 on GPUs before Ampere and float32 on CPUs without bfloat16 "
+        "instructions; a type that is named is used everywhere, with a warning where it is emulated",
+    )
     name: str | None = Field(None, description="the name shown to clients; default: the folder's")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from core.config import PdserveConfig
 from core.errors import LaunchError, NotReady, PdserveError
 from core.request import Mode
 from core.worker import Role
+from engine.model_folder import tokenizer_note
 from gateway.inference_service import SERVICE, InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
@@ -67,6 +68,7 @@ class Gateway:
         model_name: str,
         model_folder: Path | None,
         context_length: int = DEFAULT_CONTEXT,
+        checkpoint_dtype: str = "",
         connect: Connect,
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
@@ -85,8 +87,18 @@ class Gateway:
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)
         self._directory = WorkerDirectory(self.registry, connect)
+        note = tokenizer_note(model_folder)
+        if note:
+            log.warning("%s", note)
         self._report = report = StatusReport(
-            self.registry, self.router, clock, config.model.name or model_name, version, lambda: self.problem is None
+            self.registry,
+            self.router,
+            clock,
+            config.model.name or model_name,
+            version,
+            lambda: self.problem is None,
+            checkpoint_dtype,
+            [note] if note else [],
         )
         tokenizer = load_tokenizer(model_folder)
         self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
@@ -156,9 +168,11 @@ class Gateway:
         except TimeoutError:
             raise self.problem or NotReady(f"not ready within {timeout_s:.0f} s") from None
 
-    def expect(self, members: Mapping[str, Role]) -> None:
-        """Who belongs to the service: what is not registered of them is shown as awaited."""
+    def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
+        """Who belongs to the service: what is not registered of them is shown as awaited. ``notes`` are shown with the
+        status."""
         self._report.expected = dict(members)
+        self._report.notes = tuple(notes)
 
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished and are forgotten, after ``drain_s`` at the

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from core.config import PdserveConfig
@@ -29,6 +29,7 @@ class GatewayHost:
             model_name=model.name,
             model_folder=model.folder,
             context_length=model.shape.max_position_embeddings,
+            checkpoint_dtype=model.shape.dtype,
             connect=WorkerClient.connect,
             registry_address=registry_address,
             version=version,
@@ -46,9 +47,9 @@ class GatewayHost:
         """Return once requests can be served; after ``timeout_s`` raise what is in the way."""
         self._on_loop(self._gateway.wait_serving(timeout_s), timeout_s + 5.0)
 
-    def expect(self, members: Mapping[str, Role]) -> None:
-        """Who belongs to the service."""
-        self._loop.call_soon_threadsafe(self._gateway.expect, members)
+    def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
+        """Who belongs to the service, and what its users have to know."""
+        self._loop.call_soon_threadsafe(self._gateway.expect, members, notes)
 
     def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""

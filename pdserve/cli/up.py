@@ -42,6 +42,7 @@ def up(
 ) -> None:
     """Start the service on Ray: gateway, prefill and decode workers. Ctrl-C (or `pdserve down`) ends it."""
     from rich.console import Console
+    from rich.markup import escape
 
     settings = service_settings(
         config,
@@ -66,11 +67,14 @@ def up(
             f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at localhost:{ready_port}"
         )
 
+    def note(text: str) -> None:
+        console.print("[yellow]note[/]:", escape(text), soft_wrap=True)
+
     with console.status("starting") as status:
         if detach:
             from pdserve.launch.detach import start_detached
 
-            announce(start_detached(settings, lambda stage: status.update(stage)))
+            announce(start_detached(settings, lambda stage: status.update(stage), note))
             return
         from pdserve.launch.supervisor import supervise
 
@@ -83,7 +87,7 @@ def up(
             announce(ready_port)
             console.print("Ctrl-C ends it")
 
-        supervise(settings, report, ready)
+        supervise(settings, report, ready, note=note)
 
 
 def down(target: Annotated[str, typer.Option(help="host:port of the service")] = "localhost:50051") -> None:

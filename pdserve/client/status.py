@@ -77,7 +77,11 @@ class ServiceWorker:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The service: its model, its workers, what waits in the router (``queued``) and what it runs (``running``)."""
+    """The service: its model, its workers, what waits in the router (``queued``) and what it runs (``running``).
+
+    ``dtype`` is what the model is computed in, ``checkpoint_dtype`` what its weights are stored in. ``notes`` are what
+    users have to know: a missing tokenizer, a converted dtype, cores shared with another service.
+    """
 
     ready: bool
     version: str
@@ -93,6 +97,8 @@ class ServiceStatus:
     pid: int
     uptime_s: float
     workers: tuple[ServiceWorker, ...]
+    checkpoint_dtype: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def idle(self) -> bool:
@@ -133,4 +139,6 @@ class ServiceStatus:
             pid=status.pid,
             uptime_s=status.uptime_s,
             workers=tuple(ServiceWorker.from_proto(worker) for worker in status.workers),
+            checkpoint_dtype=status.checkpoint_dtype,
+            notes=tuple(status.notes),
         )

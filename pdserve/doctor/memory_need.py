@@ -25,16 +25,12 @@ class MemoryNeed:
         return self.weight_bytes + self.pool_bytes + self.activation_bytes
 
 
-def dtype_of(source: ModelSource, config: PdserveConfig) -> str:
-    """The dtype that ``model.dtype`` means for this model."""
-    return source.shape.dtype if config.model.dtype == "auto" else config.model.dtype
-
-
 def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
-    """The layout of the workers' pools. `ModelError` if the weights cannot be read."""
+    """The layout of the workers' pools, for a ``model.dtype`` that is decided (auto counts as the checkpoint's own).
+    `ModelError` if the weights cannot be read."""
     return KVLayout(
         model_hash=source.model_hash(),
-        dtype=dtype_of(source, config),
+        dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
         block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=source.shape.num_layers,
         num_kv_heads=source.shape.num_kv_heads,

@@ -20,8 +20,13 @@ from pdserve.launch.state import ServiceState, state_folder
 STOP_TIMEOUT_S = 60.0
 
 
-def start_detached(config: PdserveConfig, report: Callable[[str], None] = lambda stage: None) -> int:
+def start_detached(
+    config: PdserveConfig,
+    report: Callable[[str], None] = lambda stage: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> int:
     """Start a service that outlives the caller and holds none of its pipes; returns its port once it is ready.
+    ``note`` gets what users have to know of it.
     Raises what kept it from starting; interrupted before that, it ends what it started."""
     state_folder().mkdir(parents=True, exist_ok=True)
     log_path = state_folder() / f"up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
@@ -44,6 +49,8 @@ def start_detached(config: PdserveConfig, report: Callable[[str], None] = lambda
                 message = json.loads(line)
                 if "stage" in message:
                     report(message["stage"])
+                elif "note" in message:
+                    note(message["note"])
                 elif "error" in message:
                     process.wait(STOP_TIMEOUT_S)
                     raise from_wire(*message["error"])

@@ -48,10 +48,10 @@ class GatewayActor:
             return {"error": to_wire(error)}
         return {}
 
-    def expect(self, members: dict[str, str]) -> None:
-        """Who belongs to the service: worker ids and their roles."""
+    def expect(self, members: dict[str, str], notes: list[str]) -> None:
+        """Who belongs to the service: worker ids and their roles. ``notes`` are shown with the status."""
         if self._error is None:
-            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()})
+            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""

@@ -110,8 +110,10 @@ class Members:
         waiting = wait_placed([member.group for member in members], timeout_s)
         return [member for member in members if member.group in waiting]
 
-    def wait_ready(self, members: Collection[Member], timeout_s: float, report: Report) -> None:
-        """Return once all of them are ready to serve; LaunchError (or what kept one from starting) otherwise."""
+    def wait_ready(self, members: Collection[Member], timeout_s: float, report: Report) -> dict[str, list[str]]:
+        """Return once all of them are ready to serve; LaunchError (or what kept one from starting) otherwise. The
+        result is what users have to know of each, by worker id."""
+        notes: dict[str, list[str]] = {}
         waiting = {member.actor.wait_ready.remote(): member.worker_id for member in members}
         deadline_s = time.monotonic() + timeout_s
         while waiting:
@@ -125,7 +127,9 @@ class Members:
                 raise LaunchError(f"{name} did not start: {one_line(error)}") from None
             if "error" in answer:
                 raise from_wire(*answer["error"])
+            notes[name] = answer["notes"]
             report(f"{name} is up")
+        return notes
 
     def remove(self, members: Sequence[Member]) -> None:
         """End these workers and give their slots back, as far as Ray does it: it may be failing."""

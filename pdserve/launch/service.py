@@ -17,7 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from core.config import PdserveConfig
 from core.errors import LaunchError, from_wire
 from core.worker import Role
-from engine.model_source import resolve_model
+from engine.model_folder import check_weight_files, tokenizer_note
+from engine.model_source import ModelSource, resolve_model
+from pdserve.launch.dtype import hosts_of, service_dtype
 from pdserve.launch.gateway_actor import GatewayActor
 from pdserve.launch.leftovers import end_processes
 from pdserve.launch.members import STOP_TIMEOUT_S, Member, Members, Report
@@ -38,9 +40,13 @@ PLACE_TIMEOUT_S = 5.0
 class Service:
     """A whole pdserve on one Ray. `start` returns when requests can be served; `stop` leaves nothing behind."""
 
-    def __init__(self, config: PdserveConfig, report: Report = lambda stage: None) -> None:
+    def __init__(
+        self, config: PdserveConfig, report: Report = lambda stage: None, note: Report = lambda text: None
+    ) -> None:
+        """``report`` gets the stages of start-up, ``note`` what users have to know of the service."""
         self.config = config
-        self._report = report
+        self._report, self._note = report, note
+        self._notes: dict[str, list[str]] = {}  # by worker; of the whole service under its id
         self._session = RaySession(config.cluster.address)
         self._members: Members | None = None
         self._gateway: Any = None
@@ -63,13 +69,17 @@ class Service:
     def start(self) -> None:
         """Bring everything up; PdserveError (and nothing left running) if it cannot be."""
         model = resolve_model(self.config.model.path)
+        if model.folder is not None and self._session.owned:  # elsewhere, each worker's host has files of its own
+            check_weight_files(model.folder)
+        if note := tokenizer_note(model.folder):
+            self._note(note)  # the gateway tells it in its status
         roles_of(self.config.cluster)
         self.port = free_port(self.config.gateway.host, self.config.gateway.port)
         try:
             self._report("starting Ray" if self._session.owned else f"joining Ray at {self.config.cluster.address}")
             self._session.start()
             self._start_gateway()
-            self._start_workers(model.name)
+            self._start_workers(model)
         except ray.exceptions.RayError as error:
             self.stop()
             raise LaunchError(f"Ray failed while the service started: {one_line(error)}") from None
@@ -134,6 +144,8 @@ class Service:
             retiring = self._gateway.retire.remote([member.worker_id for member in leaving], drain_s)
             ray.get(retiring, timeout=drain_s + STOP_TIMEOUT_S)
             members.remove(leaving)
+            for member in leaving:
+                self._notes.pop(member.worker_id, None)
         waiting: list[Member] = []
         if coming:
             added = members.add(coming, self._session.nodes())
@@ -146,7 +158,8 @@ class Service:
                         "service with that many workers (and --oversubscribe)"
                     )
                 placed = [member for member in added if member not in waiting]
-                members.wait_ready(placed, self.config.cluster.start_timeout_s, report)
+                notes = members.wait_ready(placed, self.config.cluster.start_timeout_s, report)
+                self._take_notes(notes, report)
             except BaseException:
                 members.remove(added)
                 raise
@@ -166,9 +179,13 @@ class Service:
             num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here
         ).remote(self._placed_config.model_dump(mode="json"), self._registry_address, self._id)
 
-    def _start_workers(self, model_name: str) -> None:
+    def _start_workers(self, model: ModelSource) -> None:
         cluster = self.config.cluster
         nodes, device, bundles = self._await_nodes()
+        choice = service_dtype(self.config, model.shape.dtype, device, hosts_of(nodes, bundles), self._session.owned)
+        self._take_notes({self._id: [choice.note] if choice.note else []})
+        model_config = self.config.model.model_copy(update={"dtype": choice.dtype})
+        self._placed_config = self._placed_config.model_copy(update={"model": model_config})
         self._report(f"placing {cluster.prefill} prefill and {cluster.decode} decode workers")
         members = self._members = Members(
             self._placed_config,
@@ -186,8 +203,8 @@ class Service:
                 f"Ray could not place {_names(waiting)} within {timeout_s:.0f} s; see `ray status` for what is missing"
             )
         self._await_gateway(self._gateway.wait_started.remote(), timeout_s)
-        self._report(f"loading {model_name} on {len(added)} workers ({device})")
-        members.wait_ready(added, timeout_s, self._report)
+        self._report(f"loading {model.name} in {choice.dtype} on {len(added)} workers ({device})")
+        self._take_notes(members.wait_ready(added, timeout_s, self._report))
         self._await_gateway(self._gateway.wait_serving.remote(timeout_s), timeout_s)
         self._tell_members()
 
@@ -217,9 +234,16 @@ class Service:
                     self._report(f"waiting for nodes: {told}")
                 time.sleep(NODES_POLL_S)
 
+    def _take_notes(self, notes: Mapping[str, list[str]], tell: Report | None = None) -> None:
+        """Tell the user, and keep them for the status."""
+        self._notes.update(notes)
+        for text in (text for texts in notes.values() for text in texts):
+            (tell or self._note)(text)
+
     def _tell_members(self) -> None:
         members = self._members.all if self._members else ()
-        self._gateway.expect.remote({member.worker_id: str(member.role) for member in members})
+        notes = [text for texts in self._notes.values() for text in texts]
+        self._gateway.expect.remote({member.worker_id: str(member.role) for member in members}, notes)
 
 
 def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:

@@ -1,8 +1,8 @@
 """The process that owns a running service: starts it, notes it for `pdserve down`, and takes it down on SIGTERM.
 
 `python -m pdserve.launch.supervisor CONFIG_JSON REPORT_FD LOG` is what `pdserve up --detach` leaves behind. It tells
-its progress as JSON lines on ``REPORT_FD``: ``{"stage": …}`` any number of times, then ``{"ready": port}`` or
-``{"error": [kind, message]}``, and closes it.
+its progress as JSON lines on ``REPORT_FD``: ``{"stage": …}`` and ``{"note": …}`` any number of times, then
+``{"ready": port}`` or ``{"error": [kind, message]}``, and closes it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def supervise(
     report: Callable[[str], None],
     on_ready: Callable[[int], None],
     log_path: str = "",
+    note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Run a service until SIGTERM or SIGINT. ``on_ready`` gets the port. Raises PdserveError if it cannot start, or if
-    the Ray it runs on is gone.
+    """Run a service until SIGTERM or SIGINT. ``on_ready`` gets the port, ``note`` what users have to know. Raises
+    PdserveError if it cannot start, or if the Ray it runs on is gone.
 
     Must be called on the main thread. A signal during start-up ends that too.
     """
@@ -54,7 +55,7 @@ def supervise(
         raise SystemExit(128 + signum)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    service = Service(config, report)
+    service = Service(config, report, note)
     state: ServiceState | None = None
     operator: OperatorServer | None = None
     try:
@@ -109,7 +110,11 @@ def main() -> None:
 
     try:
         supervise(
-            PdserveConfig.parse(json.loads(config_json)), lambda stage: tell({"stage": stage}), on_ready, log_path
+            PdserveConfig.parse(json.loads(config_json)),
+            lambda stage: tell({"stage": stage}),
+            on_ready,
+            log_path,
+            lambda text: tell({"note": text}),
         )
     except PdserveError as error:
         tell({"error": to_wire(error)})

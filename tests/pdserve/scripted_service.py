@@ -157,7 +157,9 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
             block_size=BLOCK_SIZE,
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,
             vocab_size=VOCAB_SIZE,
-            dtype="bfloat16",
+            dtype="float32",
+            checkpoint_dtype="bfloat16",
+            notes=["decode-0: core 3 is shared [with another]"],
             workers=[
                 pb.WorkerStatus(
                     worker_id=f"{role}-0",

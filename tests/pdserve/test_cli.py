@@ -20,8 +20,10 @@ from core.config import PdserveConfig
 from pdserve.cli.config import documented_defaults
 from pdserve.cli.main import main
 from pdserve.waterfall.picture import FORMATS
+from tests.core.test_dtypes import AVX2, ZEN4
 from tests.pdserve.scripted_service import ScriptedService
 from tests.pdserve.test_client import ISSUE_KEYS, free_target
+from tests.random_models import save_random_model
 
 PDSERVE = (sys.executable, "-c", "from pdserve.cli.main import main; main()")
 
@@ -279,8 +281,11 @@ def test_status(service: ScriptedService, pdserve: Any) -> None:
     assert "64/64" in ran.out
     assert "37" in ran.out
     assert "75 %" in ran.out
+    assert "scripted (float32 from bfloat16, context 2048)" in ran.out
+    assert "note: decode-0: core 3 is shared [with another]" in ran.out
     plain = pdserve("status", "--target", service.target, "--json").json
     assert plain["ready"] is True
+    assert plain["notes"] == ["decode-0: core 3 is shared [with another]"]
     assert [worker["worker_id"] for worker in plain["workers"]] == ["prefill-0", "decode-0"]
     (figures,) = {
         (w["prompt_tokens_looked_up"], w["prompt_tokens_cached"], w["cached_blocks"]) for w in plain["workers"]
@@ -320,8 +325,38 @@ def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
         assert all(f"# {field.description}" in ran.out for field in fields.values())
 
 
-def test_model_info(pdserve: Any) -> None:
-    ran = pdserve("model-info", "dummy:8b", "--memory", "24")
+def plant_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, cpuinfo: str) -> None:
+    """Have this host's CPU be another."""
+    (folder / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr("engine.device_dtypes.CPUINFO", folder / "cpuinfo")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_model_info_counts_in_what_the_device_computes(
+    pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_cpu(monkeypatch, tmp_path, AVX2)
+    ran = pdserve("model-info", "dummy:8b", "--device", "cpu")
+    assert "32.1 GB in float32 (stored in bfloat16)" in ran.out
+    assert "auto converts the bfloat16 weights to float32: bfloat16 is emulated on this host (a CPU without" in ran.out
+    named = pdserve("model-info", "dummy:8b", "--device", "cpu", "--dtype", "bfloat16", "--json").json
+    assert (named["dtype"], named["checkpoint_dtype"]) == ("bfloat16", "bfloat16")
+    assert "model.dtype: bfloat16 is emulated on" in named["notes"][0]
+    plant_cpu(monkeypatch, tmp_path, ZEN4)
+    native = pdserve("model-info", "dummy:8b", "--device", "cpu", "--json").json
+    assert (native["dtype"], native["notes"]) == ("bfloat16", [])
+    assert pdserve("model-info", "tiny", "--device", "tpu").err.startswith("error: device: 'tpu' is none of")
+
+
+def test_model_info_tells_of_a_missing_tokenizer(pdserve: Any, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path, "gqa")
+    assert f"note: {folder} has no tokenizer.json: prompts must be token ids" in pdserve("model-info", str(folder)).out
+
+
+def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_cpu(monkeypatch, tmp_path, ZEN4)
+    ran = pdserve("model-info", "dummy:8b", "--device", "cpu", "--memory", "24")
     assert ran.code == 0, ran.err
     for word in (
         "8,030,261,248",
