@@ -51,6 +51,14 @@ class KVLink(ABC):
     on_device = False
     """Whether payloads go from device memory to device memory, as tensors. They are not hashed: nothing of them comes
     near a processor that could."""
+    reads_late = False
+    """Whether the receiver may read a payload after the sender has cut the link and given the blocks away, without
+    noticing that it was cut. Then the checksum alone tells, and is not optional."""
+
+    def hashes(self, configured: bool) -> bool:
+        """Whether payloads are hashed on this link, given what is ``configured`` (`transfer.checksum`). The same at
+        both ends."""
+        return (configured or self.reads_late) and not self.on_device
 
     @abstractmethod
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core.errors import ConfigError, LayoutMismatch, PeerLost, TransferRefused, to_wire
+from core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
 from core.kv_layout import KVLayout
 from kv_transfer.base import MAX_PAYLOAD_BYTES, BlockStore, Buffer, KVLink, Message
 from kv_transfer.integrity import (
+    MAX_EOS_TOKEN_IDS,
     Header,
     Hello,
     HelloOk,
@@ -31,6 +32,7 @@ _SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at 
 _LARGEST_PROBE_BYTES = 8 * 2**20
 _PROBE_S = 0.025
 _ROUND_TRIPS = 50
+_SHOWN_IDS = 16  # of a model's end ids, in a message
 _PAYLOADS_LEFT = 4  # a survey's payloads grow while so many more fit into its time; so many count at least
 _SLOW_FACTOR = 4  # what a survey may take at most, of what it should
 
@@ -138,10 +140,11 @@ def is_telling(num_bytes: int, took_s: float) -> bool:
     return num_bytes >= _SMALLEST_TELLING_BYTES or took_s > _PROBE_S
 
 
-async def greet(link: KVLink, worker_id: str, epoch: str, layout: KVLayout, *, checksums: bool) -> None:
-    """The receiver's part: `Refusal` if the peer does not fit; then `dismiss` it. Unbounded as well."""
-    _check(parse(await link.recv()), worker_id, epoch, layout, checksums)
-    await link.send(encode(HelloOk(worker_id, epoch)))
+async def greet(link: KVLink, expected: Hello) -> None:
+    """The receiver's part: `Refusal` unless the peer's hello is as ``expected``, where ``worker_id`` is the receiver's
+    own; then `dismiss` it. Unbounded as well."""
+    _check(parse(await link.recv()), expected)
+    await link.send(encode(HelloOk(expected.worker_id, expected.epoch)))
 
 
 async def dismiss(link: KVLink, refusal: Refusal) -> None:
@@ -168,6 +171,14 @@ def check_block_size(layout: KVLayout) -> None:
         )
 
 
+def sorted_eos(token_ids: Iterable[int]) -> list[int]:
+    """End-of-sequence ids as `Hello` has them; ModelError if there are more than it carries."""
+    ids = sorted(set(token_ids))
+    if len(ids) > MAX_EOS_TOKEN_IDS:
+        raise ModelError(f"the model has {len(ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS} are supported")
+    return ids
+
+
 def _at_most(size: int, parts: list[Buffer]) -> list[Buffer]:
     cut: list[Buffer] = []
     for part in parts:
@@ -177,15 +188,27 @@ def _at_most(size: int, parts: list[Buffer]) -> list[Buffer]:
     return cut
 
 
-def _check(hello: Header, worker_id: str, epoch: str, layout: KVLayout, checksums: bool) -> None:
+def _check(hello: Header, ours: Hello) -> None:
     if not isinstance(hello, Hello):
         raise Refusal(Reason.MALFORMED, "the first message must be a hello")
-    if hello.epoch != epoch:
-        raise Refusal(Reason.STALE_EPOCH, f"{worker_id} has started anew and holds nothing for {hello.worker_id}")
+    if hello.epoch != ours.epoch:
+        why = f"{ours.worker_id} has started anew and holds nothing for {hello.worker_id}"
+        raise Refusal(Reason.STALE_EPOCH, why)
     try:
-        layout.check_compatible(KVLayout.from_wire(hello.layout))
+        KVLayout.from_wire(ours.layout).check_compatible(KVLayout.from_wire(hello.layout))
     except LayoutMismatch as error:
         raise Refusal(Reason.LAYOUT, str(error)) from None
-    if hello.checksums != checksums:
-        ours, theirs = ("on" if each else "off" for each in (checksums, hello.checksums))
-        raise Refusal(Reason.LAYOUT, f"transfer.checksum differs: {ours} here, {theirs} at the peer")
+    if hello.checksums != ours.checksums:
+        here, there = ("on" if each else "off" for each in (ours.checksums, hello.checksums))
+        raise Refusal(Reason.LAYOUT, f"transfer.checksum differs: {here} here, {there} at the peer")
+    if hello.eos_token_ids != ours.eos_token_ids:
+        raise Refusal(
+            Reason.LAYOUT,
+            f"eos_token_ids differ: {_some(ours.eos_token_ids)} here, {_some(hello.eos_token_ids)} at the peer; all "
+            "workers of a service must run a model with the same config.json and generation_config.json",
+        )
+
+
+def _some(token_ids: Sequence[int]) -> str:
+    shown = ", ".join(map(str, token_ids[:_SHOWN_IDS]))
+    return f"[{shown}{', ...' if len(token_ids) > _SHOWN_IDS else ''}]"

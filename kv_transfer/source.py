@@ -41,7 +41,7 @@ class Source:
 
     def __init__(self, receiver: KVReceiver, link: KVLink) -> None:
         self._receiver, self._link = receiver, link
-        self.checksums = receiver.checksums and not link.on_device
+        self.checksums = link.hashes(receiver.checksums)
         self._answering = asyncio.Lock()
         self.ceiling_gbs = 0.0
         """What the link moved at best when its sender measured it."""
@@ -53,13 +53,7 @@ class Source:
         try:
             async with asyncio.timeout(receiver.lease_s):
                 try:
-                    await greet(
-                        self._link,
-                        receiver.worker_id,
-                        receiver.epoch,
-                        receiver.store.layout,
-                        checksums=self.checksums,
-                    )
+                    await greet(self._link, receiver.hello(checksums=self.checksums))
                 except Refusal as refusal:
                     receiver.count(refusal.reason)
                     _log.warning("a KV link was refused: %s", refusal)
