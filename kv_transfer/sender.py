@@ -209,8 +209,10 @@ class KVSender:
             peer = self._peer_of(handoff)
             if peer is None:  # also after an error that nobody foresaw: the hand-off must not wait for its deadline
                 self._conclude(handoff, PeerLost(f"there is no KV link to {destination.worker_id}"))
-            elif handoff.outcome is None:
+            else:
                 peer.add(handoff)
+                if isinstance(handoff.outcome, PdserveError):  # it failed meanwhile: the receiver has to hear of it
+                    peer.drop(handoff, handoff.outcome)
 
     async def _meet(self, worker_id: str, epoch: str, choice: Choice) -> Peer:
         link = await choice.transport.connect(choice.endpoint, self._connect_timeout_s)
