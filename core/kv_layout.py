@@ -14,6 +14,17 @@ from core.errors import LayoutMismatch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+PROBE_BYTES = 8 * 2**20
+"""Memory behind each pool, in the same file or allocation: zeros, always. Links are measured with these bytes, so that
+no measurement ever sends KV."""
+
+_PAGE = 4096
+
+
+def probe_offset(pool_bytes: int) -> int:
+    """Where that memory begins, behind a pool of so many bytes."""
+    return -(-pool_bytes // _PAGE) * _PAGE
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:

@@ -155,6 +155,11 @@ class BlockStore(Protocol):
         """Room for ``layers`` of these blocks; on the host unless ``on_device``."""
         ...
 
+    def blank(self, start: int, size: int, *, on_device: bool) -> Stretch:
+        """``size`` bytes from ``start`` on of the `PROBE_BYTES` of zeros that lie behind the blocks, and travel as
+        blocks do; on the host unless ``on_device``."""
+        ...
+
     def scratch(self, size: int, *, on_device: bool) -> Stretch:
         """Memory outside the pool, for a payload that is thrown away."""
         ...

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.errors import LaunchError
-from core.kv_layout import KVLayout
+from core.kv_layout import PROBE_BYTES, KVLayout, probe_offset
 from kv_transfer.base import BlockStore, KVTransport, Landing
 from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.factory import create_transport
@@ -46,7 +46,7 @@ class ProbePool:
 
 
 class _GpuStore:
-    """Blocks on a GPU, of which probes send and throw away, and nothing ever lands."""
+    """Blocks on a GPU, among which nothing ever lands, and the zeros that probes send."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: str) -> None:
         import torch
@@ -54,10 +54,11 @@ class _GpuStore:
         if not torch.cuda.is_available():
             raise LaunchError("torch sees no GPU here")
         self._torch, self._layout, self._num_blocks = torch, layout, num_blocks
+        self._offset = probe_offset(layout.block_bytes * num_blocks)
         try:
-            self._bytes = torch.zeros(layout.block_bytes * num_blocks, dtype=torch.uint8, device=device)
+            self._bytes = torch.zeros(self._offset + PROBE_BYTES, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
-            raise LaunchError(f"{device} has no {layout.block_bytes * num_blocks / 2**20:.0f} MiB free") from None
+            raise LaunchError(f"{device} has no {(self._offset + PROBE_BYTES) / 2**20:.0f} MiB free") from None
         share = self._bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         self.memory = DeviceMemory(share, self._bytes)
 
@@ -80,6 +81,12 @@ class _GpuStore:
     def land(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> Landing:
         """Nothing is handed over to a probe."""
         raise NotImplementedError("a probe's pool takes no blocks")
+
+    def blank(self, start: int, size: int, *, on_device: bool) -> Stretch:
+        """Zeros behind the blocks."""
+        if on_device:
+            return self._bytes[self._offset + start : self._offset + start + size]
+        return memoryview(bytearray(size))
 
     def scratch(self, size: int, *, on_device: bool) -> Stretch:
         """Memory outside the pool."""

@@ -12,10 +12,24 @@ import pytest
 
 from core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
 from core.handoff import KVDestination, KVEndpoint
-from core.kv_layout import KVLayout
+from core.kv_layout import PROBE_BYTES, KVLayout
 from kv_transfer import integrity
 from kv_transfer.base import Buffer, KVLink, Message
-from kv_transfer.integrity import Abort, Ack, Blocks, Header, Hello, HelloOk, Open, Refused, checksum, decode, encode
+from kv_transfer.integrity import (
+    Abort,
+    Ack,
+    Blocks,
+    Header,
+    Hello,
+    HelloOk,
+    Open,
+    Probe,
+    Probed,
+    Refused,
+    checksum,
+    decode,
+    encode,
+)
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sink import Sink
 from kv_transfer.status import TransferStatus
@@ -235,6 +249,14 @@ def test_a_malformed_layout_is_refused(change: dict[str, Any]) -> None:
 def test_malformed_end_ids_are_refused(ids: Any) -> None:
     with pytest.raises(TransferRefused, match=r"hello\.eos_token_ids"):
         decode(encode(Hello("p", "e", LAYOUT.to_wire(), True, ids)))
+
+
+async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    peer = await RawPeer.meet(ends)
+    assert isinstance(await peer.say(Probe(), bytes(PROBE_BYTES)), Probed)
+    assert isinstance(await peer.say(Probe(), bytes(PROBE_BYTES + 1)), Refused)
+    assert ends.receiver.refused == {"malformed": 1}
 
 
 async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: MakeEnds) -> None:

@@ -226,7 +226,7 @@ async def test_closing_ends_a_read_and_lets_go_of_pool_and_peer(network: FakeNet
     assert ends.target.data == bytes(len(ends.target.data))
     for agent in network.agents.values():
         assert not agent.peers
-        assert len(ends.source.data) not in [size for _, size in agent.registered]
+        assert ends.source.memory.size not in [size for _, size in agent.registered]
         assert all(read.released for read in agent.reads)
 
 

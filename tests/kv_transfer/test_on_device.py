@@ -24,8 +24,8 @@ LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2
 
 
 def bytes_of(store: MemoryStore) -> torch.Tensor:
-    """A pool as a tensor."""
-    return torch.frombuffer(store.data, dtype=torch.uint8)
+    """A pool and what lies behind it, as a tensor."""
+    return torch.frombuffer(store.whole, dtype=torch.uint8)
 
 
 class OneGpu:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,6 +28,9 @@ from kv_transfer.memory_store import MemoryStore
 from kv_transfer.status import TransferStatus
 
 MakeEnds = Callable[..., Awaitable[Any]]
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+)
 TRANSPORTS = ["loopback", "shm", "tcp", "grpc_stream", "torch_dist"]
 
 
@@ -234,6 +238,39 @@ async def test_checksums_must_be_on_at_both_ends_or_neither(make_ends: MakeEnds)
     ends = await make_ends(sender_checksum=False)
     with pytest.raises(LayoutMismatch, match=r"transfer\.checksum differs: on here, off at the peer"):
         await ends.sender.connect("d", "e1", ends.endpoints)
+
+
+class RecordingStore(MemoryStore):
+    """Keeps what is thrown away here, and gives no blocks away."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        super().__init__(layout, num_blocks)
+        self.thrown_away: list[memoryview] = []
+
+    if not TYPE_CHECKING:
+
+        def scratch(self, size: int, *, on_device: bool = False) -> memoryview:
+            """Memory that the test sees afterwards."""
+            self.thrown_away.append(memoryview(bytearray(b"\xff" * size)))
+            return self.thrown_away[-1]
+
+        def read_blocks(self, *_: object, **__: object) -> list[memoryview]:
+            """Nobody may ask for blocks."""
+            raise AssertionError("a probe was cut from the pool")
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, NIXL])
+async def test_links_are_measured_with_zeros_and_never_with_kv(
+    make_ends: MakeEnds, transport: str, layout: KVLayout
+) -> None:
+    source, target = RecordingStore(layout, 64), RecordingStore(layout, 64)
+    ends = await make_ends(transport, source=source, target=target)
+    assert any(source.data)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    assert target.thrown_away
+    assert not any(any(probe) for probe in target.thrown_away)
+    (link,) = ends.sender.links()
+    assert link.transport == transport
 
 
 async def test_end_ids_must_be_the_same_at_both_ends(make_ends: MakeEnds) -> None:
