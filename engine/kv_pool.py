@@ -11,7 +11,7 @@ import torch
 
 from core import memory_file
 from core.errors import ConfigError
-from core.kv_layout import PROBE_BYTES, KVLayout, probe_offset
+from core.kv_layout import KVLayout, blank_memory
 from engine.host_memory import available_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,7 @@ class LayerKV:
 
 class KVPool:
     """``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block is one run of
-    ``layout.block_bytes`` bytes; behind the last one are `PROBE_BYTES` that nothing writes. ``handle`` tells
+    ``layout.block_bytes`` bytes; behind the last one is `blank_memory`, which nothing writes. ``handle`` tells
     `engine.mapped_pool.MappedPool` how to reach it."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class KVPool:
         """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
         for first touches. `ConfigError` if the host has not that much memory."""
         size = layout.block_bytes * num_blocks
-        whole = probe_offset(size) + PROBE_BYTES
+        whole = sum(blank_memory(size))
         available = available_bytes()
         if whole > available:  # filling it would get this process, or another one, killed
             raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
@@ -81,7 +81,7 @@ class KVPool:
         size = layout.block_bytes * num_blocks
         dtype = TORCH_DTYPES[layout.dtype]
         try:
-            whole = torch.zeros((probe_offset(size) + PROBE_BYTES) // dtype.itemsize, dtype=dtype, device=device)
+            whole = torch.zeros(sum(blank_memory(size)) // dtype.itemsize, dtype=dtype, device=device)
         except torch.OutOfMemoryError:
             raise _does_not_fit(size, "the GPU has not that much free") from None
         share = list(whole.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core.kv_layout import PROBE_BYTES, KVLayout, probe_offset
+from core.kv_layout import KVLayout, blank_memory
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ class MappedPool:
         self._layout = layout
         self._num_blocks = num_blocks
         expected = layout.block_bytes * num_blocks
+        self._blank = blank_memory(expected)
         if handle["bytes"] != expected:
             raise ValueError(f"the pool has {handle['bytes']} bytes, its layout needs {expected}")
         self._memory: _HostMemory | _CudaMemory
@@ -77,13 +78,18 @@ class MappedPool:
         """Memory outside the pool."""
         return self._memory.scratch(size, on_device)
 
+    @property
+    def blank_bytes(self) -> int:
+        """How many zeros lie behind the pool."""
+        return self._blank[1]
+
     def blank(self, start: int, size: int, *, on_device: bool = False) -> Stretch:
-        """``size`` zeros from ``start`` on of the `PROBE_BYTES` behind the pool, which hold nothing and never will; on
-        the host unless ``on_device``. ValueError beyond them."""
-        if not 0 <= start <= start + size <= PROBE_BYTES:
-            raise ValueError(f"bytes {start} to {start + size} of {PROBE_BYTES}")
-        offset = probe_offset(self._layout.block_bytes * self._num_blocks) + start
-        return self._memory.blank(offset, size, on_device)
+        """``size`` of the zeros behind the pool, from ``start`` on, which hold nothing and never will; on the host
+        unless ``on_device``. ValueError beyond them."""
+        offset, whole = self._blank
+        if not 0 <= start <= start + size <= whole:
+            raise ValueError(f"bytes {start} to {start + size} of {whole}")
+        return self._memory.blank(offset + start, size, on_device)
 
     def _runs(self, block_ids: Sequence[int], layers: range | None) -> list[tuple[int, int]]:
         return self._layout.byte_runs(
@@ -109,7 +115,7 @@ class PoolLanding(NamedTuple):
 class _HostMemory:
     def __init__(self, fd: int, size: int) -> None:
         self._fd = os.dup(fd)
-        whole = probe_offset(size) + PROBE_BYTES
+        whole = sum(blank_memory(size))
         # With its page table filled: else the first hand-off into each block would pay for that.
         self._map: mmap.mmap | None = mmap.mmap(fd, whole, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._view = memoryview(self._map)
@@ -169,7 +175,7 @@ class _CudaMemory:
         import torch
 
         self._torch = torch
-        whole = probe_offset(size) + PROBE_BYTES
+        whole = sum(blank_memory(size))
         self.share: Sequence[Any] = handle["share"]
         storage = torch.UntypedStorage._new_shared_cuda(*self.share)
         self._device = torch.device("cuda", self.share[0])

@@ -155,9 +155,13 @@ class BlockStore(Protocol):
         """Room for ``layers`` of these blocks; on the host unless ``on_device``."""
         ...
 
+    @property
+    def blank_bytes(self) -> int:
+        """How many zeros lie behind the blocks; at least `MAX_PROBE_BYTES`."""
+        ...
+
     def blank(self, start: int, size: int, *, on_device: bool) -> Stretch:
-        """``size`` bytes from ``start`` on of the `PROBE_BYTES` of zeros that lie behind the blocks, and travel as
-        blocks do; on the host unless ``on_device``."""
+        """``size`` of these zeros, from ``start`` on, which travel as blocks do; on the host unless ``on_device``."""
         ...
 
     def scratch(self, size: int, *, on_device: bool) -> Stretch:

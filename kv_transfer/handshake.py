@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
-from core.kv_layout import PROBE_BYTES, KVLayout
+from core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from kv_transfer.base import MAX_PAYLOAD_BYTES, BlockStore, Buffer, KVLink, Message
 from kv_transfer.integrity import (
     MAX_EOS_TOKEN_IDS,
@@ -68,12 +68,12 @@ async def measure(link: KVLink, store: BlockStore) -> float:
         took_s = await _probe(link, blank.next(size))
         if is_telling(size, took_s):
             best = max(best, size / took_s / 1e9)
-        size = min(size * 4, PROBE_BYTES)
+        size = min(size * 4, MAX_PROBE_BYTES)
     return best
 
 
 async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
-    """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to `PROBE_BYTES`, or as
+    """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to `MAX_PROBE_BYTES`, or as
     large as a slow link lets several of them pass. What counts of a payload is until its sender knows that it was
     taken, less a round trip: a receiver alone is flattered by what has queued before it looks. Unbounded as well."""
     started_s = time.perf_counter()
@@ -96,7 +96,7 @@ async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
         if is_telling(size, took_s):
             best = max(best, rates[-1])
         # Queues and token buckets take the first of it at once: only larger payloads tell what a link sustains.
-        larger = min(size * 2, PROBE_BYTES)
+        larger = min(size * 2, MAX_PROBE_BYTES)
         if larger > size and larger / (size / took_s) * _PAYLOADS_LEFT < for_s - past_s:
             size, rates = larger, []
     return LinkFigures(
@@ -117,7 +117,7 @@ class _Blank:
 
     def next(self, size: int) -> list[Buffer]:
         """``size`` bytes."""
-        start = self._start if self._start + size <= PROBE_BYTES else 0
+        start = self._start if self._start + size <= self._store.blank_bytes else 0
         self._start = start + size
         return [self._store.blank(start, size, on_device=self._on_device)]
 

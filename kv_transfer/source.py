@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from core.errors import PdserveError, PeerLost, TransferError, to_wire
-from core.kv_layout import PROBE_BYTES
+from core.kv_layout import MAX_PROBE_BYTES
 from kv_transfer.base import KVLink, Message
 from kv_transfer.handshake import dismiss, greet, is_telling, parse
 from kv_transfer.incoming import Incoming
@@ -94,7 +94,7 @@ class Source:
                 nonce, seq = header.nonce, header.seq
                 await self._fill(self._find(header), header, message.size)
             elif isinstance(header, Probe):
-                if message.size > PROBE_BYTES:
+                if message.size > MAX_PROBE_BYTES:
                     raise Refusal(Reason.MALFORMED, f"a probe of {message.size} bytes")
                 await self._probe(message.size)
             elif isinstance(header, Abort):

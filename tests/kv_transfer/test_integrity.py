@@ -12,7 +12,7 @@ import pytest
 
 from core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
 from core.handoff import KVDestination, KVEndpoint
-from core.kv_layout import PROBE_BYTES, KVLayout
+from core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from kv_transfer import integrity
 from kv_transfer.base import Buffer, KVLink, Message
 from kv_transfer.integrity import (
@@ -254,8 +254,8 @@ def test_malformed_end_ids_are_refused(ids: Any) -> None:
 async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     peer = await RawPeer.meet(ends)
-    assert isinstance(await peer.say(Probe(), bytes(PROBE_BYTES)), Probed)
-    assert isinstance(await peer.say(Probe(), bytes(PROBE_BYTES + 1)), Refused)
+    assert isinstance(await peer.say(Probe(), bytes(MAX_PROBE_BYTES)), Probed)
+    assert isinstance(await peer.say(Probe(), bytes(MAX_PROBE_BYTES + 1)), Refused)
     assert ends.receiver.refused == {"malformed": 1}
 
 
