@@ -71,6 +71,11 @@ class KVLink(ABC):
         """Return once nothing reads the parts of what was sent so far: they may then change. A link that is lost reads
         nothing. Needs a task that receives. Unbounded: put a timeout around it, and `cut` a link that lets it pass."""
 
+    def introduced(self) -> None:  # noqa: B027 - links within a process know both ends
+        """The peer has said who it is. A link that was accepted takes from then on what it likes; before, one message
+        of `strangers.MAX_HELLO_BYTES` without a payload, and it is cut after `strangers.INTRODUCTION_S`, or when too
+        many others wait."""
+
     @abstractmethod
     def cut(self, why: str) -> None:
         """End the link at once, without a care for what is on its way: nothing reads the parts of what was sent, or

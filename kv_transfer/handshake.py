@@ -140,6 +140,7 @@ async def greet(link: KVLink, expected: Hello) -> None:
     """The receiver's part: `Refusal` unless the peer's hello is as ``expected``, where ``worker_id`` is the receiver's
     own; then `dismiss` it. Unbounded as well."""
     _check(parse(await link.recv()), expected)
+    link.introduced()
     await link.send(encode(HelloOk(expected.worker_id, expected.epoch)))
 
 

@@ -31,7 +31,7 @@ from kv_transfer.status import TransferStatus
 class KVReceiver:
     """Receives hand-offs into ``store``. The ``transports`` stay their creator's, to be closed after this.
 
-    ``lease_s``: how long a hand-off's sender (or a new link's peer) may be silent. ``delay_s`` is a hook for tests: it
+    ``lease_s``: how long a hand-off's sender may be silent. ``delay_s`` is a hook for tests: it
     passes before a hand-off's last block counts as verified. ``eos_token_ids`` are the model's; peers with others are
     refused.
     """

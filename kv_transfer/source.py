@@ -30,6 +30,7 @@ from kv_transfer.integrity import (
     peer_error,
 )
 from kv_transfer.sink import Sink
+from kv_transfer.transports.strangers import INTRODUCTION_S
 
 if TYPE_CHECKING:
     from kv_transfer.receiver import KVReceiver
@@ -50,9 +51,10 @@ class Source:
     async def serve(self) -> None:
         """Speak with the sender until the link ends, which fails its hand-offs."""
         receiver = self._receiver
+        introduction_s = min(receiver.lease_s, INTRODUCTION_S)
         lost: TransferError = PeerLost("the KV link was closed here")
         try:
-            async with asyncio.timeout(receiver.lease_s):
+            async with asyncio.timeout(introduction_s):
                 try:
                     await greet(self._link, receiver.hello(checksums=self.checksums))
                 except Refusal as refusal:
@@ -63,9 +65,10 @@ class Source:
             while True:
                 await self._deal_with(await self._link.recv())
         except TimeoutError:
-            _log.warning("a KV peer said nothing for %g s after connecting", receiver.lease_s)
+            _log.warning("a KV peer said nothing for %g s after connecting", introduction_s)
         except TransferError as error:
-            lost = error
+            # Without its traceback, whose frames would keep this link's memory until the next collection.
+            lost = error.with_traceback(None)
         finally:
             receiver.lost(self, lost)
             await self._link.aclose()

@@ -26,6 +26,7 @@ async def echo(transport_name: str) -> None:
     transport = create_transport(transport_name)
     say(address=(await transport.listen("127.0.0.1")).address)
     link = await transport.accept()
+    link.introduced()
     while True:
         message = await link.recv()
         payload = memoryview(bytearray(message.size))

@@ -56,6 +56,7 @@ async def linked(timeout_s: float = 5.0) -> AsyncIterator[Ends]:
     try:
         endpoint = await receiving.listen("127.0.0.1")
         sender, receiver = await asyncio.gather(sending.connect(endpoint, 10.0), receiving.accept())
+        receiver.introduced()
         yield Ends(source, target, sending, receiving, endpoint, sender, receiver)
     finally:
         await sending.aclose()
@@ -165,6 +166,7 @@ async def test_what_a_peer_that_left_has_sent_counts_for_nothing() -> None:
 async def test_a_closed_link_leaves_the_others_of_its_peer_alone() -> None:
     async with linked() as ends:
         sender, receiver = await asyncio.gather(ends.sending.connect(ends.endpoint, 10.0), ends.receiving.accept())
+        receiver.introduced()
         await asyncio.gather(ends.sender.aclose(), ends.receiver.aclose())
         async with answered(sender):
             await sender.send(b"h", [ends.source.data[:5000]])

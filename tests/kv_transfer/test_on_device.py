@@ -93,6 +93,7 @@ async def test_only_what_lies_in_the_pool_can_be_sent() -> None:
     here, there = gpu.transport("p", source), gpu.transport("d", target)
     endpoint = await there.listen("127.0.0.1")
     link, accepted = await asyncio.gather(here.connect(endpoint, 2.0), there.accept())
+    accepted.introduced()
     elsewhere: list[Any] = [torch.zeros(16, dtype=torch.uint8)]
     with pytest.raises(ValueError, match="outside the pool"):
         await link.send(b"h", elsewhere)

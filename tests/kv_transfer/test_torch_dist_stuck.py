@@ -77,7 +77,9 @@ async def linked(timeout_s: float) -> AsyncIterator[tuple[KVLink, KVLink]]:
     client, listener = TorchDistTransport(timeout_s=timeout_s), TorchDistTransport(timeout_s=10.0)
     try:
         endpoint = await listener.listen("127.0.0.1")
-        yield await client.connect(endpoint, 10.0), await listener.accept()
+        connected, accepted = await client.connect(endpoint, 10.0), await listener.accept()
+        accepted.introduced()
+        yield connected, accepted
     finally:
         await client.aclose()
         await listener.aclose()
