@@ -86,6 +86,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         cores=list(spec.cores),
         load_s=time.monotonic() - started_s,
+        eos_token_ids=sorted(set(shape.eos_token_ids)),
     )
     limits = SchedulerConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,

@@ -91,6 +91,7 @@ class Incarnation:
                 worker_id=spec.worker_id,
                 epoch=epoch,
                 clock=clock,
+                eos_token_ids=ready.eos_token_ids,
                 delay_s=delays_ms.get("kv_exposed", 0.0) / 1e3,
             )
             try:

@@ -31,6 +31,7 @@ from core.worker import Work, WorkerInfo, WorkerLoad
 from engine.messages import (
     EngineEvent,
     Failed,
+    Finished,
     KVRole,
     LayersDone,
     Load,
@@ -283,6 +284,9 @@ class Worker:
             case Rejected():
                 if flow := self._flows.get(event.request_id):
                     self.fail(flow, from_wire(event.kind, event.message))
+            case Finished():
+                if flow := self._flows.get(event.request_id):
+                    flow.on_finished(event)
             case Failed():
                 log.error("%s: the engine gave up: %s: %s", self.spec.worker_id, event.kind, event.message)
             case Pong():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import PdserveConfig
-from core.kv_layout import KVLayout
+from core.kv_layout import KVLayout, blank_memory
 from core.model_memory import activation_bytes
 from engine.model_source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
@@ -20,9 +20,14 @@ class MemoryNeed:
     activation_bytes: int
 
     @property
+    def blank_bytes(self) -> int:
+        """What lies behind the pool."""
+        return blank_memory(self.pool_bytes)[1]
+
+    @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.weight_bytes + self.pool_bytes + self.activation_bytes
+        return self.weight_bytes + self.pool_bytes + self.blank_bytes + self.activation_bytes
 
 
 def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:

@@ -122,7 +122,7 @@ def check_memory(
         else:
             free, needed, where = report.memory_bytes, need.total_bytes * workers, "available"
         parts = (
-            f"{workers} × ({_mb(need.weight_bytes)} weights + {_mb(need.pool_bytes)} KV pool + "
+            f"{workers} × ({_mb(need.weight_bytes)} weights + {_mb(need.pool_bytes + need.blank_bytes)} KV pool + "
             f"{_mb(need.activation_bytes)} activations)"
         )
         what = f"needs {_mb(needed)} = {parts}; {_mb(free)} {where}"
