@@ -23,7 +23,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## serve the tiny model on a local Ray, 1 prefill + 1 decode worker, and show what the hand-off costs
 	$(BIN)/pdserve demo
 
-test: lint types floors unit  ## lint, types, floors and all tests
+# Tests wait more than they compute: two processes run them, and the checks run beside them.
+TEST_PROCESSES ?= 2
+unexport PYTHONDONTWRITEBYTECODE  # they start hundreds of processes that import the same modules
+
+test: $(INSTALLED)  ## lint, types, floors and all tests
+	$(MAKE) --no-print-directory -j2 unit checks
+
+.PHONY: checks
+checks: lint types floors
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -36,7 +44,7 @@ floors: $(INSTALLED)
 	$(BIN)/lint-imports --no-logo
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not soak and not cluster'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m 'not soak and not cluster'
 
 test-cluster: $(INSTALLED)  ## `ray up` and what follows, on hosts made of namespaces (root; under 10 minutes)
 	scripts/cluster_test_tools.sh

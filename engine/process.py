@@ -159,8 +159,8 @@ class EngineLoop:
             self._pipe.send(*events)
 
 
-def main() -> None:
-    """Entry of the process; returns its exit by SystemExit: 0 when told to end, 1 after `Failed`."""
+def main() -> int:
+    """Entry of the process; returns its exit status: 0 when told to end, 1 after `Failed`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
     end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -169,14 +169,15 @@ def main() -> None:
     try:
         _serve(pipe, EngineSpec.from_json(spec_json), int(memory_fd))
     except ParentGone:
-        sys.exit(0)
+        return 0
     except Exception as error:  # whatever it was, the worker has to hear of it
         kind, message = to_wire(error)
         with contextlib.suppress(ParentGone):
             pipe.send(Failed(kind, " ".join(message.split())[:_MAX_MESSAGE_CHARS]))
         if isinstance(error, PdserveError):
-            sys.exit(1)
+            return 1
         raise
+    return 0
 
 
 def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
@@ -195,4 +196,7 @@ def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
+    logging.shutdown()
+    # Without the interpreter's own end: taking torch's modules apart costs 0.3 s and frees only what the kernel frees.
+    os._exit(status)

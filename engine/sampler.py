@@ -82,7 +82,8 @@ def adjust(logits: torch.Tensor, params: SamplerParams, history: TokenHistory | 
         scores = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    outputs, counts = _tensor(history.output_ids), _tensor(history.output_counts)
+    outputs = _tensor(history.output_ids)
+    counts = _tensor(history.output_counts).to(logits.dtype)  # times a Python float, integers would become float32
     logits[outputs] -= params.presence_penalty + params.frequency_penalty * counts
     return logits
 

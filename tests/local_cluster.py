@@ -6,6 +6,7 @@ What Ray adds (placement, restarts) has tests of its own; everything else is the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -28,12 +29,48 @@ from worker.spec import WorkerSpec
 ROOT = Path(__file__).resolve().parents[1]
 
 
+# Below the ports that kernels hand out by themselves, above those that Ray's workers take.
+_PORTS = range(22_000, 32_000)
+_claims: list[socket.socket] = []
+_next_port = _PORTS.start
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of 127.0.0.1 that is free now, and that no test of this host gets again while this process runs."""
+    return free_ports(1)
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` such ports in a row, free on 127.0.0.2 as well."""
+    global _next_port
+    while _next_port + count <= _PORTS.stop:
+        first, claims = _next_port, []
+        for port in range(first, first + count):
+            _next_port = port + 1
+            claim = _claimed(port)
+            if claim is None:
+                break
+            claims.append(claim)
+        _claims.extend(claims)
+        if len(claims) == count:
+            return first
+    raise AssertionError(f"no {count} ports in a row are left")
+
+
+def _claimed(port: int) -> socket.socket | None:
+    """A socket that keeps other test processes off the port; None if one has it, or the port is not free."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0pdserve-test-port-{port}")
+        for host in ("127.0.0.1", "127.0.0.2"):
+            with socket.socket() as probe:
+                probe.bind((host, port))
+    except OSError as error:
+        claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return claim
 
 
 class LocalCluster:
@@ -95,15 +132,24 @@ class LocalCluster:
             preexec_fn=self._in_worker.get(name),
         )
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Return once the service says it serves; AssertionError at once if a process ended instead."""
+    def wait_ready(self, timeout_s: float = 180.0) -> None:
+        """Return once every worker that runs is ready, and each prefill worker connected to each decode worker;
+        AssertionError at once if a process ended instead."""
         deadline_s = time.monotonic() + timeout_s
         with Client(self.target) as client:
-            while not client.ready(1.0):
+            while not (client.ready(1.0) and self._all_met(client.status())):
                 ended = [name for name, process in self.processes.items() if process.poll() is not None]
                 assert not ended, f"{ended} ended while starting"
                 assert time.monotonic() < deadline_s, f"not ready within {timeout_s} s"
-                time.sleep(0.1)
+                time.sleep(0.05)
+
+    def _all_met(self, status: ServiceStatus) -> bool:
+        names = self.processes.keys() - {"gateway"}
+        decode = {name for name in names if name.startswith("decode")}
+        ready = {worker.worker_id: worker for worker in status.workers if worker.state == "ready"}
+        return names <= ready.keys() and all(
+            decode <= {link.worker_id for link in ready[name].links} for name in names - decode
+        )
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
         """Send a signal to a process; after SIGKILL it is reaped."""
@@ -111,7 +157,7 @@ class LocalCluster:
         if signum == signal.SIGKILL:
             self.processes[name].wait(10)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> ServiceStatus:
+    def wait_idle(self, timeout_s: float = 60.0) -> ServiceStatus:
         """The status once no block is in use; the last one if that does not happen in time."""
         deadline_s = time.monotonic() + timeout_s
         with Client(self.target) as client:
@@ -140,6 +186,24 @@ class LocalCluster:
         for process in alive:
             process.kill()
         assert not alive, f"left running: {alive}"
+
+
+T = TypeVar("T")
+
+
+def undisturbed(measure: Callable[[], T], check: Callable[[T], None], timeout_s: float = 60.0) -> T:
+    """The first measurement that passes ``check``; its AssertionError if none does in time. Another process may take
+    the machine in the middle of any one of them, but of so many that take milliseconds most are left alone."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        measured = measure()
+        try:
+            check(measured)
+        except AssertionError:
+            if time.monotonic() > deadline_s:
+                raise
+        else:
+            return measured
 
 
 def leaked_blocks(status: ServiceStatus) -> int:

@@ -14,7 +14,7 @@ from tests.e2e.conftest import Cli
 from tests.local_cluster import ROOT, free_port
 from tests.ray_nodes import ray_head
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_joined_ray(at_home: Cli, tmp_path: Path) -> None:
     port = str(free_port())
     with ray_head(home, "--num-cpus=2", "--num-gpus=2") as head:
         where = ("--address", head.address, "--port", port)
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 180
         while "join" in failed(report := told(at_home.run("doctor", *where, "--device", "cpu", "--json"))):
             assert time.monotonic() < deadline_s, report["findings"]  # the head is still coming up
         assert report["ok"], report["findings"]
@@ -66,7 +66,7 @@ def test_a_joined_ray(at_home: Cli, tmp_path: Path) -> None:
         refused = told(stranger.run("doctor", *where, "--json"))
         assert failed(refused) == ["join"]
         assert "auth_token" in refused["findings"][0]["remedy"]
-        assert time.monotonic() - started_s < 90
+        assert time.monotonic() - started_s < 180
 
         up = at_home.run("up", *where, "--device", "cpu", "--detach")
         assert up.returncode == 0, up.stderr
@@ -74,7 +74,8 @@ def test_a_joined_ray(at_home: Cli, tmp_path: Path) -> None:
             beside = told(at_home.run("doctor", *where, "--device", "cpu", "--json"))
             assert beside["ok"], beside["findings"]
             assert beside["services"] == [int(port)]
-            assert {each["check"] for each in beside["findings"]} == {"port", "memory"}
+            checks = {each["check"] for each in beside["findings"]}
+            assert checks - {"cores"} == {"port", "memory"}  # other services may run on this host, too
             assert beside["pairs"][0]["gbs"] > 0.01
         finally:
             assert at_home.run("down", "--target", f"localhost:{port}").returncode == 0

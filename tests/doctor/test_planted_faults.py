@@ -15,7 +15,7 @@ from pdserve.doctor.finding import Level
 from pdserve.doctor.source_hash import PACKAGES, ROOT
 from tests.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
 from tests.e2e.test_clocks import time_namespaces_problem
-from tests.local_cluster import free_port
+from tests.local_cluster import free_port, free_ports
 
 
 def installation(folder: Path) -> Path:
@@ -23,24 +23,6 @@ def installation(folder: Path) -> Path:
     for package in (*PACKAGES, "models"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody has now."""
-    for _ in range(50):
-        first = free_port()
-        if all(_is_free(port) for port in range(first, first + count)) and first < 65_000:
-            return first
-    raise AssertionError("no ports in a row")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((FIRST, port))
-        except OSError:
-            return False
-    return True
 
 
 def test_two_nodes_that_are_fit() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.local_cluster import ROOT, free_port
 
-UP_TIMEOUT_S = 120
+UP_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)

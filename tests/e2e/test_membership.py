@@ -15,11 +15,11 @@ import pytest
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from tests.e2e.conftest import Cli
-from tests.local_cluster import free_port, leaked_blocks
+from tests.local_cluster import free_port, free_ports, leaked_blocks
 from tests.ray_nodes import RayNode, ray_head, ray_node
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-WAIT_S = 60.0
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+WAIT_S = 180.0
 PROMPTS = ["def read_lines(path):", "import os\n\n", "class Queue:\n    def __init__(self", "for name in names:\n"]
 
 
@@ -54,7 +54,7 @@ class Load:
         """End it."""
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(180)
 
     def check(self) -> None:
         """AssertionError if anything failed, or nothing was asked."""
@@ -63,7 +63,7 @@ class Load:
 
 
 def wait_for(
-    target: str, what: str, condition: Callable[[ServiceStatus], bool], timeout_s: float = 60
+    target: str, what: str, condition: Callable[[ServiceStatus], bool], timeout_s: float = 180
 ) -> ServiceStatus:
     """The status once ``condition`` holds; AssertionError with the last one if it does not."""
     deadline_s = time.monotonic() + WAIT_S
@@ -88,7 +88,7 @@ def pending_demand(head: RayNode, home: Path) -> str:
     deadline_s = time.monotonic() + WAIT_S
     while True:
         environment = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
-        shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
         _, _, pending = shown.stdout.partition("Pending Demands:")
         if "placement group" in pending or time.monotonic() > deadline_s:
             return pending or shown.stdout + shown.stderr
@@ -97,7 +97,7 @@ def pending_demand(head: RayNode, home: Path) -> str:
 
 def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
     at_home = Cli({**cli.env, "HOME": str(tmp_path)})
-    port, base = free_port(), 21_000
+    port, base = free_port(), free_ports(12)
     target = f"127.0.0.1:{port}"
     config = tmp_path / "pdserve.yaml"
     config.write_text(
@@ -110,7 +110,7 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
         contextlib.ExitStack() as stack,
     ):
         arguments = ("-c", str(config), "--address", head.address, "--port", str(port), "--nodes", "2")
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 180
         while (up := at_home.run("up", *arguments, "--prefill", "1", "--decode", "2", "--detach")).returncode:
             assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
             assert time.monotonic() < deadline_s, up.stderr

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SEED = 20
 REQUESTS = 6_000
 CONCURRENCY = 8
-KILL_EVERY_S = 2.0
+KILL_EVERY = 80  # requests
 PROMPTS = 24
 
 
@@ -40,9 +40,12 @@ async def churn(cluster: LocalCluster, count: int) -> Counter[str]:
     async with AsyncClient(cluster.target) as client:
         known = await fault_free(client, draw)
         left = iter(range(count))
+        kill = asyncio.Event()
 
         async def requests() -> None:
-            for _ in left:
+            for number in left:
+                if number % KILL_EVERY == KILL_EVERY // 2:
+                    kill.set()
                 prompt, expected = draw.choice(known)
                 wanted = draw.choice((1, 2, 3, 24))
                 mode = draw.choice(("pd", "pd", "colocated"))
@@ -66,7 +69,8 @@ async def churn(cluster: LocalCluster, count: int) -> Counter[str]:
 
         async def kills() -> None:
             while True:
-                await asyncio.sleep(KILL_EVERY_S)
+                await kill.wait()
+                kill.clear()
                 ready = [w for w in (await client.status()).workers if w.state == "ready"]
                 if len(ready) == 4:
                     psutil.Process(draw.choice(ready).engine_pid).kill()

@@ -104,7 +104,7 @@ class Service:
             if worker_id not in self.fleet:
                 self.make(worker_id)
             await self.beat(worker_id)
-        await self.gateway.wait_serving(5.0)
+        await self.gateway.wait_serving(30.0)
 
     async def generate(self, **fields: Any) -> tuple[list[pb.Token], pb.Completion]:
         """A whole stream, its shape checked: tokens, then one completion."""
@@ -112,13 +112,22 @@ class Service:
         assert [m.WhichOneof("message") for m in messages] == ["token"] * (len(messages) - 1) + ["completion"]
         return [m.token for m in messages[:-1]], messages[-1].completion
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 3.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         """Return once ``condition()`` holds; a failed assertion after ``timeout_s``."""
         for _ in range(int(timeout_s / 0.01)):
             if condition():
                 return
             await asyncio.sleep(0.01)
         assert condition()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `check_idle` would pass."""
+        try:
+            self.check_idle()
+        except AssertionError:
+            return False
+        return True
 
     def check_idle(self) -> None:
         for worker in self.gateway.registry.workers:

@@ -31,6 +31,9 @@ async def health_of(service: Service, name: str = "") -> str:
 
 
 async def settle() -> None:
+    """All that follows in this process has happened: turns of the event loop count, however long they take."""
+    for _ in range(100):
+        await asyncio.sleep(0)
     await asyncio.sleep(0.03)
 
 

@@ -153,7 +153,7 @@ class End:
             self._changed.notify_all()
 
 
-def until(condition: Any, timeout_s: float = 5.0) -> bool:
+def until(condition: Any, timeout_s: float = 30.0) -> bool:
     """Whether it comes true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not (true := condition()) and time.monotonic() < deadline_s:

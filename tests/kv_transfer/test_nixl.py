@@ -209,7 +209,7 @@ async def test_a_read_that_does_not_end_or_fails_loses_the_link(network: FakeNet
         start = time.monotonic()
         with pytest.raises(PeerLost, match=r"longer than 0\.3 s" if trouble == "stuck" else "failed"):
             await ends.receiver.take(Sink([ends.target.data[: message.size]]))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8
         with pytest.raises(PeerLost):
             await ends.receiver.recv()
     assert ends.target.data == bytes(len(ends.target.data))

@@ -87,7 +87,7 @@ async def linked(timeout_s: float) -> AsyncIterator[tuple[KVLink, KVLink]]:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """The block takes no longer."""
+    """The block takes no longer: far more than it needs, and far less than the timeout that it must not wait for."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds
@@ -102,7 +102,7 @@ async def announce(peer: KVLink, size: int) -> None:
 
 async def begun(groups: StuckGroups) -> None:
     """An operation is under way."""
-    assert await asyncio.to_thread(groups.begun.wait, 5)
+    assert await asyncio.to_thread(groups.begun.wait, 30)
 
 
 @pytest.mark.parametrize("doing", ["sending", "receiving"])
@@ -113,7 +113,7 @@ async def test_a_peer_that_dies_in_mid_payload_is_noticed_at_once(doing: str) ->
             await announce(peer, 1000)
         work = asyncio.create_task(link.send(b"h", [bytes(1000)]) if doing == "sending" else link.recv())
         await begun(groups)
-        with within(2):
+        with within(8):
             await peer.aclose()
             with pytest.raises(PeerLost, match="the peer closed the link"):
                 await work
@@ -126,12 +126,12 @@ async def test_a_peer_that_hangs_in_mid_payload_is_given_up_after_the_timeout(do
         groups = stick(link)
         if doing == "receiving":
             await announce(peer, 1000)
-        with within(TIMEOUT_S + 1), pytest.raises(TransferTimeout, match="a payload timed out"):
+        with within(TIMEOUT_S + 8), pytest.raises(TransferTimeout, match="a payload timed out"):
             await (link.send(b"h", [bytes(1000)]) if doing == "sending" else link.recv())
         assert groups.aborted.is_set()
         with pytest.raises(TransferError):
             await link.send(b"h")
-        with within(2), pytest.raises(PeerLost):
+        with within(8), pytest.raises(PeerLost):
             await peer.recv()
 
 
@@ -144,12 +144,12 @@ async def test_a_send_ends_even_if_the_abort_does_not_end_it(
         groups = stick(link, aborts=False)
         work = asyncio.create_task(link.send(b"h", [bytes(1000)]))
         await begun(groups)
-        with within(2 * TIMEOUT_S + 1):
+        with within(2 * TIMEOUT_S + 8):
             if ending == "cancelled":
                 work.cancel()
             with pytest.raises(asyncio.CancelledError if ending == "cancelled" else TransferTimeout):
                 await work
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while "does not end" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         groups.release()
@@ -160,7 +160,7 @@ async def test_closing_ends_a_stuck_send() -> None:
         groups = stick(link)
         work = asyncio.create_task(link.send(b"h", [bytes(1000)]))
         await begun(groups)
-        with within(2):
+        with within(8):
             await link.aclose()
             with pytest.raises(PeerLost):
                 await work
@@ -176,10 +176,10 @@ async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, givin
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     await begun(groups)
     if giving_up == "abort":  # the send goes on until the transport's timeout
-        with within(timeout_s + 2):
+        with within(timeout_s + 8):
             await ends.sender.abort("r")
     else:
-        with within(3):
+        with within(8):
             await ends.receiver.aclose()
             with pytest.raises(PeerLost):
                 await ends.sender.wait("r")
@@ -206,7 +206,7 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
     ends.sender.start("r", ends.receiver.expect("r", [1], 0, ends.in_s(30)), ends.in_s(0.3))
     ends.sender.send_blocks("r", 0, [1], last=True)
     await reading.wait()
-    with within(2):
+    with within(8):
         if ending == "abort":
             await ends.sender.abort("r")
         else:
@@ -276,7 +276,7 @@ def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str) -> None:
     thread = threading.Thread(target=operate)
     thread.start()
     assert communicators[way == "send"].begun.wait(5)
-    with within(1):
+    with within(4):
         groups.abort()
     thread.join(5)
     assert outcome == ["the group was aborted"]

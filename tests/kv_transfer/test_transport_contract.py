@@ -222,7 +222,7 @@ async def test_a_closed_peer_is_lost_after_its_messages(pair: Pair, closing: str
     waiting = asyncio.create_task(stayer.recv())
     await asyncio.sleep(0)
     await leaver.aclose()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         with pytest.raises(PeerLost):
             await waiting
         with pytest.raises(PeerLost):
@@ -260,7 +260,7 @@ async def test_closing_ends_a_waiting_recv_and_accept(make: Callable[[], KVTrans
     await asyncio.sleep(0)
     await link.aclose()
     await listener.aclose()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         with pytest.raises(PeerLost):
             await receiving
         with pytest.raises(PeerLost):
@@ -294,8 +294,8 @@ async def test_connecting_to_nobody(make: Callable[[], KVTransport]) -> None:
     client = make()
     start = time.monotonic()
     with pytest.raises(PeerLost):
-        await client.connect(KVEndpoint(client.name, "127.0.0.1:1"), 2.0)
-    assert time.monotonic() - start < 2
+        await client.connect(KVEndpoint(client.name, "127.0.0.1:1"), 20.0)
+    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize("silent", NETWORK)
@@ -305,7 +305,7 @@ async def test_connecting_to_somebody_who_never_answers(silent: str) -> None:
         start = time.monotonic()
         with pytest.raises(TransferTimeout):
             await client.connect(KVEndpoint(silent, f"127.0.0.1:{server.getsockname()[1]}"), 0.5)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8
         await client.aclose()
 
 

@@ -115,7 +115,7 @@ async def test_a_killed_peer_is_noticed_promptly(transport_name: str, doing: str
             await work
         with pytest.raises(PeerLost):
             await drain(link)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8
 
 
 @NETWORK
@@ -125,7 +125,7 @@ async def test_a_stopped_peer_holds_a_sender_for_the_timeout_only(transport_name
         start = time.monotonic()
         with pytest.raises(TransferTimeout):
             await flood(link)
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 15
 
 
 @NETWORK
@@ -162,7 +162,7 @@ async def test_a_hand_off_to_another_process(transport_name: str) -> None:
         start = time.monotonic()
         with pytest.raises(PeerLost):
             await sender.wait("late")
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8
         assert sender.links() == ()
     await sender.aclose()
     await transport.aclose()

@@ -14,7 +14,7 @@ from pdserve.launch.placement import node_of, reserve_slot, wait_placed
 from pdserve.launch.ray_session import RaySession
 from pdserve.launch.service import end_children
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_two_slots_two_devices(session: RaySession, groups: list[PlacementGroup]
     (node,) = session.nodes()
     assert (node.num_cpus, node.num_gpus) == (2.0, 2.0)
     groups += [reserve_slot({"GPU": 1.0}, node, "pack", ()) for _ in range(2)]
-    assert wait_placed(groups, 30.0) == []
+    assert wait_placed(groups, 120.0) == []
     assert [node_of(group) for group in groups] == [node.node_id] * 2
     seen = ray.get(
         [

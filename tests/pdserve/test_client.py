@@ -402,7 +402,7 @@ async def test_nothing_listening_is_said_with_the_target() -> None:
             await async_client.generate("x").result()
         with pytest.raises(NotReady, match="not ready within"):
             await async_client.wait_ready(0.3)
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 60  # and not the 600 s that a request may take
 
 
 async def test_status_and_health(service: ScriptedService) -> None:

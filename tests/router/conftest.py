@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import pytest
 
-from core.clock import MonotonicClock
+from core.clock import Clock
 from core.config import KVFailurePolicy, RouterConfig
 from core.request import Mode, Request
 from core.sampling import SamplingParams
@@ -17,6 +17,12 @@ from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
 from router.router import Router
 from router.waiting_line import WaitMode
+from tests.virtual_time import LoopClock, VirtualTimeLoop
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, type[VirtualTimeLoop]]:
+    """Sleeps here take no time, and say exactly what has happened by then."""
+    return {"virtual_time": VirtualTimeLoop}
 
 
 @dataclass
@@ -25,7 +31,7 @@ class Cluster:
 
     router: Router
     registry: WorkerRegistry
-    clock: MonotonicClock
+    clock: Clock
     fleet: dict[str, FakeWorker] = field(default_factory=dict)
 
     def request(
@@ -90,7 +96,7 @@ def make_cluster() -> MakeCluster:
         on_kv_failure: KVFailurePolicy = "retry",
         **config: object,
     ) -> Cluster:
-        clock = MonotonicClock()
+        clock = LoopClock()
         registry = WorkerRegistry(clock, heartbeat_timeout_s=3.0)
         config = {"retry_pause_s": 0.0, "patience_s": 0.0, **config}
         router = Router(registry, RouterConfig.model_validate(config), clock, delay_s, auto_mode, on_kv_failure)
@@ -98,7 +104,7 @@ def make_cluster() -> MakeCluster:
         decoders = tuple(f"d{i}" for i in range(decode))
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):
             role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
-            worker = FakeWorker(fake_info(worker_id, role), cluster.fleet)
+            worker = FakeWorker(fake_info(worker_id, role), cluster.fleet, clock=clock)
             registry.add(worker, WorkerLoad(links=fake_links(*decoders) if role is Role.PREFILL else ()))
         return cluster
 

@@ -402,9 +402,9 @@ async def test_the_timeline_of_a_retry_still_adds_up(make_cluster: MakeCluster, 
     for figure in Figure:
         breakdown = request.timeline.breakdown(figure)
         assert breakdown is not None
-        assert breakdown.total_ms >= 10
-        assert abs(breakdown.unattributed_ms) < 3, breakdown
-        assert all(length_ms > -0.5 for name, length_ms in breakdown.stages_ms.items() if name != "unattributed")
+        assert breakdown.total_ms > 9.99
+        assert abs(breakdown.unattributed_ms) < 0.01, breakdown
+        assert all(length_ms > -0.01 for name, length_ms in breakdown.stages_ms.items() if name != "unattributed")
     for fake in cluster.fleet.values():
         fake.held.clear()  # a fake that raises in mid-step keeps the request
     cluster.check_idle()

@@ -1,0 +1,56 @@
+"""How the suite runs: over several processes, each of which computes in one thread, and with the same examples."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# Small models are computed quicker by one thread than by two that wait for each other, above all on a busy machine.
+# Engines set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples every time: what fails here fails again. `--hypothesis-profile explore` draws others.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("explore", max_examples=1_000)
+settings.load_profile("repeatable")
+
+# Folders whose files take longest: they come first, so that no process is left alone with one of them in the end.
+ROOT = Path(__file__).parents[1]
+LONG = ("tests/e2e/", "tests/engine/", "tests/doctor/", "tests/kv_transfer/")
+
+
+@functools.cache
+def _unit_of(file: str) -> str:
+    """What is run by one process, in its order: a file, whose tests share fixtures; all files that start a Ray, since
+    each takes seconds and memory, and a host's second finds some of its usual ports taken."""
+    return "ray" if "pytest.mark.ray" in (ROOT / file).read_text() else file
+
+
+def _rank(unit: str) -> int:
+    if unit == "ray":
+        return 0
+    return next((rank for rank, folder in enumerate(LONG, 1) if unit.startswith(folder)), len(LONG) + 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With `-n`: which process runs what."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit_of(nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n`: what takes long first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _rank(_unit_of(item.nodeid.partition("::")[0])))

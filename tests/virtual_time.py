@@ -1,0 +1,44 @@
+"""An event loop whose clock stands still while anything is computed, and jumps to the next timer when nothing is left
+to do. Tests on it are exact and wait for nothing, however slow or busy the machine. They must not use threads or
+sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+
+
+class _Selector(selectors.DefaultSelector):
+    """Moves the clock instead of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1_000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What is ready now; if nothing is, ``timeout`` passes at once. Without any timer left, it is a hang."""
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "every task waits for another, and no timer is left to wake one"
+            self.now_s += max(timeout, 0.0)
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """The loop; use it as a loop factory."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._virtual.now_s
+
+
+class LoopClock:
+    """`core.clock.Clock` of the running loop."""
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return asyncio.get_running_loop().time()
