@@ -19,6 +19,7 @@ from core.config import PdserveConfig
 from core.errors import LaunchError, NotReady, PdserveError
 from core.request import Mode
 from core.worker import Role
+from gateway.draining import Draining
 from gateway.inference_service import InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
+STOPPING = "the service is being stopped; send the request to another one"
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),  # else a second gateway would silently share the port
@@ -80,6 +82,7 @@ class Gateway:
             config.gateway.default_timeout_s,
             delay_s,
         )
+        self._draining = Draining(f"/{SERVICE}/Generate")
         self._port = 0
         self._checks: Any = None
         self._servers: list[grpc.aio.Server] = []
@@ -101,12 +104,15 @@ class Gateway:
     @property
     def problem(self) -> PdserveError | None:
         """Why requests cannot be served now; None: they can."""
+        if self._draining.error is not None:
+            return self._draining.error
         return self.registry.unavailable(self.router.auto_mode)
 
     async def start(self) -> None:
         """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
         config = self._config.gateway
-        public, internal = grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS)
+        public = grpc.aio.server(interceptors=[self._draining], options=_OPTIONS)
+        internal = grpc.aio.server(options=_OPTIONS)
         # The stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -143,6 +149,15 @@ class Gateway:
         for worker_id in worker_ids:
             self._report.expected.pop(worker_id, None)
         await self._directory.retire(worker_ids, drain_s)
+
+    def drain(self) -> int:
+        """Refuse new requests (UNAVAILABLE) from now on. Returns how many are still in progress: they go on, with
+        retries, until `stop`."""
+        if self._draining.error is None:
+            log.info("draining: %d requests are in progress", self._draining.in_progress)
+            self._draining.error = NotReady(STOPPING)
+            self._changed.set()
+        return self._draining.in_progress
 
     async def serve_until_stopped(self) -> None:
         """Return once `stop` is done."""
