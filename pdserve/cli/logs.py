@@ -57,16 +57,10 @@ def _show(found: dict[str, tuple[str, str]], as_json: bool) -> None:
             json.dumps({"logs": [{"name": name, "node": node, "path": path} for name, (node, path) in found.items()]})
         )
         return
-    from rich.table import Table
-
-    from pdserve.cli.console import stdout_console
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("name", "node", "log"):
-        table.add_column(column, no_wrap=True, overflow="ignore")
-    for name, (node, path) in found.items():
-        table.add_row(name, node, path or "its terminal")
-    stdout_console().print(table, soft_wrap=True)
+    rows = [(name, node, path or "writes to its terminal") for name, (node, path) in found.items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, node, path in rows:
+        typer.echo(f"{name:<{widths[0]}}  {node:<{widths[1]}}  {path}")
 
 
 def _reader(path: str) -> Callable[[str, int], Part]:

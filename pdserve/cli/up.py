@@ -101,7 +101,7 @@ def down(
 ) -> None:
     """Take down a service started on this host; nothing of it is left afterwards. New requests are refused at once,
     those in progress may finish."""
-    from core.errors import InvalidRequest
+    from core.errors import InvalidRequest, LaunchError
     from pdserve.cli.console import stderr_console
     from pdserve.launch.detach import stop_detached
     from pdserve.launch.shutdown import DRAIN_S
@@ -119,7 +119,13 @@ def down(
                 console.print(f"  {stage}")
                 status.update(stage)
 
-            stop_detached(port, drain_s, report)
+            try:
+                stop_detached(port, drain_s, report)
+            except LaunchError as error:
+                if not every:
+                    raise
+                console.print(str(error))
+                continue
         console.print(f"the service on port {port} is down")
     if not ports:
         console.print("no service of yours runs on this host")

@@ -21,7 +21,7 @@ class Shutdown:
     """Asked for by signals (see `caught`) and by the operator's `Stop`. ``report`` gets what `tell` says.
 
     A signal's handler runs between any two instructions of the main thread, so it takes no lock: it counts, and
-    `requested` draws the conclusions. The first signal leaves `DRAIN_S`, the second none.
+    `is_requested` draws the conclusions. The first signal leaves `DRAIN_S`, the second none.
     """
 
     def __init__(self, report: Callable[[str], None] = lambda stage: None) -> None:
@@ -35,8 +35,7 @@ class Shutdown:
         self.signum = 0
         """The last signal; 0: none has come."""
 
-    @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the service is to end."""
         while self._heeded < self._signals:
             self._heeded += 1
@@ -45,8 +44,12 @@ class Shutdown:
 
     @property
     def time_left_s(self) -> float:
-        """For requests in progress, once `requested`."""
-        return max(0.0, self._deadline_s - time.monotonic()) if self.requested and self._deadline_s is not None else 0.0
+        """For requests in progress, once `is_requested`."""
+        return (
+            max(0.0, self._deadline_s - time.monotonic())
+            if self.is_requested() and self._deadline_s is not None
+            else 0.0
+        )
 
     def request(self, drain_s: float) -> None:
         """End the service. Asked more than once, the shorter time counts."""

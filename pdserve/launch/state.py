@@ -131,7 +131,8 @@ class ServiceState:
     def remove(self) -> None:
         """The service is gone."""
         with contextlib.suppress(OSError, LaunchError):
-            if self.load(self.path(self.port)).pid == self.pid:  # else another service has the port by now
+            noted = self.load(self.path(self.port))
+            if (noted.pid, noted.create_time) == (self.pid, self.create_time):  # else another has the port by now
                 self.path(self.port).unlink()
 
     def clear(self) -> str:

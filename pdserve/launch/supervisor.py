@@ -144,13 +144,13 @@ class _Supervisor:
                 failed.append(error)
 
         starting = threading.Thread(target=start, name="start")
-        if self._shutdown.requested:
+        if self._shutdown.is_requested():
             self._service.cancel()
         starting.start()
         while starting.is_alive():
             starting.join(LOOK_EVERY_S)
             self._renew_handlers()
-            if self._shutdown.requested:
+            if self._shutdown.is_requested():
                 self._service.cancel()
         if failed:
             raise failed[0]
@@ -178,11 +178,11 @@ class _Supervisor:
 
         tending = threading.Thread(target=tend, name="tend", daemon=True)
         tending.start()
-        while not lost and not self._shutdown.requested:
+        while not lost and not self._shutdown.is_requested():
             time.sleep(LOOK_EVERY_S)
         ending.set()
         tending.join(TEND_TIMEOUT_S)
-        return None if self._shutdown.requested else lost[0]
+        return None if self._shutdown.is_requested() else lost[0]
 
     def _begin_again(self, lost: LaunchError) -> None:
         """Take down what is left of a Ray of our own, and have it started anew on the same port."""
