@@ -146,7 +146,7 @@ class RaySession:
         """What of Ray is gone: its control service, or this node's raylet, without which Ray starts no worker here
         again. Empty: nothing is."""
         for what, address in (("control service (GCS)", self._gcs_address), ("raylet", self._raylet_address)):
-            if (obstacle := _listens(address)) is not None:
+            if address and (obstacle := _listens(address)) is not None:
                 return f"Ray's {what} at {address} is gone ({obstacle.strerror or obstacle})"
         return ""
 
@@ -165,9 +165,10 @@ class RaySession:
             time.sleep(_LISTENER_POLL_S)
 
     def stop(self) -> None:
-        """Leave; a Ray of our own ends, with all its processes and its files."""
-        if self._connected and (self.owned or self.is_alive()):
-            ray.shutdown()  # which ends the whole process if the other side is gone
+        """Leave; a Ray of our own ends, with all its processes and its files. If Ray has failed, this process cannot
+        join or start one again: Ray's own way to leave would end the whole process then, so it is not taken."""
+        if self._connected and not self.trouble():
+            ray.shutdown()
         self._connected = False
         self._left.set()
         self._gcs_address = self._raylet_address = ""

@@ -49,7 +49,7 @@ class StartCancelled(LaunchError):
 
 class Service:
     """A whole pdserve on one Ray: `prepare`, then `start`, which returns when requests can be served. `stop` leaves
-    nothing behind; after it the service can be prepared and started again, on the same port."""
+    nothing behind."""
 
     def __init__(self, config: PdserveConfig, report: Report = lambda stage: None) -> None:
         self.config = config
@@ -62,6 +62,7 @@ class Service:
         self._cancelled = threading.Event()
         self._missed = 0  # checks in a row that did not find Ray
         self.port = config.gateway.port
+        self._processes: tuple[ProcessId, ...] = ()
         self.model = ""
 
     @property
@@ -90,9 +91,7 @@ class Service:
         started. PdserveError if the service cannot start."""
         self.model = resolve_model(self.config.model.path).name
         roles_of(self.config.cluster)
-        self.port = free_port(self.config.gateway.host, self.port)
-        self._session = RaySession(self.config.cluster.address)
-        self._missed = 0
+        self.port = free_port(self.config.gateway.host, self.config.gateway.port)
 
     def start(self) -> None:
         """Bring everything up; PdserveError (and nothing left running) if it cannot be."""
@@ -129,7 +128,8 @@ class Service:
 
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
         """End workers, gateway, placement and (if it is ours) Ray; afterwards no process of ours is left. Gateway and
-        workers are asked to stop, and killed after ``patience_s`` each (0: at once)."""
+        workers are asked to stop, and killed after ``patience_s`` each (0, or where Ray has failed: at once)."""
+        patience_s = 0.0 if self._session.trouble() else patience_s
         if ray.is_initialized() and self._session.is_alive():
             gateway, self._gateway = self._gateway, None
             with contextlib.suppress(ray.exceptions.RayError):
@@ -174,16 +174,17 @@ class Service:
 
     def processes(self) -> tuple[ProcessId, ...]:
         """Gateway and workers on this host, while the service runs on a Ray that it has joined: nothing else tells
-        which of that Ray's processes are the service's."""
+        which of that Ray's processes are the service's. While Ray does not answer, what was known last."""
         if self.owns_ray or self._gateway is None or self._session.trouble():
-            return ()
+            return self._processes
         found = []
         for actor in self._actors().values():
             place = locate(actor)
             if place is not None and place.node_id == ray.get_runtime_context().get_node_id():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found.append(identify(psutil.Process(place.pid)))
-        return tuple(sorted(found))
+        self._processes = tuple(sorted(found))
+        return self._processes
 
     def logs(self) -> dict[str, LogPlace]:
         """Where the gateway's and each worker's log is; those that have no process yet are left out."""

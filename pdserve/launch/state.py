@@ -83,12 +83,13 @@ class ServiceState:
             before = None
             with contextlib.suppress(FileNotFoundError, LaunchError):
                 before = self.load(self.path(self.port))
-            if before is not None and before.process() is not None:
+            again = before is not None and (before.pid, before.create_time) == (self.pid, self.create_time)
+            if before is not None and before.process() is not None and not again:
                 raise LaunchError(
                     f"gateway.port: a service of yours (process {before.pid}, {before.phase}) has port {self.port}; "
                     f"choose another with --port, or end it with pdserve down --target localhost:{self.port}"
                 )
-            if before is not None:
+            if before is not None and not again:
                 before._clear()
             self._write()
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import psutil
@@ -39,6 +40,7 @@ MAX_RESTARTS = 3
 """A Ray of the service's own that is lost more often than this is not started again, unless it ran for
 `RESTART_FORGET_S` in between."""
 RESTART_FORGET_S = 600.0
+RESTART_VARIABLE = "PDSERVE_RESTART"
 
 
 class Interrupted(LaunchError):
@@ -47,6 +49,37 @@ class Interrupted(LaunchError):
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
         self.signum = signum
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What a supervisor tells itself over an exec. A process that has lost its Ray cannot start another one: Ray's
+    library may end it at any call. So it replaces itself, and keeps its id and its port.
+
+    ``port`` is the one to take again (None: this is the first start), ``count`` how often Ray was lost of late,
+    ``last_s`` when, in seconds since 1970.
+    """
+
+    port: int | None = None
+    count: int = 0
+    last_s: float = 0.0
+
+    @classmethod
+    def told(cls) -> Restart:
+        """What this process was told, once."""
+        value = os.environ.pop(RESTART_VARIABLE, "")
+        return cls(**json.loads(value)) if value else cls()
+
+    def after(self, lost: LaunchError, service: Service) -> Restart | None:
+        """How to go on after Ray was lost; None: not at all, because the Ray was joined, or is lost too often."""
+        now_s = time.time()
+        count = self.count + 1 if now_s - self.last_s < RESTART_FORGET_S else 1
+        return Restart(service.port, count, now_s) if service.owns_ray and count <= MAX_RESTARTS else None
+
+    def execute(self) -> None:
+        """Begin the program anew, with the arguments it was started with. Does not return."""
+        os.environ[RESTART_VARIABLE] = json.dumps(asdict(self))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def supervise(
@@ -62,7 +95,9 @@ def supervise(
     in progress go on for `shutdown.DRAIN_S`, the second does not.
     """
     prepare_environment(config.cluster.address)
-    shutdown = Shutdown(report)
+    shutdown, restart = Shutdown(report), Restart.told()
+    if restart.port is not None:
+        config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": restart.port})})
     with shutdown.caught() as renew_handlers:
         for port, left in clear_dead_services().items():
             report(f"removed what a killed service on port {port} had left{f': {left}' if left else ''}")
@@ -71,7 +106,7 @@ def supervise(
         service = Service(config, report)
         service.prepare()
         try:
-            _Supervisor(service, shutdown, renew_handlers, log_path).run(on_ready)
+            _Supervisor(service, shutdown, restart, renew_handlers, log_path).run(on_ready)
         except StartCancelled as cancelled:
             if not shutdown.signum:
                 raise
@@ -79,10 +114,18 @@ def supervise(
 
 
 class _Supervisor:
-    def __init__(self, service: Service, shutdown: Shutdown, renew_handlers: Callable[[], None], log_path: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        shutdown: Shutdown,
+        restart: Restart,
+        renew_handlers: Callable[[], None],
+        log_path: str,
+    ) -> None:
         from pdserve.launch.operator import OperatorServer, new_socket
 
-        self._service, self._shutdown, self._renew_handlers = service, shutdown, renew_handlers
+        self._service, self._shutdown, self._restart = service, shutdown, restart
+        self._renew_handlers = renew_handlers
         config = service.config
         host = config.gateway.host
         self._state = ServiceState(
@@ -108,30 +151,33 @@ class _Supervisor:
             raise
 
     def run(self, on_ready: Callable[[int], None]) -> None:
-        restarts, lost_s = 0, -RESTART_FORGET_S
+        again: Restart | None = None
         try:
-            while True:
-                self._start()
-                self._note(phase="ready", ray_address=self._service.ray_address)
-                on_ready(self._service.port)
-                on_ready = _log_ready  # the one who started it has been told
-                if (lost := self._serve()) is None:
-                    break
-                now_s = time.monotonic()
-                restarts = restarts + 1 if now_s - lost_s < RESTART_FORGET_S else 1
-                lost_s = now_s
-                if not self._service.owns_ray or restarts > MAX_RESTARTS:
+            self._start()
+            self._note(phase="ready", ray_address=self._service.ray_address)
+            on_ready(self._service.port)
+            if (lost := self._serve()) is not None:
+                again = self._restart.after(lost, self._service)
+                # Told before anything else is done: what follows may end this process (see `RaySession.stop`).
+                self._shutdown.tell(f"{lost}; {'starting it again' if again else 'ending the service'}")
+                self._note(phase="restarting" if again else "stopping")
+                if again is None:
                     raise lost
-                self._begin_again(lost)
-            self._drain()
-            self._shutdown.tell("stopping")
+            else:
+                self._drain()
+                self._shutdown.tell("stopping")
         finally:
             try:
                 self._service.stop()
-                self._state.remove()  # not if the service could not be stopped: `down` finds it then
+                if self._shutdown.is_requested():
+                    again = None
+                if again is None:
+                    self._state.remove()  # not if the service could not be stopped: `down` finds it then
             finally:
                 self._shutdown.end()
                 self._operator.stop()
+        if again is not None:
+            again.execute()
 
     def _start(self) -> None:
         """`Service.start` on a thread of its own: this one is free for signals, and no signal interrupts Ray."""
@@ -184,14 +230,6 @@ class _Supervisor:
         tending.join(TEND_TIMEOUT_S)
         return None if self._shutdown.is_requested() else lost[0]
 
-    def _begin_again(self, lost: LaunchError) -> None:
-        """Take down what is left of a Ray of our own, and have it started anew on the same port."""
-        self._shutdown.tell(f"{lost}; starting it again")
-        log.error("%s; starting it again", lost)
-        self._service.stop(0.0)
-        self._service.prepare()
-        self._note(phase="restarting", ray_folder=self._service.ray_folder, ray_address="")
-
     def _drain(self) -> None:
         self._note(phase="stopping")
         told = 0
@@ -211,20 +249,18 @@ class _Supervisor:
             log.warning("%s", error)
 
 
-def _log_ready(port: int) -> None:
-    log.info("ready again on port %d", port)
-
-
 def main() -> None:
     """Entry point of the detached supervisor."""
     config_json, report_fd, log_path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    os.set_inheritable(report_fd, False)
-    pipe = os.fdopen(report_fd, "w", buffering=1, encoding="utf-8")
+    pipe = None
+    if RESTART_VARIABLE not in os.environ:  # else the one who listened was told that the service is ready long ago
+        os.set_inheritable(report_fd, False)
+        pipe = os.fdopen(report_fd, "w", buffering=1, encoding="utf-8")
 
     def tell(message: dict[str, object]) -> None:
         log.info("%s", message)
-        if not pipe.closed:
+        if pipe is not None and not pipe.closed:
             try:
                 pipe.write(json.dumps(message) + "\n")
             except BrokenPipeError:
@@ -232,8 +268,9 @@ def main() -> None:
 
     def on_ready(port: int) -> None:
         tell({"ready": port})
-        with contextlib.suppress(BrokenPipeError):  # what could not be written
-            pipe.close()
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what could not be written
+                pipe.close()
 
     try:
         supervise(
