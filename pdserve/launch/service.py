@@ -173,8 +173,8 @@ class Service:
             self._tell_members()
 
     def processes(self) -> tuple[ProcessId, ...]:
-        """Gateway and workers on this host, while the service runs on a Ray that it has joined: nothing else tells
-        which of that Ray's processes are the service's. While Ray does not answer, what was known last."""
+        """Gateway, workers and engines on this host, while the service runs on a Ray that it has joined: nothing else
+        tells which of that Ray's processes are the service's. While Ray does not answer, what was known last."""
         if self.owns_ray or self._gateway is None or self._session.trouble():
             return self._processes
         found = []
@@ -182,7 +182,8 @@ class Service:
             place = locate(actor)
             if place is not None and place.node_id == ray.get_runtime_context().get_node_id():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    found.append(identify(psutil.Process(place.pid)))
+                    process = psutil.Process(place.pid)
+                    found += [identify(each) for each in (process, *process.children(recursive=True))]
         self._processes = tuple(sorted(found))
         return self._processes
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pdserve import AsyncClient, Client
+from pdserve.launch.state import ServiceState
 from tests.e2e.conftest import RunningService
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -91,8 +92,7 @@ def test_a_log_is_followed(service: RunningService) -> None:
         for line in following.stdout:  # what there is, up to here
             if "'ready'" in line:
                 break
-        (log,) = (Path(service.cli.env["XDG_STATE_HOME"]) / "pdserve").glob("up-*.log")
-        with log.open("a") as file:
+        with open(ServiceState.load(service.state_file).log, "a") as file:
             file.write("a line of the future\n")
         assert any("a line of the future" in line for line in following.stdout)
     finally:
