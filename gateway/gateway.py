@@ -21,6 +21,7 @@ from core.errors import LaunchError, NotReady, PdserveError
 from core.request import Mode
 from core.worker import Role
 from engine.model_folder import tokenizer_note
+from gateway.draining import Draining
 from gateway.inference_service import SERVICE, InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
@@ -35,6 +36,7 @@ from router.waiting_line import WaitMode
 log = logging.getLogger(__name__)
 
 DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
+STOPPING = "the service is being stopped; send the request to another one"
 
 DEFAULT_CONTEXT = 131_072
 MAX_PENDING_CALLS = 1_000_000
@@ -111,6 +113,7 @@ class Gateway:
             config.gateway.default_timeout_s,
             delay_s,
         )
+        self._draining = Draining(f"/{SERVICE}/Generate")
         self._port = 0
         self._checks: Any = None
         self._servers: list[grpc.aio.Server] = []
@@ -132,6 +135,8 @@ class Gateway:
     @property
     def problem(self) -> PdserveError | None:
         """Why requests cannot be served now; None: they can."""
+        if self._draining.error is not None:
+            return self._draining.error
         mode = self.router.auto_mode
         if mode is Mode.AUTO and not self.registry.was_available(Mode.PD):
             mode = Mode.PD  # a service that starts is ready when it is complete
@@ -140,7 +145,7 @@ class Gateway:
     async def start(self) -> None:
         """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
         config = self._config.gateway
-        public = grpc.aio.server(options=_options(self._max_message_bytes))
+        public = grpc.aio.server(interceptors=[self._draining], options=_options(self._max_message_bytes))
         internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
         # The stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
@@ -180,6 +185,15 @@ class Gateway:
         for worker_id in worker_ids:
             self._report.expected.pop(worker_id, None)
         await self._directory.retire(worker_ids, drain_s)
+
+    def drain(self) -> int:
+        """Refuse new requests (UNAVAILABLE) from now on. Returns how many are still in progress: they go on, with
+        retries, until `stop`."""
+        if self._draining.error is None:
+            log.info("draining: %d requests are in progress", self._draining.in_progress)
+            self._draining.error = NotReady(STOPPING)
+            self._changed.set()
+        return self._draining.in_progress
 
     async def serve_until_stopped(self) -> None:
         """Return once `stop` is done."""

@@ -17,6 +17,7 @@ from gateway.gateway import Gateway
 from worker.client import WorkerClient
 
 START_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 5.0
 
 
 class GatewayHost:
@@ -54,6 +55,15 @@ class GatewayHost:
     def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
         self._on_loop(self._gateway.retire(worker_ids, drain_s), drain_s + 5.0)
+
+    def drain(self) -> int:
+        """Refuse new requests from now on; returns how many are still in progress."""
+        future: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(lambda: future.set_result(self._gateway.drain()))
+        try:
+            return future.result(DRAIN_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            raise LaunchError(f"the gateway did not answer within {DRAIN_TIMEOUT_S:.0f} s") from None
 
     def stop(self, grace_s: float = 1.0) -> None:
         """Let running requests go on for ``grace_s``, then close everything."""

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import typer
 
 from core.errors import ConfigError, InvalidRequest, PdserveError
-from pdserve.cli import bench, config, demo, doctor, generate, model_info, scale, status, up
+from pdserve.cli import bench, config, demo, doctor, generate, logs, model_info, scale, status, up
+from pdserve.cli import list as list_command
 
 app = typer.Typer(
     name="pdserve",
@@ -21,6 +22,8 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.command("down")(up.down)
 app.command("scale")(scale.scale)
+app.command("list")(list_command.list_services)
+app.command("logs")(logs.logs)
 app.command("status")(status.status)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)

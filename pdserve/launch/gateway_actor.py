@@ -58,7 +58,11 @@ class GatewayActor:
         if self._error is None:
             self._host.retire(worker_ids, drain_s)
 
+    def drain(self) -> int:
+        """Refuse new requests from now on; returns how many are still in progress."""
+        return self._host.drain() if self._error is None else 0
+
     def stop(self) -> None:
-        """Close everything."""
+        """Close everything. What is still in progress ends with UNAVAILABLE; `drain` comes before this."""
         if self._error is None:
-            self._host.stop()
+            self._host.stop(0.0)
