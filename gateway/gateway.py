@@ -21,7 +21,6 @@ from core.errors import LaunchError, NotReady, PdserveError
 from core.request import Mode
 from core.worker import Role
 from engine.model_folder import tokenizer_note
-from gateway.draining import Draining
 from gateway.inference_service import SERVICE, InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
@@ -113,7 +112,6 @@ class Gateway:
             config.gateway.default_timeout_s,
             delay_s,
         )
-        self._draining = Draining(f"/{SERVICE}/Generate")
         self._port = 0
         self._checks: Any = None
         self._servers: list[grpc.aio.Server] = []
@@ -135,8 +133,8 @@ class Gateway:
     @property
     def problem(self) -> PdserveError | None:
         """Why requests cannot be served now; None: they can."""
-        if self._draining.error is not None:
-            return self._draining.error
+        if self._inference.draining is not None:
+            return self._inference.draining
         mode = self.router.auto_mode
         if mode is Mode.AUTO and not self.registry.was_available(Mode.PD):
             mode = Mode.PD  # a service that starts is ready when it is complete
@@ -145,7 +143,7 @@ class Gateway:
     async def start(self) -> None:
         """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
         config = self._config.gateway
-        public = grpc.aio.server(interceptors=[self._draining], options=_options(self._max_message_bytes))
+        public = grpc.aio.server(options=_options(self._max_message_bytes))
         internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
         # The stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
@@ -189,11 +187,11 @@ class Gateway:
     def drain(self) -> int:
         """Refuse new requests (UNAVAILABLE) from now on. Returns how many are still in progress: they go on, with
         retries, until `stop`."""
-        if self._draining.error is None:
-            log.info("draining: %d requests are in progress", self._draining.in_progress)
-            self._draining.error = NotReady(STOPPING)
+        if self._inference.draining is None:
+            log.info("draining: %d requests are in progress", self._inference.in_progress)
+            self._inference.draining = NotReady(STOPPING)
             self._changed.set()
-        return self._draining.in_progress
+        return self._inference.in_progress
 
     async def serve_until_stopped(self) -> None:
         """Return once `stop` is done."""

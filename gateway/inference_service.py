@@ -72,6 +72,10 @@ class InferenceService:
         self._default_timeout_s = default_timeout_s
         self._delay_s = delay_s
         self._in_use: set[str] = set()
+        self.draining: NotReady | None = None
+        """What new requests are refused with; None: they are served."""
+        self.in_progress = 0
+        """Requests that have begun and not ended."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve from ``server``. Requests reach `Generate` as bytes, so that one that cannot be read is refused like
@@ -96,7 +100,10 @@ class InferenceService:
         left_s = context.time_remaining()
         timeout_s = self._default_timeout_s if left_s is None else left_s
         has_begun = False
+        self.in_progress += 1
         try:
+            if self.draining is not None:
+                raise self.draining
             self._router.check_room()
             deadline = Deadline(received_s + timeout_s, self._clock)
             async with aclosing(self._respond(read_message(data), received_s + timeout_s, received_s)) as responses:
@@ -113,6 +120,8 @@ class InferenceService:
         except Exception as error:
             log.exception("a request failed in a way nobody foresaw")
             failure = error
+        finally:
+            self.in_progress -= 1
         if not has_begun:
             await self._tell(failure, context)
         telling = asyncio.create_task(self._tell(failure, context))
