@@ -45,6 +45,8 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     if target is not None:
         yield target
         return
+    from rich.markup import escape
+
     from core.config import PdserveConfig
     from pdserve.launch.detach import start_detached, stop_detached
 
@@ -53,7 +55,10 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     def show(stage: str) -> None:
         console.print(f"  {stage}", style="dim")
 
-    port = start_detached(settings, show)
+    def note(text: str) -> None:
+        console.print("  [yellow]note[/]:", escape(text), soft_wrap=True)
+
+    port = start_detached(settings, show, note)
     try:
         yield f"localhost:{port}"
     finally:

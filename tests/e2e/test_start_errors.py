@@ -11,25 +11,22 @@ import pytest
 from tests.e2e.conftest import Cli
 from tests.local_cluster import ROOT, free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 
 def check(cli: Cli, expected: str, *arguments: str) -> None:
-    before = {p.pid for p in psutil.process_iter()}
-    answer = cli.run("up", "--port", str(free_port()), "--detach", *arguments)
+    port = free_port()
+    started_by = {"PDSERVE_TEST_START": str(port)}  # every process of the start inherits it, and nothing else has it
+    answer = Cli({**cli.env, **started_by}).run("up", "--port", str(port), "--detach", *arguments)
     assert answer.returncode != 0
     assert expected in answer.stderr
     assert "Traceback" not in answer.stderr
-    left = [p for p in psutil.process_iter() if p.pid not in before and state_of(p) == cli.env["XDG_STATE_HOME"]]
-    assert not left
-
-
-def state_of(process: psutil.Process) -> str:
-    """The state folder that a process was told of: others on this host have another."""
-    try:
-        return process.environ().get("XDG_STATE_HOME", "")
-    except psutil.Error:
-        return ""
+    left = [
+        p
+        for p in psutil.process_iter(["environ", "cmdline"])
+        if started_by.items() <= (p.info["environ"] or {}).items()
+    ]
+    assert not left, [p.info["cmdline"] for p in left]
 
 
 def test_unknown_model_folder(cli: Cli) -> None:
