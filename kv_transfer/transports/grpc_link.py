@@ -167,6 +167,7 @@ class GrpcLink(InboxLink):
         except grpc.RpcError as error:
             details = getattr(error, "details", None)  # a plain RpcError, as a server's stream raises, has none
             why = (details() if details else None) or "the stream broke"
+            error.__traceback__ = None  # a client's error is the call itself, which would keep this frame, and be kept
         except ValueError as error:
             why = f"the peer sent something that is no message: {error}"
             self.cancel()

@@ -118,6 +118,7 @@ class TorchDistLink(InboxLink):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # their errors keep this link
         self._senders.shutdown(wait=False)
         self._receivers.shutdown(wait=False)
         self.introduced()  # no stranger any more, at any rate

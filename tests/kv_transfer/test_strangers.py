@@ -308,8 +308,8 @@ def test_malformed_connections_do_not_grow_a_process(kind: str) -> None:
 
         def connect(count: int) -> None:
             for _ in range(count):
-                # It may be closed already, perhaps with data unread.
-                with socket.create_connection((host, int(port))) as connection, contextlib.suppress(OSError):
+                # Closed already, perhaps with data unread: then the kernel resets it.
+                with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as connection:
                     connection.sendall(MALFORMED[kind])
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(4096):
