@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.clock import MonotonicClock
@@ -33,14 +34,18 @@ Values = dict[str, Any]
 
 
 class SlowStore(MemoryStore):
-    """Before a message's payload is moved, the whole process sleeps for ``landing_s``."""
+    """Before a message's payload is moved, the whole process sleeps for ``landing_s``; ``landing_mark`` is a file that
+    is there from then on."""
 
     landing_s = 0.0
+    landing_mark = ""
 
     if not TYPE_CHECKING:
 
         def land(self, block_ids: Sequence[int], layers: range | None = None, *, on_device: bool = False) -> Landing:
             """The blocks, after a while."""
+            if self.landing_mark:
+                Path(self.landing_mark).touch()
             time.sleep(self.landing_s)
             return super().land(block_ids, layers, on_device=on_device)
 
@@ -128,9 +133,9 @@ class End:
         asyncio.get_running_loop().call_soon(time.sleep, seconds)
         return {}
 
-    async def slow(self, seconds: float) -> Values:
-        """Sleep before each message is moved."""
-        self.store.landing_s = seconds
+    async def slow(self, seconds: float, mark: str = "") -> Values:
+        """Sleep before each message is moved, and mark that by a file."""
+        self.store.landing_s, self.store.landing_mark = seconds, mark
         return {}
 
     async def cut(self) -> Values:

@@ -7,8 +7,10 @@ passes.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,9 +78,11 @@ def reach(pair: Pair, state: str) -> list[HandOff]:
     handoff = pair.start(LARGE, DEADLINE_S)
     pair.wait_status(handoff, "waiting")
     if pair.relay is None:  # the receiver sleeps before it copies; there is nobody else to ask
-        pair.receiver.call("slow", seconds=0.4)
-        pair.send(handoff, last=True)
-        time.sleep(0.1)
+        with tempfile.TemporaryDirectory() as folder:
+            mark = Path(folder, "landing")
+            pair.receiver.call("slow", seconds=0.8, mark=str(mark))
+            pair.send(handoff, last=True)
+            assert until(mark.exists)
         pair.receiver.begin("slow", seconds=0)
     else:
         pair.relay.stall(3 * 2**20)

@@ -155,6 +155,8 @@ async def test_what_a_peer_that_left_has_sent_counts_for_nothing() -> None:
         await ends.sender.send(b"h", [ends.source.data[:5000]])
         message = await ends.receiver.recv()
         closing = asyncio.create_task(ends.sender.aclose())
+        for _ in range(100):  # turns of the event loop count, however long they take
+            await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         with pytest.raises(PeerLost, match="closed the link"):
             await ends.receiver.take(Sink([memoryview(bytearray(message.size))]))
@@ -194,6 +196,8 @@ async def test_a_peer_helps_where_nothing_else_serves_reads(network: FakeNetwork
             await ends.receiver.take(Sink([ends.target.data[: message.size]]))
         assert ends.target.data == ends.source.data
         await ends.receiver.send(b"so that it has heard of the end")
+        for _ in range(100):  # turns of the event loop count, however long they take
+            await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         made = sum(agent.progress for agent in network.agents.values())
         await asyncio.sleep(0.05)

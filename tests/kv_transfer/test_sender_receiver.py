@@ -411,12 +411,12 @@ async def test_deadlines(make_ends: MakeEnds, transport: str) -> None:
 
 
 async def test_a_silent_sender_loses_its_lease_and_a_slow_one_keeps_it(make_ends: MakeEnds) -> None:
-    ends = await make_ends(lease_s=0.3)
+    ends = await make_ends(lease_s=1.0)
     ends.receiver.expect("unheard", [5], 0, ends.in_s(10))
     ends.sender.start("slow", ends.receiver.expect("slow", [1, 2], 0, ends.in_s(10)), ends.in_s(10))
     with pytest.raises(TransferTimeout, match="silent"):
         await ends.receiver.wait("unheard")
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.5)
     ends.sender.send_blocks("slow", 0, [1, 2], last=True)
     await asyncio.gather(ends.receiver.wait("slow"), ends.sender.wait("slow"))
 
