@@ -19,7 +19,7 @@ from core.errors import LaunchError, from_wire
 from core.worker import Role
 from engine.model_source import resolve_model
 from pdserve.launch.gateway_actor import GatewayActor
-from pdserve.launch.leftovers import ProcessId, end_processes, identify
+from pdserve.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
 from pdserve.launch.log_files import LogPart, LogPlace, locate, log_of, read_part
 from pdserve.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
 from pdserve.launch.plan import Bundle, Node
@@ -141,6 +141,7 @@ class Service:
                 self._members.remove(self._members.all, patience_s)
         self._gateway = self._members = None
         self._session.stop()
+        clear_leftovers("", self._processes)  # on a Ray that goes on nothing else waits for them
         end_children()
 
     def scale(
