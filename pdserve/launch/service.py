@@ -21,7 +21,7 @@ from engine.model_folder import check_weight_files, tokenizer_note
 from engine.model_source import ModelSource, resolve_model
 from pdserve.launch.dtype import hosts_of, service_dtype
 from pdserve.launch.gateway_actor import GatewayActor
-from pdserve.launch.leftovers import ProcessId, end_processes, identify
+from pdserve.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
 from pdserve.launch.log_files import LogPart, LogPlace, locate, log_of, read_part
 from pdserve.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
 from pdserve.launch.plan import Bundle, Node
@@ -153,6 +153,7 @@ class Service:
                 self._members.remove(self._members.all, patience_s)
         self._gateway = self._members = None
         self._session.stop()
+        clear_leftovers("", self._processes)  # on a Ray that goes on nothing else waits for them
         end_children()
 
     def scale(

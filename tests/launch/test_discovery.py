@@ -21,10 +21,12 @@ from pdserve.launch.leftovers import is_private_ray
 def raylet(folder: Path, address: str, session: str) -> Iterator[psutil.Process]:
     """A process that looks like the raylet of a Ray: by its name and its arguments."""
     script = Path(tempfile.mkdtemp(dir=folder), "raylet")
-    script.write_text("#!/bin/sh\nread _\n")
+    script.write_text("#!/bin/sh\necho\nread _\n")
     script.chmod(0o755)
     arguments = [f"--gcs-address={address}", f"--session_dir={session}/session_2026", "--static_resource_list=CPU,2"]
-    process = subprocess.Popen([script, *arguments], stdin=subprocess.PIPE)
+    process = subprocess.Popen([script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()  # from here on it has its arguments
     try:
         yield psutil.Process(process.pid)
     finally:

@@ -71,12 +71,13 @@ def test_a_killed_service_is_cleared_up_after_by_the_next_on_its_port(
     folder.mkdir()
     killed = ServiceState(os.getpid(), psutil.Process().create_time() - 1000, 7, "", socket=str(folder / "socket"))
     killed.claim()
-    now = ServiceState(os.getpid(), psutil.Process().create_time(), 7, "log", socket="", phase="starting")
+    other = psutil.Process(os.getppid())
+    now = ServiceState(other.pid, other.create_time(), 7, "log", socket="", phase="starting")
     now.claim()
     assert not folder.exists()
     assert json.loads(ServiceState.path(7).read_text())["log"] == "log"
-    with pytest.raises(LaunchError, match=rf"process {os.getpid()}, starting\) has port 7; choose another with --port"):
-        now.claim()
+    with pytest.raises(LaunchError, match=rf"process {other.pid}, starting\) has port 7; choose another with --port"):
+        ServiceState(os.getpid(), psutil.Process().create_time(), 7, "").claim()
     killed.remove()
     assert ServiceState.read(7) == now, "a service removes its own file, not that of the next one"
     assert now.update(phase="ready", processes=((1, 2.0),)) == ServiceState.read(7)
