@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import importlib.util
 import logging
 import os
@@ -34,6 +35,8 @@ from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
 from tests.kv_transfer.end import End, until
+
+importlib.import_module("kv_transfer.transports.torch_store")  # here, where no timeout runs: it takes seconds
 
 LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
 NIXL = pytest.param(
