@@ -143,7 +143,11 @@ class TransferConfig(_Section):
     layer_groups: Annotated[int, Field(ge=2, le=256)] = Field(
         8, description="with overlap: layer, the groups of layers in which a chunk is pushed (at most one per layer)"
     )
-    checksum: bool = Field(True, description="xxh3-64 over every message, verified before its blocks count as filled")
+    checksum: bool = Field(
+        True,
+        description="xxh3-64 over every message, verified before its blocks count as filled; nixl always uses it, "
+        "whatever is set here",
+    )
     message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
         4 * 2**20, description="target size of one message; blocks are coalesced up to it"
     )

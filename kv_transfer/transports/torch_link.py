@@ -92,6 +92,8 @@ class TorchDistLink(InboxLink):
             raise
         except RuntimeError as error:
             raise self._fail(self._why or error) from None
+        finally:
+            del sent  # its error keeps this frame
 
     async def take(self, sink: Sink) -> None:
         """Copy the payload; on a device, wait for that, since its memory is used again."""

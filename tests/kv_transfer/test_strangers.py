@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import importlib.util
 import logging
 import os
@@ -35,12 +36,15 @@ from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
 from tests.kv_transfer.end import End, until
 
+importlib.import_module("kv_transfer.transports.torch_store")  # here, where no timeout runs: it takes seconds
+
 LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 )
 ALL = ["shm", "tcp", "grpc_stream", "torch_dist", NIXL]
-AT_ONCE_S = 3.0
+AT_ONCE_S = 4.0  # less than a silent peer has
+IN_TIME_S = 15.0
 FRAME = struct.Struct("<BIQI")  # kind, bytes of the header, of the payload, references
 GREETING = b"pdserve-kv/tcp/1"
 
@@ -103,7 +107,7 @@ async def listening(name: str) -> AsyncIterator[Ends]:
 async def hung_up(link: KVLink) -> float:
     """After how many seconds the peer ended the link."""
     started_s = time.monotonic()
-    async with asyncio.timeout(INTRODUCTION_S + AT_ONCE_S):
+    async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(PeerLost):
             await link.recv()
     return time.monotonic() - started_s
@@ -111,7 +115,7 @@ async def hung_up(link: KVLink) -> float:
 
 async def empty(strangers: Strangers) -> None:
     """Wait until there are none."""
-    async with asyncio.timeout(AT_ONCE_S):
+    async with asyncio.timeout(IN_TIME_S):
         while len(strangers):  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.01)
 
@@ -119,16 +123,18 @@ async def empty(strangers: Strangers) -> None:
 async def silent(name: str) -> None:
     """One that connects as a worker does, and one that only connects: both are hung up on in time, and no sooner."""
     async with listening(name) as ends:
+        started_s = time.monotonic()
         link = await ends.call()
         raw: socket.socket | None = None
         if name != "shm":
             host, _, port = ends.endpoint.address.rpartition(":")
             raw = socket.create_connection((host, int(port)))
             raw.setblocking(False)
-        assert await hung_up(link) > INTRODUCTION_S - 1
+        await hung_up(link)
+        assert time.monotonic() - started_s >= INTRODUCTION_S
         if raw is not None:
             with raw:
-                async with asyncio.timeout(2 * INTRODUCTION_S):  # gRPC begins to count when it looks
+                async with asyncio.timeout(IN_TIME_S):
                     with contextlib.suppress(OSError):  # closed already, perhaps with data unread
                         while await asyncio.get_running_loop().sock_recv(raw, 4096):
                             continue
@@ -269,6 +275,13 @@ async def test_a_connection_that_fails_leaves_no_object_socket_or_task(name: str
         def left() -> int:
             return sum(issubclass(type(each), KEPT) for each in gc.get_objects())
 
+        async def settled() -> None:
+            await empty(ends.strangers)
+            async with asyncio.timeout(IN_TIME_S):
+                while left():  # noqa: ASYNC110 - threads end on their own
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # and close their descriptors
+
         async def fail(header: bytes, size: int) -> None:
             link = await ends.call()
             with contextlib.suppress(TransferError):
@@ -277,16 +290,14 @@ async def test_a_connection_that_fails_leaves_no_object_socket_or_task(name: str
             await link.aclose()
 
         await fail(b"junk", 0)
-        await empty(ends.strangers)
-        before = left(), len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+        await settled()
+        before = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
         for _ in range(5):
             await fail(b"junk", 0)
             await fail(HELLO, 2**16)
-        await empty(ends.strangers)
-        async with asyncio.timeout(AT_ONCE_S):
-            while (left(), len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))) > before:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        assert left() == 0
+        await settled()
+        assert len(asyncio.all_tasks()) <= before[0]
+        assert len(os.listdir("/proc/self/fd")) <= before[1]
 
 
 MALFORMED = {
