@@ -21,7 +21,7 @@ settings.load_profile("repeatable")
 
 # Folders whose files take longest: they come first, so that no process is left alone with one of them in the end.
 ROOT = Path(__file__).parents[1]
-LONG = ("tests/e2e/", "tests/engine/", "tests/doctor/", "tests/kv_transfer/")
+LONG = ("tests/engine/test_triton_interpreted.py", "tests/e2e/", "tests/engine/", "tests/doctor/", "tests/kv_transfer/")
 
 
 @functools.cache

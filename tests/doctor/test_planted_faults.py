@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_several_faults_at_once(tmp_path: Path) -> None:
     gateway, worker = sorted(found(report, "port"), key=lambda finding: "decode-0" in finding.where)
     assert "--port" in gateway.remedy
     assert f"{SECOND}, port {base + 6}" in worker.what
-    assert "pytest" in worker.what  # who holds it
+    assert f"process {os.getpid()} " in worker.what  # who holds it
     assert "cluster.port_base" in worker.remedy
     assert [finding.where for finding in found(report, "memory")] == [FIRST, SECOND]
     assert "engine.kv_memory_mb" in found(report, "memory")[0].remedy

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-_ANSWER_S = 20.0
+_ANSWER_S = 120.0
 Values = dict[str, Any]
 
 

@@ -45,6 +45,7 @@ class Pair:
         if not self.receiver.alive:
             self.receiver.close()
             self.receiver = self._new_receiver()
+        assert self.sender.about is not None  # it is up: a hand-off that waits for it is silent, and loses its lease
         self._connect_relay()
         self.check_next_request()
         for end in (self.sender, self.receiver):

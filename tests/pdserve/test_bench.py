@@ -210,8 +210,9 @@ async def test_a_load_that_is_stopped_returns_what_had_finished(service: Scripte
         assert sorted(done, key=lambda outcome: outcome.index) == outcomes
         assert 5 <= len(outcomes) < load.requests
         assert all(outcome.generation is not None for outcome in outcomes)
+        await asyncio.sleep(1.0)  # what was on its way is there
         asked = len(service.servicer.requests)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.5)
         assert len(service.servicer.requests) == asked
 
 
