@@ -324,7 +324,7 @@ class Service:
                 )
             if waited_s > PLACE_REPORT_S:
                 free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self._session.nodes())
-                if told != (told := f"waiting for {wants}, which others have: now free: {free}"):
+                if told != (told := f"waiting for room: {wants}; now free: {free}"):
                     self._report(told)
 
     def _await_gateway(self, answer: Any, timeout_s: float) -> None:

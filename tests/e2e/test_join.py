@@ -45,7 +45,7 @@ def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
         assert other.returncode == 1
         assert "could not place prefill-0, decode-0 within 4 s: no node has {CPU: 1} for" in other.stderr
         waited = max((Path(at_home.env["XDG_STATE_HOME"]) / "pdserve").glob("up-*.log"), key=os.path.getmtime)
-        assert "waiting for {CPU: 1} for prefill-0, decode-0, which others have: now free: " in waited.read_text()
+        assert "waiting for room: {CPU: 1} for prefill-0, decode-0; now free: " in waited.read_text()
 
         # Its supervisor is killed. Nothing tells which of Ray's processes are the service's but what was noted of them.
         state = ServiceState.load(Path(at_home.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json")

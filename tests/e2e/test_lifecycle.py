@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from core.errors import NotReady
 from pdserve import Client
+from pdserve.launch.leftovers import clear_leftovers
 from pdserve.launch.state import ServiceState
 from tests.e2e.conftest import Cli
 from tests.local_cluster import ROOT, free_port
@@ -58,6 +60,10 @@ class Host:
         self._sessions.add(state.pid)  # a detached service is a session of its own, whatever becomes of its processes
         return state
 
+    def noted(self) -> list[ServiceState]:
+        """All services that are noted still."""
+        return [ServiceState.load(path) for path in self._states.glob("*.json")]
+
     def until(self, what: str, condition: Callable[[], bool]) -> None:
         """Return once it holds."""
         deadline_s = time.monotonic() + WAIT_S
@@ -89,7 +95,7 @@ class Host:
         for state in states:
             assert not Path(state.ray_folder).exists()
             assert not Path(state.socket).parent.exists()
-        assert not list(self._states.glob("*.json"))
+        assert not self.noted()
 
 
 @pytest.fixture
@@ -98,27 +104,34 @@ def host(tmp_path: Path) -> Iterator[Host]:
     yield host
     for process in host.processes():
         process.kill()
+    for state in host.noted():
+        clear_leftovers(state.ray_folder)
+        shutil.rmtree(Path(state.socket).parent, ignore_errors=True)
 
 
 def test_up_that_is_told_to_stop_leaves_nothing(host: Host) -> None:
-    """Told by SIGTERM, to the command and to the supervisor itself, and by `down`."""
+    """Told by SIGTERM to the command while Ray comes up, and by `down` while workers are placed, which never ends."""
+    host.config.write_text("gateway: {host: 127.0.0.1}\ncluster: {autoscale: true, prefill_resources: {nothing: 1}}\n")
     states = []
-    for tell in ("command", "supervisor", "down"):
+    for tell in ("SIGTERM", "down"):
         with host.begin_up() as up:
-            host.until("noted before anything is placed", lambda: host.starting() is not None)
+            host.until("noted before Ray is started", lambda: host.starting() is not None)
             states.append(state := host.state())
-            listed = json.loads(host.cli.run("list", "--json").stdout)["services"]
-            assert [(service["port"], service["state"]) for service in listed] == [(host.port, "starting")]
-            assert listed[0]["pid"] == state.pid
             if tell == "down":
+                waiting = "waiting for room: {CPU: 1, nothing: 1} for prefill-0; now free: "
+                host.until("it says what it waits for", lambda: waiting in Path(state.log).read_text())  # noqa: B023
+                listed = json.loads(host.cli.run("list", "--json").stdout)["services"]
+                assert [(each["port"], each["pid"], each["state"]) for each in listed] == [
+                    (host.port, state.pid, "starting")
+                ]
                 down = host.cli.run("down", "--target", host.target)
                 assert down.returncode == 0, down.stderr
                 host.check_gone(*states)
             else:
-                os.kill(up.pid if tell == "command" else state.pid, signal.SIGTERM)
+                up.terminate()
             _, told = up.communicate(timeout=WAIT_S)
-        assert up.returncode == (143 if tell == "command" else 1)
-        assert tell == "command" or "error: the service was told to stop while it started" in told
+        assert up.returncode == (1 if tell == "down" else 143)
+        assert ("error: the service was told to stop while it started" in told) == (tell == "down")
         host.check_gone(*states)
 
 
