@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := core pb engine kv_transfer worker router prefill_worker decode_worker gateway pdserve tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer proto tiny clean
+.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer bench-abuse proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,9 @@ bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of t
 
 bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP, NIXL and Mooncake (about 8 minutes)
 	$(BIN)/python -m benchmarks.transfer
+
+bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a burst of streams gets (about 5 minutes)
+	$(BIN)/python -m benchmarks.abuse
 
 proto:  ## regenerate pb/ from proto/pb/
 	scripts/gen_proto.sh

@@ -73,7 +73,7 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         device="cpu",
         registry_address="127.0.0.1:9",  # nobody is there: a worker goes on without a gateway
         version="benchmark",
-        allowed_cores=tuple(cores),
+        cores=tuple(cores[:1]),
         config=PdserveConfig.parse({"model": {"path": model, "dtype": "bfloat16"}}),
     )
     process = subprocess.Popen(
@@ -205,7 +205,8 @@ class _RecordingClient(EngineClient):
 def _serve(spec: WorkerSpec) -> None:
     logging.basicConfig(level=logging.ERROR)  # no gateway is there to answer its heartbeats, and it would say so
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
-    host = WorkerHost(leave_engine_cores(spec), FLOWS)
+    leave_engine_cores(spec)
+    host = WorkerHost(spec, FLOWS)
     sys.stdout.write(host.wait_ready(_START_S).control_address + "\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -51,7 +51,12 @@ class TransportEndpoint(LoopEndpoint):
             endpoint = KVEndpoint(self.transport_name, address["address"])
             self._link = self.on_loop(self._transport.connect(endpoint, TIMEOUT_S))
         else:
-            self._link = self.on_loop(self._transport.accept())
+            self._link = self.on_loop(self._accept())
+
+    async def _accept(self) -> KVLink:
+        link = await self._transport.accept()
+        link.introduced()
+        return link
 
     def transfer(self, num_bytes: int) -> float:
         """Send everything, or take it: when the source began, or when the target had everything, by the host's

@@ -33,7 +33,12 @@ class ModelConfig(_Section):
     """What is served."""
 
     path: str = Field("tiny", description="'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json' or a folder")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto takes the checkpoint's own dtype")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="auto: the checkpoint's own type where the devices of all workers compute it natively, else the "
+        "fastest that they do: of bfloat16, float16 on GPUs before Ampere and float32 on CPUs without bfloat16 "
+        "instructions; a type that is named is used everywhere, with a warning where it is emulated",
+    )
     name: str | None = Field(None, description="the name shown to clients; default: the folder's")
 
 
@@ -103,7 +108,7 @@ class EngineConfig(_Section):
         True, description="keep KV blocks of past prompts and reuse those of equal beginnings (within one salt)"
     )
     hang_timeout_s: Seconds = Field(
-        15.0, description="an engine that neither answers nor computes for this long is killed and started again"
+        6.0, description="an engine that neither answers nor computes for this long is killed and started again"
     )
     max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
     cuda_graphs: bool = Field(
@@ -138,7 +143,11 @@ class TransferConfig(_Section):
     layer_groups: Annotated[int, Field(ge=2, le=256)] = Field(
         8, description="with overlap: layer, the groups of layers in which a chunk is pushed (at most one per layer)"
     )
-    checksum: bool = Field(True, description="xxh3-64 over every message, verified before its blocks count as filled")
+    checksum: bool = Field(
+        True,
+        description="xxh3-64 over every message, verified before its blocks count as filled; nixl always uses it, "
+        "whatever is set here",
+    )
     message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
         4 * 2**20, description="target size of one message; blocks are coalesced up to it"
     )
@@ -170,7 +179,28 @@ class RouterConfig(_Section):
         1024, description="a prefill worker is free while fewer prompt tokens than this wait on it (or none at all)"
     )
     max_queue: Positive = Field(1024, description="requests that may wait; one more is refused (RESOURCE_EXHAUSTED)")
-    max_attempts: Positive = Field(3, description="attempts per request when workers or transfers fail")
+    max_attempts: Positive = Field(
+        5,
+        description="attempts of a request in a row that bring no token when workers or transfers fail; after a failed "
+        "transfer the last of them runs on one worker",
+    )
+    retry_pause_s: Annotated[float, Field(ge=0, le=60)] = Field(
+        0.05, description="pause before the first retry of a request, with jitter; it doubles with each, up to 2 s"
+    )
+    retry_share: Annotated[float, Field(ge=0)] = Field(
+        0.5,
+        description="retries are at most this share of the requests of the last 10 s, and 10; further ones wait",
+    )
+    patience_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        30.0,
+        description="how long a request waits for a worker to be ready again, within its deadline, in a service that "
+        "was ready; then it is refused (UNAVAILABLE)",
+    )
+    max_unread_tokens: Positive = Field(
+        1024,
+        description="tokens of a request that may wait for its client to read; beyond that the request leaves its "
+        "workers, and goes on from there once the client has read them",
+    )
     heartbeat_s: Seconds = Field(0.5, description="how often workers report")
     heartbeat_timeout_s: Seconds = Field(3.0, description="a worker silent for this long is taken for dead")
     forget_s: Seconds = Field(60.0, description="a dead worker is no longer shown after this long")

@@ -18,6 +18,7 @@
         └── ChecksumMismatch  the payload arrived changed
 
 Errors cross process borders as ``(kind, message)``: `to_wire` and `from_wire` are the only two places that know how.
+``retry_after_s`` does not travel with them; the gateway sends it as metadata of its answer.
 """
 
 from __future__ import annotations
@@ -46,13 +47,22 @@ class InvalidRequest(PdserveError):
 
 
 class CapacityExceeded(PdserveError):
-    """The request does not fit, now or ever; the message says which limit."""
+    """The request does not fit, now or ever; the message says which limit. ``retry_after_s`` is the number of seconds
+    after which the service expects to have room; None if it does not say."""
+
+    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
+        super().__init__(*args)
+        self.retry_after_s = retry_after_s
 
 
 class NotReady(PdserveError):
-    """No worker is ready to take the request."""
+    """No worker is ready to take the request. ``retry_after_s`` is as in `CapacityExceeded`."""
 
     retryable = True
+
+    def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
+        super().__init__(*args)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(PdserveError):

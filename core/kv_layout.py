@@ -14,6 +14,25 @@ from core.errors import LayoutMismatch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+MAX_PROBE_BYTES = 8 * 2**20
+"""The largest payload that a link is measured with."""
+MAX_BLANK_BYTES = 64 * 2**20
+
+_BLANK_DIVISOR = 16
+_PAGE = 4096
+
+
+def blank_memory(pool_bytes: int) -> tuple[int, int]:
+    """Offset and size of what lies behind a pool of so many bytes, in the same file or allocation: zeros, always. Links
+    are measured with them, so that no measurement ever sends KV. They are a sixteenth of the pool, and some payloads
+    at most: of less memory than a pool has, a processor's cache would hold more than it holds of the pool."""
+    size = min(max(pool_bytes // _BLANK_DIVISOR, MAX_PROBE_BYTES), MAX_BLANK_BYTES)
+    return _pages(pool_bytes), _pages(size)
+
+
+def _pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:

@@ -17,7 +17,7 @@ from core.timeline import Timeline
 
 class Mode(StrEnum):
     """Where a request runs: prefill and decode apart (``pd``), both on one worker (``colocated``), or the router's
-    choice (``auto``, which is ``pd`` until conditional disaggregation exists)."""
+    choice (``auto``: ``pd`` where workers of both roles are ready, else ``colocated`` on any ready worker)."""
 
     AUTO = "auto"
     PD = "pd"

@@ -13,6 +13,8 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIASES = 300
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_TOKEN_IDS = 1024
 
 
 class FinishReason(StrEnum):
@@ -69,8 +71,12 @@ class SamplingParams:
             raise InvalidRequest(f"seed: {self.seed} is outside 0 to 2^63-1")
         if any(not s for s in self.stop):
             raise InvalidRequest("stop: an empty string would stop at once; leave it out")
-        if len(self.stop) > 16:
-            raise InvalidRequest(f"stop: {len(self.stop)} strings are more than 16")
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(f"stop: {len(self.stop)} strings are more than {MAX_STOPS}; send fewer")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids: {len(self.stop_token_ids)} ids are more than {MAX_STOP_TOKEN_IDS}; send fewer"
+            )
         if any(t < 0 for t in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids: ids are never negative")
         if not 0.0 <= self.min_p <= 1.0:

@@ -43,7 +43,7 @@ class DecodeFlow(Flow):
         destination = await self.incarnation.kv.expect(
             self.request_id, reserved.block_ids, reserved.num_cached_blocks, self.deadline_s
         )
-        self._admission = asyncio.get_running_loop().create_task(self._admit())
+        self._admission = self.follow(self._admit())
         return destination
 
     def on_reserved(self, reserved: Reserved) -> None:
@@ -61,7 +61,7 @@ class DecodeFlow(Flow):
         """Once every block is verified: into the running batch, with prefill's token."""
         try:
             self._kv = await self.incarnation.kv.received(self.request_id)
-            token_id, ends_here = _first_token(self._kv.trailer)
+            token_id, ends_here = _first_token(self._kv.trailer, self.incarnation.ready.vocab_size)
             # Even if nothing is left to decode, what came is verified: the prefix cache may keep it.
             self.incarnation.engine.send(KVReady(self.request_id, token_id))
             if not ends_here:
@@ -93,13 +93,13 @@ class DecodeFlow(Flow):
         await super().close()
 
 
-def _first_token(trailer: bytes) -> tuple[int, bool]:
+def _first_token(trailer: bytes, vocab_size: int) -> tuple[int, bool]:
     """Prefill's token, and whether it ends the request; TransferRefused if the trailer is something else."""
     try:
         token_id, ends_here = msgpack.unpackb(trailer)
     except (ValueError, TypeError, msgpack.UnpackException):
         raise TransferRefused("the hand-off's trailer is no token") from None
-    if type(token_id) is not int or type(ends_here) is not bool:
+    if type(token_id) is not int or type(ends_here) is not bool or not 0 <= token_id < vocab_size:
         raise TransferRefused("the hand-off's trailer is no token")
     return token_id, ends_here
 

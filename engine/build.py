@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from dataclasses import dataclass
 
 import torch
 
+from core.dtypes import choose_dtype
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
 from core.model_shape import ModelShape
 from engine.cpu_attention import CPUAttention
+from engine.device_dtypes import native_dtypes
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.loader import load_weights
 from engine.messages import Ready
@@ -21,6 +24,8 @@ from engine.model_weights import ModelWeights
 from engine.runner import ModelRunner
 from engine.scheduler_config import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
+
+log = logging.getLogger(__name__)
 
 _CUDA_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations
 
@@ -43,7 +48,10 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
     device = _device(spec.device)
     source = resolve_model(spec.model)
     shape = source.shape
-    dtype = shape.dtype if spec.dtype == "auto" else spec.dtype
+    choice = choose_dtype(spec.dtype, shape.dtype, {"": native_dtypes(device.type)})
+    if choice.note:
+        log.warning("%s", choice.note)
+    dtype = choice.dtype
     layout = KVLayout(
         model_hash=source.model_hash(),
         dtype=dtype,
@@ -78,6 +86,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         cores=list(spec.cores),
         load_s=time.monotonic() - started_s,
+        eos_token_ids=sorted(set(shape.eos_token_ids)),
     )
     limits = SchedulerConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,

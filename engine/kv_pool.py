@@ -11,7 +11,7 @@ import torch
 
 from core import memory_file
 from core.errors import ConfigError
-from core.kv_layout import KVLayout
+from core.kv_layout import KVLayout, blank_memory
 from engine.host_memory import available_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,8 @@ class LayerKV:
 
 class KVPool:
     """``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block is one run of
-    ``layout.block_bytes`` bytes. ``handle`` tells `engine.mapped_pool.MappedPool` how to reach it."""
+    ``layout.block_bytes`` bytes; behind the last one is `blank_memory`, which nothing writes. ``handle`` tells
+    `engine.mapped_pool.MappedPool` how to reach it."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
         self.layout = layout
@@ -61,11 +62,12 @@ class KVPool:
         """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
         for first touches. `ConfigError` if the host has not that much memory."""
         size = layout.block_bytes * num_blocks
+        whole = sum(blank_memory(size))
         available = available_bytes()
-        if size > available:  # filling it would get this process, or another one, killed
+        if whole > available:  # filling it would get this process, or another one, killed
             raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
         try:
-            os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, 0, whole)
             memory_file.seal(fd)
             mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
@@ -79,10 +81,11 @@ class KVPool:
         size = layout.block_bytes * num_blocks
         dtype = TORCH_DTYPES[layout.dtype]
         try:
-            flat = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+            whole = torch.zeros(sum(blank_memory(size)) // dtype.itemsize, dtype=dtype, device=device)
         except torch.OutOfMemoryError:
             raise _does_not_fit(size, "the GPU has not that much free") from None
-        share = list(flat.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
+        share = list(whole.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
+        flat = whole[: size // dtype.itemsize]
         return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core.kv_layout import KVLayout
+from core.kv_layout import KVLayout, blank_memory
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ class MappedPool:
         self._layout = layout
         self._num_blocks = num_blocks
         expected = layout.block_bytes * num_blocks
+        self._blank = blank_memory(expected)
         if handle["bytes"] != expected:
             raise ValueError(f"the pool has {handle['bytes']} bytes, its layout needs {expected}")
         self._memory: _HostMemory | _CudaMemory
@@ -51,13 +52,13 @@ class MappedPool:
 
     @property
     def file(self) -> tuple[int, memoryview] | None:
-        """The descriptor of the pool's memory file and the mapping of it; None for a pool on a device."""
+        """The descriptor of the pool's memory file and the mapping of all of it; None for a pool on a device."""
         return self._memory.file if isinstance(self._memory, _HostMemory) else None
 
     @property
     def on_device(self) -> tuple[Sequence[Any], torch.Tensor] | None:
-        """How other processes open a pool on a device (what `torch.UntypedStorage._new_shared_cuda` takes), and its
-        bytes here; None for one on the host."""
+        """How other processes open a pool on a device (what `torch.UntypedStorage._new_shared_cuda` takes), and all of
+        its bytes here; None for one on the host."""
         return None if isinstance(self._memory, _HostMemory) else (self._memory.share, self._memory.bytes)
 
     def read_blocks(
@@ -76,6 +77,19 @@ class MappedPool:
     def scratch(self, size: int, *, on_device: bool = False) -> memoryview | torch.Tensor:
         """Memory outside the pool."""
         return self._memory.scratch(size, on_device)
+
+    @property
+    def blank_bytes(self) -> int:
+        """How many zeros lie behind the pool."""
+        return self._blank[1]
+
+    def blank(self, start: int, size: int, *, on_device: bool = False) -> Stretch:
+        """``size`` of the zeros behind the pool, from ``start`` on, which hold nothing and never will; on the host
+        unless ``on_device``. ValueError beyond them."""
+        offset, whole = self._blank
+        if not 0 <= start <= start + size <= whole:
+            raise ValueError(f"bytes {start} to {start + size} of {whole}")
+        return self._memory.blank(offset + start, size, on_device)
 
     def _runs(self, block_ids: Sequence[int], layers: range | None) -> list[tuple[int, int]]:
         return self._layout.byte_runs(
@@ -101,8 +115,9 @@ class PoolLanding(NamedTuple):
 class _HostMemory:
     def __init__(self, fd: int, size: int) -> None:
         self._fd = os.dup(fd)
+        whole = sum(blank_memory(size))
         # With its page table filled: else the first hand-off into each block would pay for that.
-        self._map: mmap.mmap | None = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._map: mmap.mmap | None = mmap.mmap(fd, whole, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._view = memoryview(self._map)
 
     @property
@@ -118,6 +133,9 @@ class _HostMemory:
     def scratch(self, size: int, on_device: bool) -> memoryview:
         assert not on_device, "the pool is on the host"
         return memoryview(bytearray(size))
+
+    def blank(self, offset: int, size: int, on_device: bool) -> memoryview:
+        return self._views([(offset, size)], on_device)[0]
 
     def _views(self, runs: list[tuple[int, int]], on_device: bool) -> list[memoryview]:
         assert not on_device, "the pool is on the host"
@@ -157,10 +175,11 @@ class _CudaMemory:
         import torch
 
         self._torch = torch
+        whole = sum(blank_memory(size))
         self.share: Sequence[Any] = handle["share"]
         storage = torch.UntypedStorage._new_shared_cuda(*self.share)
         self._device = torch.device("cuda", self.share[0])
-        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[:size]
+        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[:whole]
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -182,6 +201,10 @@ class _CudaMemory:
         if on_device:
             return self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
         return memoryview(bytearray(size))
+
+    def blank(self, offset: int, size: int, on_device: bool) -> memoryview | torch.Tensor:
+        # On the host they are no copy in staging memory: what was staged there before was KV.
+        return self._views([(offset, size)])[0] if on_device else memoryview(bytearray(size))
 
     def staging(self, size: int) -> torch.Tensor:
         return self._torch.empty(size, dtype=self._torch.uint8, pin_memory=True)

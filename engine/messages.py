@@ -96,7 +96,8 @@ class Shutdown:
 
 @dataclass(slots=True)
 class Ready:
-    """The model is loaded, the pool mapped and the engine warmed up. ``layout`` is `core.KVLayout.to_wire()`."""
+    """The model is loaded, the pool mapped and the engine warmed up. ``layout`` is `core.KVLayout.to_wire()`.
+    ``eos_token_ids`` end every request that does not ignore them."""
 
     layout: dict[str, Any]
     num_blocks: int
@@ -106,6 +107,7 @@ class Ready:
     device: str
     cores: list[int]
     load_s: float
+    eos_token_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -143,6 +145,15 @@ class Rejected:
     request_id: str
     kind: str
     message: str
+
+
+@dataclass(slots=True)
+class Finished:
+    """A request ended, and no `TokenOut` says so: the first token of a RECEIVE request, which came with its KV, was its
+    last. ``finish_reason`` is a `core.sampling.FinishReason` value; its blocks are free."""
+
+    request_id: str
+    finish_reason: str
 
 
 @dataclass(slots=True)
@@ -207,13 +218,13 @@ class Load:
 
 
 Command = Submit | KVReady | Release | Abort | Ping | Shutdown
-EngineEvent = Ready | Failed | Reserved | PrefixFound | Rejected | LayersDone | Step | Pong | Load
+EngineEvent = Ready | Failed | Reserved | PrefixFound | Rejected | Finished | LayersDone | Step | Pong | Load
 
 _TYPES: dict[str, type[Any]] = {
     t.__name__: t
     for t in (
         Submit, KVReady, Release, Abort, Ping, Shutdown,
-        Ready, Failed, Reserved, PrefixFound, Rejected, LayersDone, Step, Pong, Load,
+        Ready, Failed, Reserved, PrefixFound, Rejected, Finished, LayersDone, Step, Pong, Load,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import xxhash
 from core.errors import ModelError
 from core.hf_config import shape_from_hf
 from core.model_shape import ModelShape, RopeScaling
+from engine.model_folder import refuse_lfs_pointer, weight_files
 
 DUMMY_SEED = 20_240_607  # part of a dummy's identity: all workers must draw the same weights
 _EDGE_BYTES = 2**20
@@ -57,8 +58,8 @@ class ModelSource:
         return self.folder is None
 
     def weight_files(self) -> list[Path]:
-        """The folder's safetensors files, sorted by name (none for a dummy)."""
-        return [] if self.folder is None else sorted(self.folder.glob("*.safetensors"))
+        """The safetensors files that hold the weights (none for a dummy). `ModelError` if one is missing."""
+        return [] if self.folder is None else weight_files(self.folder)
 
     def model_hash(self) -> str:
         """16 hex digits that identify the weights: xxh3-64 over the shape and, of each safetensors file, its name,
@@ -108,7 +109,7 @@ def resolve_model(path: str) -> ModelSource:
         raise ModelError(f"{folder}: has no config.json, so it is not a Hugging Face model folder")
     shape = shape_from_hf(_read_json(config), str(config))
     source = ModelSource(folder.resolve().name, folder.resolve(), _with_generation_config(shape, folder))
-    if not source.weight_files():
+    if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder}: has no *.safetensors file; only safetensors weights can be loaded")
     return source
 
@@ -128,6 +129,7 @@ def _with_generation_config(shape: ModelShape, folder: Path) -> ModelShape:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    refuse_lfs_pointer(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -18,6 +18,7 @@ from engine.batch import SampledToken, ScheduledSeq
 from engine.block_manager import BlockManager
 from engine.messages import (
     Abort,
+    Finished,
     KVReady,
     KVRole,
     Load,
@@ -99,7 +100,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank: the batch, then (static) who stands by
         self._receiving: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
-        self._events: list[Reserved | PrefixFound | Rejected] = []
+        self._events: list[Reserved | PrefixFound | Rejected | Finished] = []
         self._arrivals = 0
         self._preemptions = 0
         self._looked_up_tokens = 0
@@ -126,17 +127,20 @@ class Scheduler:
 
     def kv_ready(self, ready: KVReady) -> None:
         """Let a RECEIVE request run: its prompt's KV is in its blocks, its first token is known. If that is its last
-        (by length or stop id) it is finished, without an event. Ignored unless the request waits for its KV."""
+        (by length or stop id) it is finished, and a `Finished` event says so. Ignored unless the request waits for its
+        KV."""
         seq = self._receiving.pop(ready.request_id, None)
         if seq is None:
             return
         seq.num_computed_tokens = seq.num_prompt_tokens
         self._publish(seq)
         seq.transition(EngineStatus.RUNNING)
-        if seq.append(ready.first_token_id) is None:
+        reason = seq.append(ready.first_token_id)
+        if reason is None:
             seq.in_batch = not self._static
             insort(self._running, seq, key=_rank)
         else:
+            self._events.append(Finished(seq.request_id, reason.value))
             self._finish(seq)
             self._reserve()
 
@@ -265,7 +269,7 @@ class Scheduler:
             self.blocks.cached_blocks,
         )
 
-    def take_events(self) -> list[Reserved | PrefixFound | Rejected]:
+    def take_events(self) -> list[Reserved | PrefixFound | Rejected | Finished]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events

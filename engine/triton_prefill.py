@@ -5,11 +5,15 @@ A chunk may start anywhere in its context: what came before it, prefix cache inc
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.triton_decode import FUSED, LOG2_E
+
+_AMPERE = (8, 0)
 
 
 @triton.jit
@@ -139,11 +143,18 @@ def _attend_tile(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)
 
 
-def tile_rows(head_dim: int, dtype: torch.dtype) -> int:
+def tile_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Query rows of a tile: what `attend_chunks` wants its tiles cut into."""
     if dtype.itemsize > 2:
         return 32  # no tensor cores for these: larger tiles would only spill
-    return 128 if head_dim <= 128 else 64
+    largest = 128 if capability_of(device) >= _AMPERE else 64  # before, programs have 64 KiB of shared memory
+    return 128 if head_dim <= largest else 64
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of ``device``; Ampere's for tensors that are not on a GPU (the interpreter's)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _AMPERE
 
 
 def attend_chunks(
@@ -164,7 +175,7 @@ def attend_chunks(
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     dims = max(16, triton.next_power_of_2(head_dim))
-    rows = tile_rows(head_dim, query.dtype)
+    rows = tile_rows(head_dim, query.dtype, query.device)
     _attend_tile[(heads, tiles.shape[0])](
         query,
         keys,
@@ -187,6 +198,6 @@ def attend_chunks(
         DIMS=dims,
         WINDOWED=window is not None,
         num_warps=8 if rows == 128 else 4,
-        num_stages=3,
+        num_stages=3 if capability_of(query.device) >= _AMPERE else 1,  # before, nothing is copied ahead
         **FUSED,
     )

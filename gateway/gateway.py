@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,53 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from core.awake_clock import LoopClock
 from core.clock import Clock, MonotonicClock
 from core.config import PdserveConfig
 from core.errors import LaunchError, NotReady, PdserveError
 from core.request import Mode
 from core.worker import Role
-from gateway.inference_service import InferenceService
+from engine.model_folder import tokenizer_note
+from gateway.inference_service import SERVICE, InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
+from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
-from pb import inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from pb import worker_pb2_grpc
 from router.registry import WorkerRegistry
 from router.router import Router
-from router.waiting_line import RunMode
+from router.waiting_line import WaitMode
 
 log = logging.getLogger(__name__)
 
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
+STOPPING = "the service is being stopped; send the request to another one"
 
-_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.so_reuseport", 0),  # else a second gateway would silently share the port
-    ("grpc.max_send_message_length", 64 * 2**20),
-    ("grpc.max_receive_message_length", 64 * 2**20),
-]
+DEFAULT_CONTEXT = 131_072
+MAX_PENDING_CALLS = 1_000_000
+MAX_PENDING_S = 3600
+INTERNAL_MESSAGE_BYTES = 2**20
+"""Of one heartbeat."""
+
+
+def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # else a second gateway would silently share the port
+        ("grpc.max_send_message_length", 64 * 2**20),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        # By default gRPC drops calls at random once 1000 wait for a handler, and all that wait for 30 s; what refuses
+        # here is the router's queue.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
+    ]
 
 
 class Gateway:
     """``connect`` opens the control connection to a worker that has reported; ``registry_address`` is the internal
-    ``host:port`` that workers report to (port 0 picks one). `ModelError` if the folder's tokenizer is broken."""
+    ``host:port`` that workers report to (port 0 picks one); ``context_length`` is the model's. `ModelError` if the
+    folder's tokenizer is broken."""
 
     def __init__(
         self,
@@ -51,6 +68,8 @@ class Gateway:
         *,
         model_name: str,
         model_folder: Path | None,
+        context_length: int = DEFAULT_CONTEXT,
+        checkpoint_dtype: str = "",
         connect: Connect,
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
@@ -63,17 +82,30 @@ class Gateway:
         self._service = service
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
-        self.registry = WorkerRegistry(clock, config.router.heartbeat_timeout_s, config.router.forget_s)
+        # Workers' silence counts only while this loop reads what they say.
+        self.registry = WorkerRegistry(LoopClock(), config.router.heartbeat_timeout_s, config.router.forget_s)
         both_roles = config.cluster.prefill and config.cluster.decode
-        auto_mode: RunMode = Mode.PD if both_roles else Mode.COLOCATED
+        auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)
         self._directory = WorkerDirectory(self.registry, connect)
+        note = tokenizer_note(model_folder)
+        if note:
+            log.warning("%s", note)
         self._report = report = StatusReport(
-            self.registry, self.router, clock, config.model.name or model_name, version, lambda: self.problem is None
+            self.registry,
+            self.router,
+            clock,
+            config.model.name or model_name,
+            version,
+            lambda: self.problem is None,
+            checkpoint_dtype,
+            [note] if note else [],
         )
+        tokenizer = load_tokenizer(model_folder)
+        self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
         self._inference = InferenceService(
             self.router,
-            load_tokenizer(model_folder),
+            tokenizer,
             report.limits,
             report.message,
             clock,
@@ -101,17 +133,23 @@ class Gateway:
     @property
     def problem(self) -> PdserveError | None:
         """Why requests cannot be served now; None: they can."""
-        return self.registry.unavailable(self.router.auto_mode)
+        if self._inference.draining is not None:
+            return self._inference.draining
+        mode = self.router.auto_mode
+        if mode is Mode.AUTO and not self.registry.was_available(Mode.PD):
+            mode = Mode.PD  # a service that starts is ready when it is complete
+        return self.registry.unavailable(mode)
 
     async def start(self) -> None:
         """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
         config = self._config.gateway
-        public, internal = grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS)
+        public = grpc.aio.server(options=_options(self._max_message_bytes))
+        internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
         # The stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, public)
+        self._inference.add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
         worker_pb2_grpc.add_RegistryServicer_to_server(
@@ -133,9 +171,11 @@ class Gateway:
         except TimeoutError:
             raise self.problem or NotReady(f"not ready within {timeout_s:.0f} s") from None
 
-    def expect(self, members: Mapping[str, Role]) -> None:
-        """Who belongs to the service: what is not registered of them is shown as awaited."""
+    def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
+        """Who belongs to the service: what is not registered of them is shown as awaited. ``notes`` are shown with the
+        status."""
         self._report.expected = dict(members)
+        self._report.notes = tuple(notes)
 
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished and are forgotten, after ``drain_s`` at the
@@ -143,6 +183,15 @@ class Gateway:
         for worker_id in worker_ids:
             self._report.expected.pop(worker_id, None)
         await self._directory.retire(worker_ids, drain_s)
+
+    def drain(self) -> int:
+        """Refuse new requests (UNAVAILABLE) from now on. Returns how many are still in progress: they go on, with
+        retries, until `stop`."""
+        if self._inference.draining is None:
+            log.info("draining: %d requests are in progress", self._inference.in_progress)
+            self._inference.draining = NotReady(STOPPING)
+            self._changed.set()
+        return self._inference.in_progress
 
     async def serve_until_stopped(self) -> None:
         """Return once `stop` is done."""

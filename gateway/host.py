@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from core.config import PdserveConfig
@@ -17,6 +17,7 @@ from gateway.gateway import Gateway
 from worker.client import WorkerClient
 
 START_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 5.0
 
 
 class GatewayHost:
@@ -28,6 +29,8 @@ class GatewayHost:
             config,
             model_name=model.name,
             model_folder=model.folder,
+            context_length=model.shape.max_position_embeddings,
+            checkpoint_dtype=model.shape.dtype,
             connect=WorkerClient.connect,
             registry_address=registry_address,
             version=version,
@@ -45,13 +48,22 @@ class GatewayHost:
         """Return once requests can be served; after ``timeout_s`` raise what is in the way."""
         self._on_loop(self._gateway.wait_serving(timeout_s), timeout_s + 5.0)
 
-    def expect(self, members: Mapping[str, Role]) -> None:
-        """Who belongs to the service."""
-        self._loop.call_soon_threadsafe(self._gateway.expect, members)
+    def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
+        """Who belongs to the service, and what its users have to know."""
+        self._loop.call_soon_threadsafe(self._gateway.expect, members, notes)
 
     def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
         self._on_loop(self._gateway.retire(worker_ids, drain_s), drain_s + 5.0)
+
+    def drain(self) -> int:
+        """Refuse new requests from now on; returns how many are still in progress."""
+        future: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(lambda: future.set_result(self._gateway.drain()))
+        try:
+            return future.result(DRAIN_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            raise LaunchError(f"the gateway did not answer within {DRAIN_TIMEOUT_S:.0f} s") from None
 
     def stop(self, grace_s: float = 1.0) -> None:
         """Let running requests go on for ``grace_s``, then close everything."""

@@ -6,18 +6,20 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from typing import Any, NoReturn
 
 import grpc
 
+from core.awake_clock import wait_awake
 from core.clock import Clock
-from core.errors import NotReady, PdserveError, to_wire
+from core.errors import CapacityExceeded, NotReady, PdserveError, to_wire
 from core.request import Mode, Request
 from core.sampling import FinishReason
 from core.timeline import GATEWAY, EventKind
 from gateway.completion import completion_to_proto
 from gateway.late_writes import late_writes
 from gateway.output_text import OutputText
-from gateway.statuses import ERROR_KIND_KEY, status_of
+from gateway.statuses import ERROR_KIND_KEY, RETRY_AFTER_KEY, status_of
 from gateway.token_message import token_to_proto
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
@@ -25,6 +27,7 @@ from gateway.validation import (
     check_logit_bias,
     check_stop_token_ids,
     fit_max_tokens,
+    read_message,
     read_mode,
     read_prompt,
     read_request_id,
@@ -32,17 +35,21 @@ from gateway.validation import (
     read_sampling,
 )
 from pb import inference_pb2 as pb
-from pb import inference_pb2_grpc
+from router.deadline import Deadline
 from router.router import Router
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+TELL_S = 5.0
+"""How long a client may take to be told why its request failed."""
+
+Context = grpc.aio.ServicerContext[bytes, Any]
 
 _EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
 
 
-class InferenceService(inference_pb2_grpc.InferenceServicer):
+class InferenceService:
     """``limits`` tells what the workers allow (None: none has registered yet), ``status`` makes the status message.
     ``delay_s`` plants delays for tests: ``gateway`` before the tokens go to the router, ``network`` before tokens 1
     and 2 reach the wire."""
@@ -65,43 +72,78 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._default_timeout_s = default_timeout_s
         self._delay_s = delay_s
         self._in_use: set[str] = set()
+        self.draining: NotReady | None = None
+        """What new requests are refused with; None: they are served."""
+        self.in_progress = 0
+        """Requests that have begun and not ended."""
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve from ``server``. Requests reach `Generate` as bytes, so that one that cannot be read is refused like
+        any other that is wrong."""
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "GetStatus": grpc.unary_unary_rpc_method_handler(
+                self.GetStatus, response_serializer=pb.GetStatusResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def GetStatus(self, request: bytes, context: Context) -> pb.GetStatusResponse:
         """The service's workers, their load and their blocks."""
         return self._status()
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def Generate(self, data: bytes, context: Context) -> None:
         """One `Token` message per token, then one `Completion`; errors as statuses."""
         received_s = self._clock.now()
+        left_s = context.time_remaining()
+        timeout_s = self._default_timeout_s if left_s is None else left_s
+        has_begun = False
+        self.in_progress += 1
         try:
-            async with aclosing(self._respond(request, context.time_remaining(), received_s)) as responses:
+            if self.draining is not None:
+                raise self.draining
+            self._router.check_room()
+            deadline = Deadline(received_s + timeout_s, self._clock)
+            async with aclosing(self._respond(read_message(data), received_s + timeout_s, received_s)) as responses:
                 network_s = self._delay_s.get("network", 0.0)
-                if not network_s:
-                    async for response in responses:
-                        yield response
-                    return
-                async with aclosing(late_writes(responses, network_s, first=len(_EMITTED))) as late:
-                    async for response in late:
-                        yield response
-                return
+                written = late_writes(responses, network_s, first=len(_EMITTED)) if network_s else responses
+                async with aclosing(written):
+                    async for response in written:
+                        # A client that stops reading holds up the write: its deadline ends the request all the same.
+                        has_begun = True
+                        await deadline.bound(context.write(response), "the client was to read the answer")
+            return
         except PdserveError as error:
             failure: Exception = error
         except Exception as error:
             log.exception("a request failed in a way nobody foresaw")
             failure = error
+        finally:
+            self.in_progress -= 1
+        if not has_begun:
+            await self._tell(failure, context)
+        telling = asyncio.create_task(self._tell(failure, context))
+        if await wait_awake(telling, TELL_S):
+            telling.result()
+        else:  # a client that does not read cannot be told
+            telling.cancel()
+
+    async def _tell(self, failure: Exception, context: Context) -> NoReturn:
         kind, message = to_wire(failure)
-        await context.abort(status_of(failure), message, ((ERROR_KIND_KEY, kind),))
+        metadata = [(ERROR_KIND_KEY, kind)]
+        if isinstance(failure, CapacityExceeded | NotReady) and failure.retry_after_s is not None:
+            metadata.append((RETRY_AFTER_KEY, f"{failure.retry_after_s * 1e3:.0f}"))
+        await context.abort(status_of(failure), message, tuple(metadata))
 
     async def _respond(
-        self, message: pb.GenerateRequest, time_left_s: float | None, received_s: float
+        self, message: pb.GenerateRequest, deadline_s: float, received_s: float
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         request_id = read_request_id(message, self._in_use)
         self._in_use.add(request_id)
         try:
-            timeout_s = self._default_timeout_s if time_left_s is None else time_left_s
-            request = await self._read(message, request_id, received_s + timeout_s)
+            request = await self._read(message, request_id, deadline_s)
             request.timeline.record(EventKind.RECEIVED, GATEWAY, received_s)
             if (delay_s := self._delay_s.get("gateway", 0.0)) > 0:
                 await asyncio.sleep(delay_s)
@@ -120,7 +162,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise self._router.registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
         check_stop_token_ids(sampling, limits.vocab_size)
         check_logit_bias(sampling, limits.vocab_size)
-        prompt = await read_prompt(message, self._tokenizer, limits.vocab_size)
+        prompt = await read_prompt(message, self._tokenizer, limits)
         sampling = fit_max_tokens(message, len(prompt), limits, sampling)
         return Request(request_id, prompt, sampling, mode, deadline_s, salt=salt)
 

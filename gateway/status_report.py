@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from core.clock import Clock
@@ -26,6 +26,8 @@ class StatusReport:
         model: str,
         version: str,
         ready: Callable[[], bool],
+        checkpoint_dtype: str = "",
+        model_notes: Sequence[str] = (),
     ) -> None:
         self._registry = registry
         self._router = router
@@ -33,20 +35,25 @@ class StatusReport:
         self._model = model
         self._version = version
         self._ready = ready
+        self._checkpoint_dtype = checkpoint_dtype
+        self._model_notes = tuple(model_notes)
         self._started_s = clock.now()
+        self._limits: Limits | None = None
         self.expected: dict[str, Role] = {}
         """The service's workers by name, registered or not."""
+        self.notes: tuple[str, ...] = ()
+        """What the launcher has found out about the service's hosts."""
 
     def limits(self) -> Limits | None:
-        """What all workers that are there allow; None if there is none."""
+        """What the workers that are there allow, or allowed while there were some; None if there never was one."""
         infos = [w.info for w in self._registry.workers if not w.lost] or [w.info for w in self._registry.workers]
-        if not infos:
-            return None
-        return Limits(
-            context_length=min(info.max_model_len for info in infos),
-            pool_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
-            vocab_size=min(info.vocab_size for info in infos),
-        )
+        if infos:
+            self._limits = Limits(
+                context_length=max(info.max_model_len for info in infos),
+                pool_tokens=max(info.num_blocks * info.layout.block_size for info in infos),
+                vocab_size=min(info.vocab_size for info in infos),
+            )
+        return self._limits
 
     def message(self) -> pb.GetStatusResponse:
         """The status now."""
@@ -65,9 +72,11 @@ class StatusReport:
             running=self._router.running,
             pid=os.getpid(),
             uptime_s=self._clock.now() - self._started_s,
+            checkpoint_dtype=self._checkpoint_dtype,
+            notes=[*self._model_notes, *self.notes],
         )
         limits = self.limits()
-        if limits is not None:
+        if limits is not None and self._registry.workers:
             layout = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info.layout
             status.context_length = limits.context_length
             status.vocab_size = limits.vocab_size

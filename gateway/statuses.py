@@ -39,6 +39,9 @@ STATUSES: Mapping[type[BaseException], grpc.StatusCode] = {
 ERROR_KIND_KEY = "pdserve-error"
 """Trailing metadata of a failed call: the class in `core.errors`, which is finer than the status."""
 
+RETRY_AFTER_KEY = "retry-after-ms"
+"""Trailing metadata of a refused call: decimal milliseconds after which the service expects to take the request."""
+
 
 def status_of(error: BaseException) -> grpc.StatusCode:
     """The status for an error: its own class's, or the nearest base class's; INTERNAL for what nobody foresaw."""

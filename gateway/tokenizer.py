@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from core.errors import ModelError
+from core.errors import InvalidRequest, ModelError
 from gateway.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_of_character
 
-IN_THREAD_CHARACTERS = 16_384  # shorter texts take less time than the way to a thread and back
+IN_THREAD_CHARACTERS = 2048
+"""Shorter texts are encoded on the event loop, which they hold up for some 2 ms at most."""
+NUM_THREADS = 2
+"""Threads that encode longer texts; one text takes one thread."""
 WORD_BEGIN = "\u2581"  # how sentencepiece writes the space before a word
 CONTEXT_TOKENS = 4  # of the prompt, before an output whose first token's text depends on them
 
@@ -38,19 +42,33 @@ class Tokenizer:
         self._alphabet = byte_of_character()
         decoder = _read_json(path).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # Byte-level BPE writes each byte as one character.
+        self.longest_token_bytes = max(
+            len(token) if self._is_byte_level else len(token.encode(errors="replace")) for token in vocabulary
+        )
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a prompt, with the special tokens the model expects around it. Blocks for long texts."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_bos is not False).ids
+    def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+        """The ids of a prompt, with the special tokens the model expects around it. `InvalidRequest` if they are more
+        than ``max_tokens``. Blocks for long texts, but does not hold the GIL meanwhile."""
+        special = self._add_bos is not False
+        if len(text) < IN_THREAD_CHARACTERS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        else:  # `encode` would hold the GIL, even in a thread
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise InvalidRequest(f"prompt: {len(encoding)} tokens exceed the context of {max_tokens}; shorten it")
+        ids: list[int] = encoding.ids
         if self._add_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids.insert(0, self._bos_id)
         return tuple(ids)
 
-    async def encode_async(self, text: str) -> tuple[int, ...]:
+    async def encode_async(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
         """The same, without holding up the event loop for long texts."""
         if len(text) < IN_THREAD_CHARACTERS:
-            return self.encode(text)
-        return await asyncio.to_thread(self.encode, text)
+            return self.encode(text, max_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode, text, max_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text of some tokens, without special ones."""

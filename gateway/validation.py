@@ -8,15 +8,19 @@ import uuid
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from google.protobuf.message import DecodeError
+
 from core.errors import CapacityExceeded, InvalidRequest
 from core.request import Mode
-from core.sampling import MAX_BIAS, SamplingParams
+from core.sampling import MAX_BIAS, MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
 from gateway.tokenizer import Tokenizer
 from pb import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 128
 MAX_STOP_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_ID_BYTES = 5  # of a token id on the wire
+MIN_MESSAGE_BYTES = 2**20
 
 MODES: dict[int, Mode] = {
     pb.MODE_UNSPECIFIED: Mode.AUTO,
@@ -30,12 +34,31 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers allow: prompt plus output (``context_length``), what the smallest KV pool holds
-    (``pool_tokens``), and token ids below ``vocab_size``."""
+    """What the workers allow: prompt plus output (``context_length``) and what a KV pool holds (``pool_tokens``), both
+    on the worker that takes the most, and token ids below ``vocab_size``."""
 
     context_length: int
     pool_tokens: int
     vocab_size: int
+
+
+def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
+    """The longest request that is read at all: twice what the longest valid one has, so that one that is a little too
+    long is still told which field is."""
+    token_bytes = max(MAX_ID_BYTES, tokenizer.longest_token_bytes if tokenizer is not None else 0)
+    others = MAX_STOPS * 4 * MAX_STOP_CHARACTERS + MAX_STOP_TOKEN_IDS * MAX_ID_BYTES + MAX_BIASES * 4 * MAX_ID_BYTES
+    return max(MIN_MESSAGE_BYTES, 2 * (context_length * token_bytes + others))
+
+
+def read_message(data: bytes) -> pb.GenerateRequest:
+    """The request in ``data``; `InvalidRequest` if it is none, or has text that is not UTF-8."""
+    try:
+        return pb.GenerateRequest.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(
+            f"message: it is no GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by "
+            "proto/pb/inference.proto"
+        ) from None
 
 
 def read_request_id(message: pb.GenerateRequest, in_use: Container[str]) -> str:
@@ -72,6 +95,10 @@ def read_salt(message: pb.GenerateRequest) -> str:
 def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> SamplingParams:
     """The sampling asked for, with defaults and a seed; ``max_tokens`` is checked against nothing yet."""
     asked = message.sampling
+    # Counted before they are copied.
+    for name, most in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_BIASES)):
+        if (count := len(getattr(asked, name))) > most:
+            raise InvalidRequest(f"{name}: {count} entries are more than {most}; send fewer")
     sampling = SamplingParams(
         max_tokens=asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
         temperature=asked.temperature,
@@ -79,7 +106,7 @@ def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> S
         top_p=asked.top_p if asked.HasField("top_p") else 1.0,
         seed=asked.seed if asked.HasField("seed") else random.getrandbits(63),
         stop=tuple(asked.stop),
-        stop_token_ids=tuple(asked.stop_token_ids),
+        stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
         ignore_eos=asked.ignore_eos,
         min_p=asked.min_p,
         repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
@@ -96,16 +123,27 @@ def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> S
     return sampling
 
 
-async def read_prompt(message: pb.GenerateRequest, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """The prompt's token ids, each of them in the vocabulary."""
+async def read_prompt(message: pb.GenerateRequest, tokenizer: Tokenizer | None, limits: Limits) -> tuple[int, ...]:
+    """The prompt's token ids, each of them in the vocabulary. What cannot fit the context is refused before it is
+    tokenized or copied."""
+    context_length, vocab_size = limits.context_length, limits.vocab_size
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt: there is none; set text or token_ids")
     if kind == "text":
         if tokenizer is None:
             raise InvalidRequest("prompt: this model has no tokenizer; send token_ids")
-        token_ids = await tokenizer.encode_async(message.text) if message.text else ()
+        text = message.text
+        most_bytes = context_length * tokenizer.longest_token_bytes
+        if 4 * len(text) > most_bytes and len(text.encode()) > most_bytes:
+            raise InvalidRequest(
+                f"prompt: {len(text)} characters are more than the context of {context_length} tokens can hold (of "
+                f"{tokenizer.longest_token_bytes} bytes each at most); shorten it"
+            )
+        token_ids = await tokenizer.encode_async(text, context_length) if text else ()
     else:
+        if (count := len(message.token_ids.ids)) > context_length:
+            raise InvalidRequest(f"prompt: {count} tokens exceed the context of {context_length}; shorten it")
         token_ids = tuple(message.token_ids.ids)
     if not token_ids:
         raise InvalidRequest("prompt: it is empty; send at least one token")

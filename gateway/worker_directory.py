@@ -98,7 +98,8 @@ class WorkerDirectory:
             superseded = self._joining.get(info.worker_id) != info.epoch
             if not superseded:
                 del self._joining[info.worker_id]
-        if superseded:
+        # Another process may have taken its name while the connection was made, or it was retired.
+        if superseded or self._registry.is_superseded(info.life):
             await handle.aclose()
             return
         replaced = self._registry.get(info.worker_id)

@@ -51,6 +51,14 @@ class KVLink(ABC):
     on_device = False
     """Whether payloads go from device memory to device memory, as tensors. They are not hashed: nothing of them comes
     near a processor that could."""
+    reads_late = False
+    """Whether the receiver may read a payload after the sender has cut the link and given the blocks away, without
+    noticing that it was cut. Then the checksum alone tells, and is not optional."""
+
+    def hashes(self, configured: bool) -> bool:
+        """Whether payloads are hashed on this link, given what is ``configured`` (`transfer.checksum`). The same at
+        both ends."""
+        return (configured or self.reads_late) and not self.on_device
 
     @abstractmethod
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
@@ -62,6 +70,11 @@ class KVLink(ABC):
     async def drained(self) -> None:  # noqa: B027 - most transports have let go of the parts when `send` returns
         """Return once nothing reads the parts of what was sent so far: they may then change. A link that is lost reads
         nothing. Needs a task that receives. Unbounded: put a timeout around it, and `cut` a link that lets it pass."""
+
+    def introduced(self) -> None:  # noqa: B027 - links within a process know both ends
+        """The peer has said who it is. A link that was accepted takes from then on what it likes; before, one message
+        of `strangers.MAX_HELLO_BYTES` without a payload, and it is cut after `strangers.INTRODUCTION_S`, or when too
+        many others wait."""
 
     @abstractmethod
     def cut(self, why: str) -> None:
@@ -145,6 +158,15 @@ class BlockStore(Protocol):
 
     def land(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> Landing:
         """Room for ``layers`` of these blocks; on the host unless ``on_device``."""
+        ...
+
+    @property
+    def blank_bytes(self) -> int:
+        """How many zeros lie behind the blocks; at least `MAX_PROBE_BYTES`."""
+        ...
+
+    def blank(self, start: int, size: int, *, on_device: bool) -> Stretch:
+        """``size`` of these zeros, from ``start`` on, which travel as blocks do; on the host unless ``on_device``."""
         ...
 
     def scratch(self, size: int, *, on_device: bool) -> Stretch:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core.errors import ConfigError, LayoutMismatch, PeerLost, TransferRefused, to_wire
-from core.kv_layout import KVLayout
+from core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
+from core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from kv_transfer.base import MAX_PAYLOAD_BYTES, BlockStore, Buffer, KVLink, Message
 from kv_transfer.integrity import (
+    MAX_EOS_TOKEN_IDS,
     Header,
     Hello,
     HelloOk,
@@ -28,9 +29,9 @@ from kv_transfer.integrity import (
 
 _FIRST_PROBE_BYTES = 64 * 2**10
 _SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at all
-_LARGEST_PROBE_BYTES = 8 * 2**20
 _PROBE_S = 0.025
 _ROUND_TRIPS = 50
+_SHOWN_IDS = 16  # of a model's end ids, in a message
 _PAYLOADS_LEFT = 4  # a survey's payloads grow while so many more fit into its time; so many count at least
 _SLOW_FACTOR = 4  # what a survey may take at most, of what it should
 
@@ -60,22 +61,21 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
 
 
 async def measure(link: KVLink, store: BlockStore) -> float:
-    """What the link moves at best, in 10^9 bytes per second: larger and larger payloads from the pool, for some 25 ms
-    (or one payload of 64 KiB, if the link is slow). 0 with an empty pool. Unbounded as well."""
-    best, size, blocks, started_s = 0.0, _FIRST_PROBE_BYTES, _Blocks(store), time.perf_counter()
-    while blocks.count and time.perf_counter() - started_s < _PROBE_S:
-        payload = blocks.next(size, on_device=link.on_device)
-        moved, took_s = sum(len(part) for part in payload), await _probe(link, payload)
-        if is_telling(moved, took_s):
-            best = max(best, moved / took_s / 1e9)
-        size = min(size * 4, _LARGEST_PROBE_BYTES)
+    """What the link moves at best, in 10^9 bytes per second: larger and larger payloads of zeros that lie with the
+    pool, for some 25 ms (or one payload of 64 KiB, if the link is slow). Unbounded as well."""
+    best, size, blank, started_s = 0.0, _FIRST_PROBE_BYTES, _Blank(store, link), time.perf_counter()
+    while time.perf_counter() - started_s < _PROBE_S:
+        took_s = await _probe(link, blank.next(size))
+        if is_telling(size, took_s):
+            best = max(best, size / took_s / 1e9)
+        size = min(size * 4, MAX_PROBE_BYTES)
     return best
 
 
 async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
-    """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to 8 MiB, or as large as a
-    slow link lets several of them pass. What counts of a payload is until its sender knows that it was taken, less a
-    round trip: a receiver alone is flattered by what has queued before it looks. Unbounded as well."""
+    """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to `MAX_PROBE_BYTES`, or as
+    large as a slow link lets several of them pass. What counts of a payload is until its sender knows that it was
+    taken, less a round trip: a receiver alone is flattered by what has queued before it looks. Unbounded as well."""
     started_s = time.perf_counter()
     trips_s: list[float] = []
     while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s):
@@ -83,22 +83,21 @@ async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
         await _probe(link, ())
         trips_s.append(time.perf_counter() - sent_s)
     rates: list[float] = []  # of payloads of ``size``
-    size, moved_bytes, best, blocks, started_s = _FIRST_PROBE_BYTES, 0, 0.0, _Blocks(store), time.perf_counter()
-    while for_s and blocks.count and (past_s := time.perf_counter() - started_s) < _SLOW_FACTOR * for_s:
+    size, moved_bytes, best, blank, started_s = _FIRST_PROBE_BYTES, 0, 0.0, _Blank(store, link), time.perf_counter()
+    while for_s and (past_s := time.perf_counter() - started_s) < _SLOW_FACTOR * for_s:
         if past_s > for_s and len(rates) >= _PAYLOADS_LEFT:
             break
-        payload = blocks.next(size, on_device=link.on_device)
+        payload = blank.next(size)
         sent_s = time.perf_counter()
         told_s = await _probe(link, payload)
         took_s = max(told_s, time.perf_counter() - sent_s - min(trips_s))
-        moved = sum(len(part) for part in payload)
-        moved_bytes += moved
-        rates.append(moved / took_s / 1e9)
-        if is_telling(moved, took_s):
+        moved_bytes += size
+        rates.append(size / took_s / 1e9)
+        if is_telling(size, took_s):
             best = max(best, rates[-1])
         # Queues and token buckets take the first of it at once: only larger payloads tell what a link sustains.
-        larger = min(size * 2, _LARGEST_PROBE_BYTES, blocks.count * store.layout.block_bytes)
-        if larger > size and larger / (moved / took_s) * _PAYLOADS_LEFT < for_s - past_s:
+        larger = min(size * 2, MAX_PROBE_BYTES)
+        if larger > size and larger / (size / took_s) * _PAYLOADS_LEFT < for_s - past_s:
             size, rates = larger, []
     return LinkFigures(
         gbs=statistics.median(rates) if rates else 0.0,
@@ -109,19 +108,18 @@ async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
     )
 
 
-class _Blocks:
-    """Payloads from the pool, other blocks each time: what has just travelled is in the processor's cache."""
+class _Blank:
+    """Payloads of zeros, other ones each time as far as there are: what has just travelled is in the processor's
+    cache."""
 
-    def __init__(self, store: BlockStore) -> None:
-        self._store, self._start = store, 0
-        self.count = min(store.num_blocks, max(1, _LARGEST_PROBE_BYTES // store.layout.block_bytes))
+    def __init__(self, store: BlockStore, link: KVLink) -> None:
+        self._store, self._on_device, self._start = store, link.on_device, 0
 
-    def next(self, size: int, *, on_device: bool) -> list[Buffer]:
-        """At most ``size`` bytes."""
-        start, store = self._start, self._store
-        self._start = start + self.count if start + 2 * self.count <= store.num_blocks else 0
-        blocks = range(start, start + self.count)
-        return _at_most(size, store.read_blocks(blocks, store.layout.all_layers, on_device=on_device))
+    def next(self, size: int) -> list[Buffer]:
+        """``size`` bytes."""
+        start = self._start if self._start + size <= self._store.blank_bytes else 0
+        self._start = start + size
+        return [self._store.blank(start, size, on_device=self._on_device)]
 
 
 async def _probe(link: KVLink, payload: Sequence[Buffer]) -> float:
@@ -138,10 +136,12 @@ def is_telling(num_bytes: int, took_s: float) -> bool:
     return num_bytes >= _SMALLEST_TELLING_BYTES or took_s > _PROBE_S
 
 
-async def greet(link: KVLink, worker_id: str, epoch: str, layout: KVLayout, *, checksums: bool) -> None:
-    """The receiver's part: `Refusal` if the peer does not fit; then `dismiss` it. Unbounded as well."""
-    _check(parse(await link.recv()), worker_id, epoch, layout, checksums)
-    await link.send(encode(HelloOk(worker_id, epoch)))
+async def greet(link: KVLink, expected: Hello) -> None:
+    """The receiver's part: `Refusal` unless the peer's hello is as ``expected``, where ``worker_id`` is the receiver's
+    own; then `dismiss` it. Unbounded as well."""
+    _check(parse(await link.recv()), expected)
+    link.introduced()
+    await link.send(encode(HelloOk(expected.worker_id, expected.epoch)))
 
 
 async def dismiss(link: KVLink, refusal: Refusal) -> None:
@@ -168,24 +168,35 @@ def check_block_size(layout: KVLayout) -> None:
         )
 
 
-def _at_most(size: int, parts: list[Buffer]) -> list[Buffer]:
-    cut: list[Buffer] = []
-    for part in parts:
-        if size > 0:
-            cut.append(part[:size])
-            size -= len(cut[-1])
-    return cut
+def sorted_eos(token_ids: Iterable[int]) -> list[int]:
+    """End-of-sequence ids as `Hello` has them; ModelError if there are more than it carries."""
+    ids = sorted(set(token_ids))
+    if len(ids) > MAX_EOS_TOKEN_IDS:
+        raise ModelError(f"the model has {len(ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS} are supported")
+    return ids
 
 
-def _check(hello: Header, worker_id: str, epoch: str, layout: KVLayout, checksums: bool) -> None:
+def _check(hello: Header, ours: Hello) -> None:
     if not isinstance(hello, Hello):
         raise Refusal(Reason.MALFORMED, "the first message must be a hello")
-    if hello.epoch != epoch:
-        raise Refusal(Reason.STALE_EPOCH, f"{worker_id} has started anew and holds nothing for {hello.worker_id}")
+    if hello.epoch != ours.epoch:
+        why = f"{ours.worker_id} has started anew and holds nothing for {hello.worker_id}"
+        raise Refusal(Reason.STALE_EPOCH, why)
     try:
-        layout.check_compatible(KVLayout.from_wire(hello.layout))
+        KVLayout.from_wire(ours.layout).check_compatible(KVLayout.from_wire(hello.layout))
     except LayoutMismatch as error:
         raise Refusal(Reason.LAYOUT, str(error)) from None
-    if hello.checksums != checksums:
-        ours, theirs = ("on" if each else "off" for each in (checksums, hello.checksums))
-        raise Refusal(Reason.LAYOUT, f"transfer.checksum differs: {ours} here, {theirs} at the peer")
+    if hello.checksums != ours.checksums:
+        here, there = ("on" if each else "off" for each in (ours.checksums, hello.checksums))
+        raise Refusal(Reason.LAYOUT, f"transfer.checksum differs: {here} here, {there} at the peer")
+    if hello.eos_token_ids != ours.eos_token_ids:
+        raise Refusal(
+            Reason.LAYOUT,
+            f"eos_token_ids differ: {_some(ours.eos_token_ids)} here, {_some(hello.eos_token_ids)} at the peer; all "
+            "workers of a service must run a model with the same config.json and generation_config.json",
+        )
+
+
+def _some(token_ids: Sequence[int]) -> str:
+    shown = ", ".join(map(str, token_ids[:_SHOWN_IDS]))
+    return f"[{shown}{', ...' if len(token_ids) > _SHOWN_IDS else ''}]"

@@ -1,7 +1,7 @@
 """What the two ends say to each other, and the checks on it.
 
     sender                                              receiver
-    Hello      epoch it means to talk to, layout  ──▶   HelloOk, or Refused
+    Hello      epoch it means to talk to, model   ──▶   HelloOk, or Refused
     Probe      payload, thrown away               ──▶   Probed: how long it took to take
     Open       a hand-off begins or still lives   ──▶   Ack with seq 0
     Blocks     seq 1, 2, 3 ...; payload           ──▶   Ack once it is in the pool, or Refused
@@ -26,23 +26,26 @@ from core.kv_layout import DTYPE_BYTES, KVLayout
 from kv_transfer.base import Buffer
 
 MAX_TRAILER_BYTES = 4096
+MAX_EOS_TOKEN_IDS = 1024
 MAX_RESENDS = 2
 """How often a message is sent again after a failed checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a link: who calls, which incarnation of the receiver it knows, and its pool's layout."""
+    """The first message of a link: who calls, which incarnation of the receiver it knows, and what both ends must have
+    alike: the pool's layout, whether messages are hashed, and the model's end-of-sequence ids (ascending)."""
 
     worker_id: str
     epoch: str
     layout: dict[str, Any]
     checksums: bool
+    eos_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class HelloOk:
-    """The receiver's answer: it is this worker in this incarnation, and layouts agree."""
+    """The receiver's answer: it is this worker in this incarnation, and what must be alike is."""
 
     worker_id: str
     epoch: str
@@ -202,6 +205,10 @@ def _number(limit: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and 0 <= value < limit
 
 
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_EOS_TOKEN_IDS and all(map(_number(2**32), value))
+
+
 def _is_layout(value: object) -> bool:
     return (
         isinstance(value, dict)
@@ -227,6 +234,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "kind": _text(64),
     "message": _text(8192),
     "layout": _is_layout,
+    "eos_token_ids": _are_token_ids,
     "checksums": lambda value: type(value) is bool,
     "checksum": _number(2**64),
     "seq": _number(2**32),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from core import memory_file
-from core.kv_layout import KVLayout
+from core.kv_layout import KVLayout, blank_memory
 from kv_transfer.shared_memory import SharedMemory
 from kv_transfer.sink import Stretch
 
@@ -21,16 +21,21 @@ class _Place(NamedTuple):
 
 
 class MemoryStore:
-    """A `BlockStore` of ``num_blocks`` zeroed blocks in ``data``, an anonymous memory file as engines have it."""
+    """A `BlockStore` of ``num_blocks`` zeroed blocks in ``data``, the beginning of an anonymous memory file as engines
+    have it; ``whole`` is all of that file, with the zeros behind the blocks (as many as behind a
+    pool, or ``blank_bytes``)."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, blank_bytes: int | None = None) -> None:
         self._layout, self._num_blocks = layout, num_blocks
         size = layout.block_bytes * num_blocks
         fd = memory_file.create("pdserve-kv")
-        os.ftruncate(fd, max(size, 1))
+        offset, default = blank_memory(size)
+        whole = offset + (blank_bytes or default)
+        os.ftruncate(fd, whole)
         memory_file.seal(fd)
-        self.data = memoryview(mmap.mmap(fd, max(size, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))[:size]
-        self.memory = SharedMemory(fd, self.data)
+        self.whole = memoryview(mmap.mmap(fd, whole, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+        self.data, self._blank = self.whole[:size], self.whole[offset:]
+        self.memory = SharedMemory(fd, self.whole)
 
     @property
     def layout(self) -> KVLayout:
@@ -51,6 +56,15 @@ class MemoryStore:
     def land(self, block_ids: Sequence[int], layers: range | None = None, *, on_device: bool = False) -> _Place:
         """The blocks themselves."""
         return _Place(self._parts(block_ids, layers, on_device))
+
+    @property
+    def blank_bytes(self) -> int:
+        """Zeros behind the blocks."""
+        return self._blank.nbytes
+
+    def blank(self, start: int, size: int, *, on_device: bool = False) -> Stretch:
+        """Zeros of the same memory file, behind the blocks."""
+        return self._part(self._blank[start : start + size], on_device)
 
     def scratch(self, size: int, *, on_device: bool = False) -> Stretch:
         """Fresh memory."""

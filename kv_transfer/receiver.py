@@ -12,16 +12,17 @@ import contextlib
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from core.clock import Clock
 from core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
 from core.handoff import KVDestination, KVEndpoint
 from kv_transfer.base import BlockStore, KVTransport
-from kv_transfer.handshake import check_block_size
+from kv_transfer.handoff_over import HandoffOver
+from kv_transfer.handshake import check_block_size, sorted_eos
 from kv_transfer.incoming import Incoming, ReceivedKV
-from kv_transfer.integrity import Abort, Header, Reason
+from kv_transfer.integrity import Abort, Header, Hello, Reason
 from kv_transfer.lease import Lease
 from kv_transfer.source import Source
 from kv_transfer.status import TransferStatus
@@ -30,8 +31,9 @@ from kv_transfer.status import TransferStatus
 class KVReceiver:
     """Receives hand-offs into ``store``. The ``transports`` stay their creator's, to be closed after this.
 
-    ``lease_s``: how long a hand-off's sender (or a new link's peer) may be silent. ``delay_s`` is a hook for tests: it
-    passes before a hand-off's last block counts as verified.
+    ``lease_s``: how long a hand-off's sender may be silent. ``delay_s`` is a hook for tests: it
+    passes before a hand-off's last block counts as verified. ``eos_token_ids`` are the model's; peers with others are
+    refused.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class KVReceiver:
         clock: Clock,
         lease_s: float,
         delay_s: float = 0.0,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
         check_block_size(store.layout)
+        self._eos_token_ids = sorted_eos(eos_token_ids)
         self.store, self.clock = store, clock
         self.worker_id, self.epoch, self.checksums = worker_id, epoch, checksum
         self.lease_s, self.delay_s = lease_s, delay_s
@@ -97,7 +101,8 @@ class KVReceiver:
 
     async def wait(self, request_id: str) -> ReceivedKV:
         """The complete hand-off; its request id is then free again. Raises TransferTimeout at its deadline or when its
-        sender was silent for too long, PeerLost, RequestAborted after `abort`, or what the sender gave up with."""
+        sender was silent for too long, PeerLost, RequestAborted after `abort`, or what the sender gave up with.
+        HandoffOver if there is none."""
         incoming = self._find(request_id)
         await incoming.done.wait()
         if self._by_request.get(request_id) is incoming:
@@ -108,7 +113,7 @@ class KVReceiver:
         raise incoming.outcome
 
     def status(self, request_id: str) -> TransferStatus:
-        """How far it is; ValueError once `wait` or `abort` has ended it."""
+        """How far it is; HandoffOver once `wait` or `abort` has ended it."""
         return self._find(request_id).status
 
     async def abort(self, request_id: str) -> None:
@@ -128,6 +133,10 @@ class KVReceiver:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- for `Source` ------------------------------------------------------------------------------------------------
+
+    def hello(self, *, checksums: bool) -> Hello:
+        """What a peer has to say first, but for its own name."""
+        return Hello(self.worker_id, self.epoch, self.store.layout.to_wire(), checksums, self._eos_token_ids)
 
     def expected(self, nonce: str) -> Incoming | None:
         """The hand-off that this nonce was given for, while it is under way."""
@@ -168,7 +177,7 @@ class KVReceiver:
 
     def _find(self, request_id: str) -> Incoming:
         if (incoming := self._by_request.get(request_id)) is None:
-            raise ValueError(f"{request_id} is not expected")
+            raise HandoffOver(f"{request_id} is not expected")
         return incoming
 
     async def _accept(self, transport: KVTransport) -> None:

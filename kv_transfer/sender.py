@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from core.clock import Clock
@@ -12,7 +12,8 @@ from core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
 from core.handoff import KVDestination, KVEndpoint, PeerLink
 from kv_transfer.base import BlockStore, KVTransport
 from kv_transfer.factory import Choice, choose
-from kv_transfer.handshake import check_block_size, introduce, measure
+from kv_transfer.handoff_over import HandoffOver
+from kv_transfer.handshake import check_block_size, introduce, measure, sorted_eos
 from kv_transfer.integrity import Hello
 from kv_transfer.lease import Lease
 from kv_transfer.outgoing import Outgoing, SentKV
@@ -29,8 +30,8 @@ class KVSender:
 
     ``message_bytes``: adjacent blocks are coalesced up to this (a message has one block at least).
     ``max_inflight_bytes``: how much may travel to one receiver without its acknowledgement. ``lease_s``: how long a
-    receiver may be silent. One event loop; `start` and `send_blocks` never wait. Every `start` needs its `wait`
-    or `abort`.
+    receiver may be silent. ``eos_token_ids`` are the model's; receivers with others refuse this one. One event loop;
+    `start` and `send_blocks` never wait. Every `start` needs its `wait` or `abort`.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class KVSender:
         clock: Clock,
         lease_s: float,
         connect_timeout_s: float,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
         check_block_size(store.layout)
+        self._eos_token_ids = sorted_eos(eos_token_ids)
         self._store, self._transports, self._clock = store, tuple(transports), clock
         self._worker_id, self._checksums = worker_id, checksum
         self._message_bytes, self._max_inflight_bytes = message_bytes, max_inflight_bytes
@@ -108,8 +111,12 @@ class KVSender:
         """Queue ``layers`` (default: all) of blocks for the slots from ``first_slot``; those the receiver holds already
         are left out. They must keep their content until `wait` or `abort` returns. ``last`` closes the hand-off, with a
         ``trailer`` of at most 4 KiB for the receiver's owner. One that failed meanwhile ignores this, and `wait` says
-        so. ValueError on bad arguments, and after `wait` or `abort`."""
+        so. ValueError on bad arguments, HandoffOver after `wait` or `abort`."""
         handoff = self._find(request_id)
+        if handoff.outcome is not None:
+            return
+        if not all(0 <= block < self._store.num_blocks for block in block_ids):
+            raise ValueError(f"blocks outside a pool of {self._store.num_blocks}")
         handoff.add(
             first_slot,
             block_ids,
@@ -123,7 +130,8 @@ class KVSender:
     async def wait(self, request_id: str) -> SentKV:
         """Return once the receiver has acknowledged everything; then, or after an error, nothing reads its blocks any
         more. Raises TransferTimeout (deadline, or a silent receiver), PeerLost, TransferRefused, ChecksumMismatch,
-        LayoutMismatch, RequestAborted after `abort`, or what the receiver gave up with."""
+        LayoutMismatch, RequestAborted after `abort`, what `fail` was given, or what the receiver gave up with.
+        HandoffOver if there is none."""
         handoff = self._find(request_id)
         await handoff.done.wait()
         await self._idle(handoff)
@@ -135,8 +143,13 @@ class KVSender:
         raise handoff.outcome
 
     def status(self, request_id: str) -> TransferStatus:
-        """How far it is; ValueError once `wait` or `abort` has ended it."""
+        """How far it is; HandoffOver once `wait` or `abort` has ended it."""
         return self._find(request_id).status
+
+    def fail(self, request_id: str, error: PdserveError) -> None:
+        """End a hand-off with ``error``, which `wait` raises; its receiver is told. One that is over stays as it is."""
+        if (handoff := self._handoffs.get(request_id)) is not None:
+            self._conclude(handoff, error)
 
     async def abort(self, request_id: str) -> None:
         """Give a hand-off up and tell its receiver. When this returns, nothing reads its blocks any more. Unknown ones
@@ -171,7 +184,7 @@ class KVSender:
 
     def _find(self, request_id: str) -> Outgoing:
         if (handoff := self._handoffs.get(request_id)) is None:
-            raise ValueError(f"{request_id} is not being sent")
+            raise HandoffOver(f"{request_id} is not being sent")
         return handoff
 
     def _peer(self, worker_id: str, epoch: str) -> Peer | None:
@@ -196,16 +209,18 @@ class KVSender:
             peer = self._peer_of(handoff)
             if peer is None:  # also after an error that nobody foresaw: the hand-off must not wait for its deadline
                 self._conclude(handoff, PeerLost(f"there is no KV link to {destination.worker_id}"))
-            elif handoff.outcome is None:
+            else:
                 peer.add(handoff)
+                if isinstance(handoff.outcome, PdserveError):  # it failed meanwhile: the receiver has to hear of it
+                    peer.drop(handoff, handoff.outcome)
 
     async def _meet(self, worker_id: str, epoch: str, choice: Choice) -> Peer:
         link = await choice.transport.connect(choice.endpoint, self._connect_timeout_s)
         peer: Peer | None = None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                checksums = self._checksums and not link.on_device
-                hello = Hello(self._worker_id, epoch, self._store.layout.to_wire(), checksums)
+                checksums = link.hashes(self._checksums)
+                hello = Hello(self._worker_id, epoch, self._store.layout.to_wire(), checksums, self._eos_token_ids)
                 await introduce(link, hello, worker_id)
                 ceiling_gbs = await measure(link, self._store)
             peer = Peer(

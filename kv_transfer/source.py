@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from core.errors import PdserveError, PeerLost, TransferError, to_wire
+from core.kv_layout import MAX_PROBE_BYTES
 from kv_transfer.base import KVLink, Message
 from kv_transfer.handshake import dismiss, greet, is_telling, parse
 from kv_transfer.incoming import Incoming
@@ -29,6 +30,7 @@ from kv_transfer.integrity import (
     peer_error,
 )
 from kv_transfer.sink import Sink
+from kv_transfer.transports.strangers import INTRODUCTION_S
 
 if TYPE_CHECKING:
     from kv_transfer.receiver import KVReceiver
@@ -41,7 +43,7 @@ class Source:
 
     def __init__(self, receiver: KVReceiver, link: KVLink) -> None:
         self._receiver, self._link = receiver, link
-        self.checksums = receiver.checksums and not link.on_device
+        self.checksums = link.hashes(receiver.checksums)
         self._answering = asyncio.Lock()
         self.ceiling_gbs = 0.0
         """What the link moved at best when its sender measured it."""
@@ -49,17 +51,12 @@ class Source:
     async def serve(self) -> None:
         """Speak with the sender until the link ends, which fails its hand-offs."""
         receiver = self._receiver
+        introduction_s = min(receiver.lease_s, INTRODUCTION_S)
         lost: TransferError = PeerLost("the KV link was closed here")
         try:
-            async with asyncio.timeout(receiver.lease_s):
+            async with asyncio.timeout(introduction_s):
                 try:
-                    await greet(
-                        self._link,
-                        receiver.worker_id,
-                        receiver.epoch,
-                        receiver.store.layout,
-                        checksums=self.checksums,
-                    )
+                    await greet(self._link, receiver.hello(checksums=self.checksums))
                 except Refusal as refusal:
                     receiver.count(refusal.reason)
                     _log.warning("a KV link was refused: %s", refusal)
@@ -68,9 +65,10 @@ class Source:
             while True:
                 await self._deal_with(await self._link.recv())
         except TimeoutError:
-            _log.warning("a KV peer said nothing for %g s after connecting", receiver.lease_s)
+            _log.warning("a KV peer said nothing for %g s after connecting", introduction_s)
         except TransferError as error:
-            lost = error
+            # Without its traceback, whose frames would keep this link's memory until the next collection.
+            lost = error.with_traceback(None)
         finally:
             receiver.lost(self, lost)
             await self._link.aclose()
@@ -99,6 +97,8 @@ class Source:
                 nonce, seq = header.nonce, header.seq
                 await self._fill(self._find(header), header, message.size)
             elif isinstance(header, Probe):
+                if message.size > MAX_PROBE_BYTES:
+                    raise Refusal(Reason.MALFORMED, f"a probe of {message.size} bytes")
                 await self._probe(message.size)
             elif isinstance(header, Abort):
                 incoming = self._receiver.expected(header.nonce)

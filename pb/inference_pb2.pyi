@@ -28,7 +28,7 @@ class _ModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     MODE_UNSPECIFIED: _Mode.ValueType  # 0
     """the same as MODE_AUTO"""
     MODE_AUTO: _Mode.ValueType  # 1
-    """the router's choice: MODE_PD, unless workers of one role alone are deployed"""
+    """MODE_PD where prefill and decode workers are ready, else MODE_COLOCATED on any ready worker"""
     MODE_PD: _Mode.ValueType  # 2
     """prefill and decode on different workers"""
     MODE_COLOCATED: _Mode.ValueType  # 3
@@ -39,7 +39,7 @@ class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
 MODE_UNSPECIFIED: Mode.ValueType  # 0
 """the same as MODE_AUTO"""
 MODE_AUTO: Mode.ValueType  # 1
-"""the router's choice: MODE_PD, unless workers of one role alone are deployed"""
+"""MODE_PD where prefill and decode workers are ready, else MODE_COLOCATED on any ready worker"""
 MODE_PD: Mode.ValueType  # 2
 """prefill and decode on different workers"""
 MODE_COLOCATED: Mode.ValueType  # 3
@@ -698,6 +698,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     MODEL_HASH_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
+    CHECKPOINT_DTYPE_FIELD_NUMBER: builtins.int
     ready: builtins.bool
     version: builtins.str
     model: builtins.str
@@ -711,8 +713,14 @@ class GetStatusResponse(google.protobuf.message.Message):
     dtype: builtins.str
     model_hash: builtins.str
     vocab_size: builtins.int
+    checkpoint_dtype: builtins.str
+    """of the weights as they are stored; `dtype` is what they are computed in"""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerStatus]: ...
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """what users have to know: a missing tokenizer, a converted dtype, shared cores"""
+
     def __init__(
         self,
         *,
@@ -730,7 +738,9 @@ class GetStatusResponse(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         model_hash: builtins.str = ...,
         vocab_size: builtins.int = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
+        checkpoint_dtype: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "model_hash", b"model_hash", "pid", b"pid", "queued", b"queued", "ready", b"ready", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "checkpoint_dtype", b"checkpoint_dtype", "context_length", b"context_length", "dtype", b"dtype", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "model_hash", b"model_hash", "notes", b"notes", "pid", b"pid", "queued", b"queued", "ready", b"ready", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -51,8 +51,9 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
-        INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
-        deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
+        INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
+        retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
+        ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

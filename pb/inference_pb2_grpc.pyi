@@ -24,8 +24,9 @@ class InferenceStub:
         pb.inference_pb2.GenerateResponse,
     ]
     """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
-    INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
-    deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
+    INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
+    retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
+    ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
     """
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
@@ -40,8 +41,9 @@ class InferenceAsyncStub:
         pb.inference_pb2.GenerateResponse,
     ]
     """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
-    INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
-    deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
+    INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
+    retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
+    ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
     """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
@@ -58,8 +60,9 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pb.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[pb.inference_pb2.GenerateResponse]]:
         """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
-        INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit, queue full), FAILED_PRECONDITION (the
-        deployment cannot do it), UNAVAILABLE (nothing ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED.
+        INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
+        retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
+        ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
         """
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11pb/operator.proto\x12\x13pdserve.operator.v1\"a\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"\x86\x01\n\nScaleEvent\x12\x0f\n\x05stage\x18\x01 \x01(\tH\x00\x12-\n\x06scaled\x18\x02 \x01(\x0b\x32\x1b.pdserve.operator.v1.ScaledH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.pdserve.operator.v1.FailureH\x00\x42\x07\n\x05\x65vent\":\n\x06Scaled\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x03(\t\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2Y\n\x08Operator\x12M\n\x05Scale\x12!.pdserve.operator.v1.ScaleRequest\x1a\x1f.pdserve.operator.v1.ScaleEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11pb/operator.proto\x12\x13pdserve.operator.v1\"x\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\x12\x15\n\roversubscribe\x18\x04 \x01(\x08\x42\n\n\x08_prefillB\t\n\x07_decode\"\x86\x01\n\nScaleEvent\x12\x0f\n\x05stage\x18\x01 \x01(\tH\x00\x12-\n\x06scaled\x18\x02 \x01(\x0b\x32\x1b.pdserve.operator.v1.ScaledH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.pdserve.operator.v1.FailureH\x00\x42\x07\n\x05\x65vent\":\n\x06Scaled\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x03(\t\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x1e\n\x0bStopRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x1a\n\tStopEvent\x12\r\n\x05stage\x18\x01 \x01(\t\"\x11\n\x0fListLogsRequest\":\n\x10ListLogsResponse\x12&\n\x04logs\x18\x01 \x03(\x0b\x32\x18.pdserve.operator.v1.Log\"/\n\x03Log\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\"<\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"L\n\x0fReadLogResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05\x65rror\x18\x04 \x01(\t2\xd4\x02\n\x08Operator\x12M\n\x05Scale\x12!.pdserve.operator.v1.ScaleRequest\x1a\x1f.pdserve.operator.v1.ScaleEvent0\x01\x12J\n\x04Stop\x12 .pdserve.operator.v1.StopRequest\x1a\x1e.pdserve.operator.v1.StopEvent0\x01\x12W\n\x08ListLogs\x12$.pdserve.operator.v1.ListLogsRequest\x1a%.pdserve.operator.v1.ListLogsResponse\x12T\n\x07ReadLog\x12#.pdserve.operator.v1.ReadLogRequest\x1a$.pdserve.operator.v1.ReadLogResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pb.operator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCALEREQUEST']._serialized_start=42
-  _globals['_SCALEREQUEST']._serialized_end=139
-  _globals['_SCALEEVENT']._serialized_start=142
-  _globals['_SCALEEVENT']._serialized_end=276
-  _globals['_SCALED']._serialized_start=278
-  _globals['_SCALED']._serialized_end=336
-  _globals['_FAILURE']._serialized_start=338
-  _globals['_FAILURE']._serialized_end=378
-  _globals['_OPERATOR']._serialized_start=380
-  _globals['_OPERATOR']._serialized_end=469
+  _globals['_SCALEREQUEST']._serialized_end=162
+  _globals['_SCALEEVENT']._serialized_start=165
+  _globals['_SCALEEVENT']._serialized_end=299
+  _globals['_SCALED']._serialized_start=301
+  _globals['_SCALED']._serialized_end=359
+  _globals['_FAILURE']._serialized_start=361
+  _globals['_FAILURE']._serialized_end=401
+  _globals['_STOPREQUEST']._serialized_start=403
+  _globals['_STOPREQUEST']._serialized_end=433
+  _globals['_STOPEVENT']._serialized_start=435
+  _globals['_STOPEVENT']._serialized_end=461
+  _globals['_LISTLOGSREQUEST']._serialized_start=463
+  _globals['_LISTLOGSREQUEST']._serialized_end=480
+  _globals['_LISTLOGSRESPONSE']._serialized_start=482
+  _globals['_LISTLOGSRESPONSE']._serialized_end=540
+  _globals['_LOG']._serialized_start=542
+  _globals['_LOG']._serialized_end=589
+  _globals['_READLOGREQUEST']._serialized_start=591
+  _globals['_READLOGREQUEST']._serialized_end=651
+  _globals['_READLOGRESPONSE']._serialized_start=653
+  _globals['_READLOGRESPONSE']._serialized_end=729
+  _globals['_OPERATOR']._serialized_start=732
+  _globals['_OPERATOR']._serialized_end=1072
 # @@protoc_insertion_point(module_scope)

@@ -19,20 +19,24 @@ class ScaleRequest(google.protobuf.message.Message):
     PREFILL_FIELD_NUMBER: builtins.int
     DECODE_FIELD_NUMBER: builtins.int
     DRAIN_S_FIELD_NUMBER: builtins.int
+    OVERSUBSCRIBE_FIELD_NUMBER: builtins.int
     prefill: builtins.int
     """absent: as many as there are"""
     decode: builtins.int
     drain_s: builtins.float
     """how long workers that go may finish their requests"""
+    oversubscribe: builtins.bool
+    """workers that find no free slot share one"""
     def __init__(
         self,
         *,
         prefill: builtins.int | None = ...,
         decode: builtins.int | None = ...,
         drain_s: builtins.float = ...,
+        oversubscribe: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "drain_s", b"drain_s", "prefill", b"prefill"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "drain_s", b"drain_s", "oversubscribe", b"oversubscribe", "prefill", b"prefill"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_decode", b"_decode"]) -> typing.Literal["decode"] | None: ...
     @typing.overload
@@ -107,3 +111,134 @@ class Failure(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["kind", b"kind", "message", b"message"]) -> None: ...
 
 global___Failure = Failure
+
+@typing.final
+class StopRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAIN_S_FIELD_NUMBER: builtins.int
+    drain_s: builtins.float
+    """how long requests in progress may go on"""
+    def __init__(
+        self,
+        *,
+        drain_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain_s", b"drain_s"]) -> None: ...
+
+global___StopRequest = StopRequest
+
+@typing.final
+class StopEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: builtins.int
+    stage: builtins.str
+    """what the supervisor is doing"""
+    def __init__(
+        self,
+        *,
+        stage: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stage", b"stage"]) -> None: ...
+
+global___StopEvent = StopEvent
+
+@typing.final
+class ListLogsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListLogsRequest = ListLogsRequest
+
+@typing.final
+class ListLogsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOGS_FIELD_NUMBER: builtins.int
+    @property
+    def logs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Log]: ...
+    def __init__(
+        self,
+        *,
+        logs: collections.abc.Iterable[global___Log] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logs", b"logs"]) -> None: ...
+
+global___ListLogsResponse = ListLogsResponse
+
+@typing.final
+class Log(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """supervisor, gateway, or a worker"""
+    node: builtins.str
+    """address of the host it lies on"""
+    path: builtins.str
+    """empty: there is none yet"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        node: builtins.str = ...,
+        path: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "node", b"node", "path", b"path"]) -> None: ...
+
+global___Log = Log
+
+@typing.final
+class ReadLogRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    path: builtins.str
+    """the file that offset belongs to; another one is read from its beginning"""
+    offset: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        path: builtins.str = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "offset", b"offset", "path", b"path"]) -> None: ...
+
+global___ReadLogRequest = ReadLogRequest
+
+@typing.final
+class ReadLogResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """empty: nothing more so far"""
+    path: builtins.str
+    offset: builtins.int
+    """where to go on"""
+    error: builtins.str
+    """why it cannot be read; empty: it can"""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+        path: builtins.str = ...,
+        offset: builtins.int = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "error", b"error", "offset", b"offset", "path", b"path"]) -> None: ...
+
+global___ReadLogResponse = ReadLogResponse

@@ -39,6 +39,21 @@ class OperatorStub(object):
                 request_serializer=pb_dot_operator__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=pb_dot_operator__pb2.ScaleEvent.FromString,
                 _registered_method=True)
+        self.Stop = channel.unary_stream(
+                '/pdserve.operator.v1.Operator/Stop',
+                request_serializer=pb_dot_operator__pb2.StopRequest.SerializeToString,
+                response_deserializer=pb_dot_operator__pb2.StopEvent.FromString,
+                _registered_method=True)
+        self.ListLogs = channel.unary_unary(
+                '/pdserve.operator.v1.Operator/ListLogs',
+                request_serializer=pb_dot_operator__pb2.ListLogsRequest.SerializeToString,
+                response_deserializer=pb_dot_operator__pb2.ListLogsResponse.FromString,
+                _registered_method=True)
+        self.ReadLog = channel.unary_unary(
+                '/pdserve.operator.v1.Operator/ReadLog',
+                request_serializer=pb_dot_operator__pb2.ReadLogRequest.SerializeToString,
+                response_deserializer=pb_dot_operator__pb2.ReadLogResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -51,6 +66,28 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stop(self, request, context):
+        """End the service. New requests are refused at once, those in progress may finish. The stream tells the progress and
+        ends when the supervisor takes the service down; asked again, the shorter time counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLogs(self, request, context):
+        """Which logs there are, and where.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLog(self, request, context):
+        """A part of one log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +95,21 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=pb_dot_operator__pb2.ScaleRequest.FromString,
                     response_serializer=pb_dot_operator__pb2.ScaleEvent.SerializeToString,
+            ),
+            'Stop': grpc.unary_stream_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=pb_dot_operator__pb2.StopRequest.FromString,
+                    response_serializer=pb_dot_operator__pb2.StopEvent.SerializeToString,
+            ),
+            'ListLogs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLogs,
+                    request_deserializer=pb_dot_operator__pb2.ListLogsRequest.FromString,
+                    response_serializer=pb_dot_operator__pb2.ListLogsResponse.SerializeToString,
+            ),
+            'ReadLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadLog,
+                    request_deserializer=pb_dot_operator__pb2.ReadLogRequest.FromString,
+                    response_serializer=pb_dot_operator__pb2.ReadLogResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +139,87 @@ class Operator(object):
             '/pdserve.operator.v1.Operator/Scale',
             pb_dot_operator__pb2.ScaleRequest.SerializeToString,
             pb_dot_operator__pb2.ScaleEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.operator.v1.Operator/Stop',
+            pb_dot_operator__pb2.StopRequest.SerializeToString,
+            pb_dot_operator__pb2.StopEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.operator.v1.Operator/ListLogs',
+            pb_dot_operator__pb2.ListLogsRequest.SerializeToString,
+            pb_dot_operator__pb2.ListLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.operator.v1.Operator/ReadLog',
+            pb_dot_operator__pb2.ReadLogRequest.SerializeToString,
+            pb_dot_operator__pb2.ReadLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

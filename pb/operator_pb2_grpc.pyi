@@ -25,12 +25,52 @@ class OperatorStub:
     ]
     """Add or remove workers. Tells its progress, then how it ended."""
 
+    Stop: grpc.UnaryStreamMultiCallable[
+        pb.operator_pb2.StopRequest,
+        pb.operator_pb2.StopEvent,
+    ]
+    """End the service. New requests are refused at once, those in progress may finish. The stream tells the progress and
+    ends when the supervisor takes the service down; asked again, the shorter time counts.
+    """
+
+    ListLogs: grpc.UnaryUnaryMultiCallable[
+        pb.operator_pb2.ListLogsRequest,
+        pb.operator_pb2.ListLogsResponse,
+    ]
+    """Which logs there are, and where."""
+
+    ReadLog: grpc.UnaryUnaryMultiCallable[
+        pb.operator_pb2.ReadLogRequest,
+        pb.operator_pb2.ReadLogResponse,
+    ]
+    """A part of one log."""
+
 class OperatorAsyncStub:
     Scale: grpc.aio.UnaryStreamMultiCallable[
         pb.operator_pb2.ScaleRequest,
         pb.operator_pb2.ScaleEvent,
     ]
     """Add or remove workers. Tells its progress, then how it ended."""
+
+    Stop: grpc.aio.UnaryStreamMultiCallable[
+        pb.operator_pb2.StopRequest,
+        pb.operator_pb2.StopEvent,
+    ]
+    """End the service. New requests are refused at once, those in progress may finish. The stream tells the progress and
+    ends when the supervisor takes the service down; asked again, the shorter time counts.
+    """
+
+    ListLogs: grpc.aio.UnaryUnaryMultiCallable[
+        pb.operator_pb2.ListLogsRequest,
+        pb.operator_pb2.ListLogsResponse,
+    ]
+    """Which logs there are, and where."""
+
+    ReadLog: grpc.aio.UnaryUnaryMultiCallable[
+        pb.operator_pb2.ReadLogRequest,
+        pb.operator_pb2.ReadLogResponse,
+    ]
+    """A part of one log."""
 
 class OperatorServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -40,5 +80,31 @@ class OperatorServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pb.operator_pb2.ScaleEvent], collections.abc.AsyncIterator[pb.operator_pb2.ScaleEvent]]:
         """Add or remove workers. Tells its progress, then how it ended."""
+
+    @abc.abstractmethod
+    def Stop(
+        self,
+        request: pb.operator_pb2.StopRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[pb.operator_pb2.StopEvent], collections.abc.AsyncIterator[pb.operator_pb2.StopEvent]]:
+        """End the service. New requests are refused at once, those in progress may finish. The stream tells the progress and
+        ends when the supervisor takes the service down; asked again, the shorter time counts.
+        """
+
+    @abc.abstractmethod
+    def ListLogs(
+        self,
+        request: pb.operator_pb2.ListLogsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pb.operator_pb2.ListLogsResponse, collections.abc.Awaitable[pb.operator_pb2.ListLogsResponse]]:
+        """Which logs there are, and where."""
+
+    @abc.abstractmethod
+    def ReadLog(
+        self,
+        request: pb.operator_pb2.ReadLogRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pb.operator_pb2.ReadLogResponse, collections.abc.Awaitable[pb.operator_pb2.ReadLogResponse]]:
+        """A part of one log."""
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -43,7 +43,7 @@ class PrefillFlow(Flow):
         """Open the hand-off, then submit; raises if the destination's worker is not connected."""
         assert self.destination is not None
         await self.incarnation.kv.begin_send(self.request_id, self.destination, self.deadline_s)
-        self._confirmation = asyncio.get_running_loop().create_task(self._await_confirmation())
+        self._confirmation = self.follow(self._await_confirmation())
         self.submit(max_tokens=1)
 
     def on_prefix_found(self, found: PrefixFound) -> None:

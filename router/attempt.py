@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from core.clock import Clock
-from core.errors import PdserveError, TransferError, WorkerLost
+from core.errors import CapacityExceeded, NotReady, PdserveError, TransferError, WorkerLost
 from core.request import Mode, Request
 from core.sampling import FinishReason
 from core.timeline import GATEWAY, Event, EventKind
@@ -19,7 +19,7 @@ from core.worker import TokenOutput, Work
 from router.deadline import Deadline
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
-from router.registry import WorkerRegistry
+from router.registry import Share, WorkerRegistry
 from router.routed import RoutedToken, RoutingResult
 from router.waiting_line import Placement
 from router.worker_stream import Arrival, WorkerStream
@@ -48,6 +48,7 @@ class Attempt:
         clock: Clock,
         deadline: Deadline,
         delay_s: Mapping[str, float],
+        max_unread: int,
     ) -> None:
         self.failed: set[str] = set()
         self._request = request
@@ -57,12 +58,16 @@ class Attempt:
         self._clock = clock
         self._deadline = deadline
         self._delay_s = delay_s
+        self._max_unread = max_unread
         self._delivered_before = len(request.output_token_ids)
         # No two attempts ever have the same name on a worker, not even if a client uses an id again: what a worker or
         # its engine still says of, or does for, an earlier one cannot be taken for this one's.
         self._work_id = f"{request.request_id}#{secrets.token_hex(4)}"
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._left = False
+        self._placed_s = clock.now()
         self._complete = False
         self._reserved = self._decoded = False
 
@@ -82,18 +87,34 @@ class Attempt:
     ) -> None:
         if isinstance(error, TransferError):
             self.failed |= {worker.worker_id for worker in self._contacted}
-        aborts: set[asyncio.Task[None]] = set()
-        if not self._complete:
-            aborts = {asyncio.create_task(_abort(worker.handle, self._work_id)) for worker in self._contacted}
-            for task in aborts:
-                _keep(task)
-        self._placement.end()
+        self._leave()
         for stream in self._streams:
             stream.cancel()
         # A second cancellation (a deadline and the client's own often come together) must not leave streams open.
-        closing = asyncio.create_task(self._close(aborts))
+        closing = asyncio.create_task(self._close())
         _keep(closing)
         await asyncio.shield(closing)
+
+    def _leave(self) -> None:
+        """Give the load back, and abort on the workers what is not complete. Twice is fine."""
+        if self._left:
+            return
+        self._left = True
+        if not self._complete:
+            self._aborts = {asyncio.create_task(_abort(worker.handle, self._work_id)) for worker in self._contacted}
+            for task in self._aborts:
+                _keep(task)
+        self._placement.end()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its workers were chosen."""
+        return self._clock.now() - self._placed_s
+
+    @property
+    def gave_tokens(self) -> bool:
+        """Whether the request has tokens from this attempt."""
+        return len(self._request.output_token_ids) > self._delivered_before
 
     def call_off(self) -> None:
         """No more tokens are wanted. While decode has given nothing, its hand-off is called off with them: then no KV
@@ -108,27 +129,23 @@ class Attempt:
 
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens this attempt adds; raises what went wrong (`failed` then names the workers to avoid)."""
-        return self._colocated() if self._placement.decode is None else self._pd(self._placement.decode.worker)
+        return self._colocated() if self._placement.decode is None else self._pd(self._placement.decode)
 
     async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
         share = self._placement.prefill
         await self._send(share.worker)
-        stream = self._open(share.worker, share.worker.handle.run(self._work()))
-        token = await self._token(stream)
-        share.prefilled()
-        if not self._complete:
-            stream.read_ahead()
-        yield token
+        stream = self._open(share, share.worker.handle.run(self._work()))
         while not self._complete:
             yield await self._token(stream)
 
-    async def _pd(self, decode: RegisteredWorker) -> AsyncGenerator[RoutedToken, None]:
-        share = self._placement.prefill
+    async def _pd(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
+        share, decode = self._placement.prefill, decode_share.worker
         work = self._work()
         if work.sampling.max_tokens == 1:
             await self._send(share.worker)
-            token = await self._token(self._open(share.worker, share.worker.handle.prefill(self._work(), None)))
+            token = await self._token(self._open(share, share.worker.handle.prefill(work, None)))
             self._complete = True
+            self._placement.end()
             yield replace(token, finish_reason=token.finish_reason or FinishReason.LENGTH)
             return
         self._contacted.append(decode)
@@ -139,10 +156,9 @@ class Attempt:
         self._note(EventKind.DESTINATION_KNOWN)
         self._result.decode_worker = decode.worker_id
         self._result.kv_bytes_expected = decode.info.layout.expected_bytes(len(work.token_ids), destination.num_skipped)
-        decoding = self._open(decode, decode.handle.decode(self._work_id))
-        decoding.read_ahead()
+        decoding = self._open(decode_share, decode.handle.decode(self._work_id))
         await self._send(share.worker)
-        prefilling = self._open(share.worker, share.worker.handle.prefill(self._work(), destination))
+        prefilling = self._open(share, share.worker.handle.prefill(self._work(), destination))
         arrival = await self._first_of(prefilling, decoding)
         share.end()
         token = self._token_of(arrival, share.worker)
@@ -155,11 +171,15 @@ class Attempt:
 
     async def _first_of(self, prefilling: WorkerStream, decoding: WorkerStream) -> Arrival:
         """Prefill's token; but if decode fails before it comes, there is no use in waiting for it."""
-        tasks = {prefilling.read_ahead(), decoding.read_ahead()}
-        done, _ = await self._deadline.bound(
-            asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), f"prefilling on {prefilling.worker.worker_id}"
-        )
-        if prefilling.read_ahead() not in done and decoding.read_ahead().exception() is not None:
+        tasks = {asyncio.create_task(prefilling.wait_changed()), asyncio.create_task(decoding.wait_changed())}
+        try:
+            await self._deadline.bound(
+                asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), f"prefilling on {prefilling.worker.worker_id}"
+            )
+        finally:
+            for task in tasks:
+                task.cancel()
+        if not prefilling.has_output and decoding.has_failed:
             await self._next(decoding)
         return await self._next(prefilling)
 
@@ -190,12 +210,12 @@ class Attempt:
         self._complete = True
         self._deliver(arrival, decoding.worker)
 
-    async def _close(self, aborts: set[asyncio.Task[None]]) -> None:
+    async def _close(self) -> None:
         for outcome in await asyncio.gather(*(stream.close() for stream in self._streams), return_exceptions=True):
             if outcome is not None:
                 log.warning("request %s: closing a worker's stream: %r", self._request.request_id, outcome)
-        if aborts:
-            await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
 
     # --- small parts -------------------------------------------------------------------------------------------------
 
@@ -217,8 +237,23 @@ class Attempt:
         await self._deadline.sleep(self._delay_s.get("dispatch", 0.0), "it was dispatched")
         self._contacted.append(worker)
 
-    def _open(self, worker: RegisteredWorker, outputs: AsyncIterator[TokenOutput]) -> WorkerStream:
-        stream = WorkerStream(outputs, worker, self._clock, self._deadline)
+    def _open(self, share: Share, outputs: AsyncIterator[TokenOutput]) -> WorkerStream:
+        def arrived(output: TokenOutput) -> None:
+            if output.token_id is not None:
+                share.prefilled()
+                share.token_made()
+            if output.finish_reason is not None:
+                share.end()
+
+        stream = WorkerStream(
+            outputs,
+            share.worker,
+            self._clock,
+            self._deadline,
+            max_unread=self._max_unread,
+            on_arrival=arrived,
+            on_stall=self._leave,
+        )
         self._streams.append(stream)
         return stream
 
@@ -230,9 +265,12 @@ class Attempt:
     def _blaming(self, worker: RegisteredWorker) -> Iterator[None]:
         try:
             yield
-        except WorkerLost:
+        except (WorkerLost, NotReady):
             self.failed.add(worker.worker_id)
             self._registry.suspect(worker)
+            raise
+        except CapacityExceeded:
+            self.failed.add(worker.worker_id)
             raise
 
     def _note(self, kind: EventKind) -> None:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from core.clock import Clock
 from core.config import KVFailurePolicy, RouterConfig
-from core.errors import PdserveError
+from core.errors import CapacityExceeded, PdserveError, TransferError, WorkerLost
 from core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus
 from core.timeline import EventKind
 from router.attempt import Attempt
 from router.deadline import Deadline
 from router.registry import WorkerRegistry
+from router.retry_budget import RetryBudget
 from router.routed import RoutedToken, RoutingResult
-from router.waiting_line import Placement, RunMode, Waiting, WaitingLine
+from router.waiting_line import Placement, Waiting, WaitingLine, WaitMode
+from router.worker_stream import ReaderStalled
 
 log = logging.getLogger(__name__)
+
+MAX_PAUSE_S = 2.0
+MAX_LOST_IN_A_ROW = 2
+LOST_AT_ONCE_S = 1.0
+"""A request is suspected of breaking workers when so many in a row were lost within this time of getting it, before
+they gave a token of it."""
 
 _BEFORE_ROUTER = frozenset({EventKind.RECEIVED, EventKind.TOKENIZED})
 _ALL_ATTEMPT = frozenset(EventKind) - _BEFORE_ROUTER
@@ -42,9 +51,10 @@ class Generation:
         config: RouterConfig,
         clock: Clock,
         delay_s: Mapping[str, float],
-        auto_mode: RunMode,
+        auto_mode: WaitMode,
         on_kv_failure: KVFailurePolicy,
-        on_active: Callable[[int], None],
+        budget: RetryBudget,
+        on_active: Callable[[int], int],
     ) -> None:
         self.request = request
         self.result = RoutingResult()
@@ -54,8 +64,9 @@ class Generation:
         self._config = config
         self._clock = clock
         self._delay_s = delay_s
-        self._mode: RunMode = auto_mode if request.mode is Mode.AUTO else request.mode
+        self._mode: WaitMode = auto_mode if request.mode is Mode.AUTO else request.mode
         self._on_kv_failure = on_kv_failure
+        self._budget = budget
         self._on_active = on_active
         self._stopped = False
         self._attempt: Attempt | None = None
@@ -78,17 +89,25 @@ class Generation:
     async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
         request = self.request
         self._on_active(+1)
+        self._budget.note_request()
         try:
             deadline = Deadline(request.deadline_s, self._clock)
             await deadline.sleep(self._delay_s.get("route", 0.0), "it waited to be routed")
-            avoid: frozenset[str] = frozenset()
-            prefer = ""
+            failures = _Failures(self._config.max_attempts)
             while True:
-                placement = await self._place(deadline, avoid, prefer)
+                placement = await self._place(deadline, failures)
                 request.transition(RequestStatus.RUNNING)
                 request.attempts += 1
-                attempt = Attempt(request, placement, self.result, self._registry, self._clock, deadline, self._delay_s)
-                self._attempt = attempt
+                attempt = self._attempt = Attempt(
+                    request,
+                    placement,
+                    self.result,
+                    self._registry,
+                    self._clock,
+                    deadline,
+                    self._delay_s,
+                    self._config.max_unread_tokens,
+                )
                 try:
                     async with attempt, aclosing(attempt.tokens()) as tokens:
                         async for token in tokens:
@@ -96,18 +115,25 @@ class Generation:
                                 request.transition(RequestStatus.FINISHED)
                             yield token
                     return
+                except ReaderStalled as stalled:
+                    log.info(
+                        "request %s: it left its workers until its client has read: %s", request.request_id, stalled
+                    )
+                    failures.reset()
                 except PdserveError as error:
-                    if not error.retryable or request.attempts >= self._config.max_attempts or not deadline.left_s:
-                        raise
                     if attempt.hands_off and self._on_kv_failure == "fail":
                         raise
+                    if (final := failures.add(error, attempt, placement)) is not None:
+                        raise final from error
                     log.warning("request %s: attempt %d failed: %s", request.request_id, request.attempts, error)
-                if attempt.hands_off and self._on_kv_failure == "recompute":
-                    self._mode = Mode.COLOCATED
-                avoid |= attempt.failed
-                prefer = placement.prefill.worker.worker_id
+                    if attempt.hands_off and self._on_kv_failure == "recompute":
+                        self._mode = Mode.COLOCATED
+                    elif isinstance(error, TransferError) and failures.is_last:
+                        self._mode = Mode.COLOCATED  # the one way that needs no transfer
                 request.transition(RequestStatus.QUEUED)
                 self._forget_attempt()
+                if failures.in_a_row:
+                    await self._pause(deadline, failures.in_a_row)
         except (asyncio.CancelledError, GeneratorExit):
             self._end(RequestStatus.FINISHED if self._stopped else RequestStatus.ABORTED)
             raise
@@ -117,7 +143,15 @@ class Generation:
         finally:
             self._on_active(-1)
 
-    async def _place(self, deadline: Deadline, avoid: frozenset[str], prefer: str) -> Placement:
+    async def _pause(self, deadline: Deadline, failures: int) -> None:
+        """Back off before a retry, then wait until the retry budget has one left."""
+        doing = "waiting to be tried again"
+        pause_s = min(self._config.retry_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
+        await deadline.sleep(pause_s * random.uniform(0.5, 1.5), doing)
+        while not self._budget.take(self._on_active(0)):
+            await deadline.sleep(self._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing} (router.retry_share)")
+
+    async def _place(self, deadline: Deadline, failures: _Failures) -> Placement:
         request = self.request
         waiting = Waiting(
             self._order,
@@ -125,8 +159,8 @@ class Generation:
             prompt_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
             output_tokens=request.sampling.max_tokens - len(request.output_token_ids),
             patient=request.attempts > 0,
-            avoid=avoid,
-            prefer=prefer,
+            avoid=failures.avoid,
+            prefer=failures.prefer,
         )
         return await deadline.bound(self._line.place(waiting), "waiting for a free worker")
 
@@ -139,3 +173,44 @@ class Generation:
     def _end(self, status: RequestStatus) -> None:
         if status in REQUEST_TRANSITIONS[self.request.status]:
             self.request.transition(status)
+
+
+class _Failures:
+    """What a request's failed attempts say about the next one. An attempt that gave tokens begins the count anew."""
+
+    def __init__(self, max_attempts: int) -> None:
+        self.in_a_row = 0
+        self.avoid: frozenset[str] = frozenset()
+        self.prefer = ""
+        self._max_attempts = max_attempts
+        self._lost_in_a_row = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether one more failure ends the request."""
+        return self.in_a_row + 1 >= self._max_attempts
+
+    def reset(self) -> None:
+        """The last attempt was not a failure."""
+        self.in_a_row = self._lost_in_a_row = 0
+
+    def add(self, error: PdserveError, attempt: Attempt, placement: Placement) -> PdserveError | None:
+        """Count a failed attempt; returns what the request ends with, if it is not to be tried again."""
+        # Another worker may have more room; the placement knows, and refuses what none can take.
+        elsewhere = isinstance(error, CapacityExceeded) and not attempt.failed <= self.avoid
+        if attempt.gave_tokens:
+            self.reset()
+        self.in_a_row += 1
+        at_once = isinstance(error, WorkerLost) and attempt.age_s < LOST_AT_ONCE_S
+        self._lost_in_a_row = self._lost_in_a_row + 1 if at_once else 0
+        if not (error.retryable or elsewhere) or self.in_a_row >= self._max_attempts:
+            return error
+        if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+            return WorkerLost(
+                f"{error}; it is the second worker in a row that was lost as soon as it had this request, so the "
+                "request is not tried on another"
+            )
+        self.avoid |= attempt.failed
+        prefill = placement.prefill.worker.worker_id
+        self.prefer = "" if prefill in attempt.failed else prefill
+        return None

@@ -14,8 +14,8 @@ class RegisteredWorker:
     """One incarnation (epoch) of a worker.
 
     ``prompt_tokens`` are those sent to it whose first token has not come back yet; ``outstanding_tokens`` counts
-    prompts and outputs of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is set when
-    a request lost it before any heartbeat or broken connection said so, and cleared by the next good heartbeat.
+    what it has still to compute of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is
+    set when a request lost it before any heartbeat or broken connection said so; the next good heartbeat clears it.
     ``lost_s`` is when. ``retiring``: it finishes what it has and gets nothing more.
     ``confirmed`` holds the peers it answered to have connected to, whatever its heartbeats say meanwhile.
     """
@@ -71,6 +71,15 @@ class RegisteredWorker:
     def is_connected_to(self, worker_id: str) -> bool:
         """Whether it has shaken hands with that decode worker's present incarnation."""
         return worker_id not in self.stale_peers and (worker_id in self.confirmed or worker_id in self.load.peers)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens whose KV its pool holds."""
+        return self.info.num_blocks * self.info.layout.block_size
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of so many tokens, prompt and outputs, could ever run there."""
+        return tokens <= min(self.pool_tokens, self.info.max_model_len)
 
     def is_free(self, prefill_backlog_tokens: int) -> bool:
         """Whether another prompt may be sent: fewer prompt tokens than this wait on it, or none."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from core.clock import Clock
-from core.errors import LayoutMismatch, NotReady, PdserveError
+from core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
 from core.request import Mode
 from core.worker import Role, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
@@ -14,7 +14,7 @@ from router.registered_worker import RegisteredWorker
 
 
 class Share:
-    """What one request adds to one worker's load, until `end`."""
+    """What one request adds to one worker's load, until `end`: what is still to be computed, not what was sent."""
 
     def __init__(self, registry: WorkerRegistry, worker: RegisteredWorker, tokens: int, prompt_tokens: int) -> None:
         self.worker = worker
@@ -27,18 +27,28 @@ class Share:
         """Its first token is there: the prompt no longer waits. Twice is fine."""
         if self._prompt_tokens:
             self.worker.prompt_tokens -= self._prompt_tokens
+            self._less(self._prompt_tokens)
             self._prompt_tokens = 0
             self._registry.notify()
+
+    def token_made(self) -> None:
+        """One of its output tokens is there."""
+        self._less(1)
 
     def end(self) -> None:
         """The request has left the worker. Twice is fine."""
         if self._open:
             self._open = False
-            self.worker.outstanding_tokens -= self._tokens
+            self._less(self._tokens)
             self.worker.outstanding_requests -= 1
             self.worker.prompt_tokens -= self._prompt_tokens
             self._prompt_tokens = 0
             self._registry.notify()
+
+    def _less(self, tokens: int) -> None:
+        tokens = min(tokens, self._tokens)
+        self._tokens -= tokens
+        self.worker.outstanding_tokens -= tokens
 
 
 class WorkerRegistry:
@@ -56,6 +66,7 @@ class WorkerRegistry:
         self._superseded: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
+        self._were_available: set[Mode] = set()
 
     # --- who there is ------------------------------------------------------------------------------------------------
 
@@ -191,13 +202,23 @@ class WorkerRegistry:
         """Ready decode workers that ``prefill`` is connected to."""
         return [worker for worker in self.ready(Role.DECODE) if prefill.is_connected_to(worker.worker_id)]
 
+    def was_available(self, mode: Mode) -> bool:
+        """Whether requests of ``mode`` could run at some time: what is missing may then come back."""
+        return mode in self._were_available
+
     def unavailable(self, mode: Mode) -> PdserveError | None:
-        """Why no request of ``mode`` can run now, however long it waits for a free worker; None: one can."""
+        """Why no request of ``mode`` can run now, however long it waits for a free worker; None: one can. For mode
+        ``auto`` any ready worker is enough."""
+        if mode is not Mode.PD and not self.ready():
+            return NotReady(f"no worker is ready ({self._census()}); try again")
         if mode is Mode.COLOCATED:
-            return None if self.ready() else NotReady(f"no worker is ready ({self._census()}); try again")
+            return None
+        if mode is Mode.AUTO:
+            error = self.unavailable(Mode.PD)
+            return error if isinstance(error, LayoutMismatch) else None
         for role in Role:
             if not self.ready(role):
-                hint = "; mode colocated needs none" if self.ready() else ""
+                hint = "; modes auto and colocated need none" if self.ready() else ""
                 return NotReady(f"no {role} worker is ready ({self._census()}){hint}; try again")
         if any(self.ready_peers(prefill) for prefill in self.ready(Role.PREFILL)):
             return None
@@ -206,6 +227,27 @@ class WorkerRegistry:
         why = f": {mismatch or errors[0]}" if errors else ""
         message = f"workers are ready, but no prefill worker is connected to a decode worker{why}"
         return LayoutMismatch(message) if mismatch else NotReady(f"{message}; try again")
+
+    def capacity_error(self, mode: Mode, prompt_tokens: int, output_tokens: int) -> CapacityExceeded | None:
+        """Why no worker that is there could ever hold a request of this size; None: one could (or none is there)."""
+        live = [worker for worker in self._workers.values() if not worker.lost]
+        tokens = prompt_tokens + output_tokens
+        alone = [worker for worker in live if worker.fits(tokens)]
+        prefill = [worker for worker in live if worker.role is Role.PREFILL]
+        decode = [worker for worker in live if worker.role is Role.DECODE]
+        if not live or (mode is not Mode.PD and alone):
+            return None
+        if mode is not Mode.COLOCATED:
+            first = prompt_tokens + 1
+            if not (prefill and decode):
+                return None
+            if any(worker.fits(first) for worker in prefill) and any(worker.fits(tokens) for worker in decode):
+                return None
+        most = max(min(worker.pool_tokens, worker.info.max_model_len) for worker in live)
+        return CapacityExceeded(
+            f"prompt and max_tokens: {prompt_tokens} + {output_tokens} tokens exceed what any worker's KV pool holds "
+            f"({most} tokens at most); ask for less, or raise engine.kv_memory_mb"
+        )
 
     def _census(self) -> str:
         if not self._workers:
@@ -216,8 +258,8 @@ class WorkerRegistry:
     # --- load --------------------------------------------------------------------------------------------------------
 
     def begin(self, worker_id: str, tokens: int, prompt_tokens: int = 0) -> Share:
-        """Count a request of ``tokens`` (prompt and outputs) on a worker; ``prompt_tokens`` of them it must prefill
-        first. KeyError for an unknown worker."""
+        """Count a request on a worker that is to compute ``tokens``, of which ``prompt_tokens`` it must prefill first.
+        KeyError for an unknown worker."""
         worker = self._workers[worker_id]
         worker.outstanding_tokens += tokens
         worker.outstanding_requests += 1
@@ -238,5 +280,8 @@ class WorkerRegistry:
 
     def notify(self) -> None:
         """Something changed: tell the listeners."""
+        for mode in Mode:
+            if mode not in self._were_available and self.unavailable(mode) is None:
+                self._were_available.add(mode)
         for listener in list(self._listeners):
             listener()

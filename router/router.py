@@ -10,11 +10,12 @@ from core.config import KVFailurePolicy, RouterConfig
 from core.request import Mode, Request
 from router.generation import Generation
 from router.registry import WorkerRegistry
-from router.waiting_line import RunMode, WaitingLine
+from router.retry_budget import RetryBudget
+from router.waiting_line import WaitingLine, WaitMode
 
 
 class Router:
-    """``auto_mode`` is what mode ``auto`` means here; a deployment of one role alone has none but ``colocated``.
+    """``auto_mode`` is what mode ``auto`` means here: ``auto`` itself, or ``colocated`` in a deployment of one role.
     ``delay_s`` plants delays for tests, in seconds: ``route`` (before a worker is chosen) and ``dispatch`` (before
     the call to the prefill worker leaves)."""
 
@@ -24,7 +25,7 @@ class Router:
         config: RouterConfig,
         clock: Clock,
         delay_s: Mapping[str, float] | None = None,
-        auto_mode: RunMode = Mode.PD,
+        auto_mode: WaitMode = Mode.AUTO,
         on_kv_failure: KVFailurePolicy = "retry",
     ) -> None:
         self.registry = registry
@@ -33,7 +34,8 @@ class Router:
         self._clock = clock
         self._delay_s = dict(delay_s or {})
         self._on_kv_failure = on_kv_failure
-        self._line = WaitingLine(registry, config)
+        self._line = WaitingLine(registry, config, clock)
+        self._budget = RetryBudget(config.retry_share, clock)
         self._orders = itertools.count()
         self._active = 0
 
@@ -46,6 +48,11 @@ class Router:
     def running(self) -> int:
         """Requests that are on workers."""
         return max(0, self._active - self._line.length)
+
+    def check_room(self) -> None:
+        """Raise `CapacityExceeded` if a new request would find the queue full."""
+        if self._line.is_full:
+            raise self._line.refusal()
 
     def generate(self, request: Request) -> Generation:
         """The request's tokens; nothing happens before the first is asked for.
@@ -63,8 +70,10 @@ class Router:
             self._delay_s,
             self.auto_mode,
             self._on_kv_failure,
+            self._budget,
             self._count,
         )
 
-    def _count(self, change: int) -> None:
+    def _count(self, change: int) -> int:
         self._active += change
+        return self._active

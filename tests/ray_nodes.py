@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +42,14 @@ def ray_head(home: Path, *options: str) -> Iterator[RayNode]:
 
 
 @contextlib.contextmanager
-def ray_node(home: Path, address: str, *options: str) -> Iterator[RayNode]:
-    """One more node of the cluster at ``address``."""
-    with _ray_node(home, address, f"--address={address}", "--num-cpus=1", *options) as node:
+def ray_node(home: Path, address: str, *options: str, env: Mapping[str, str] | None = None) -> Iterator[RayNode]:
+    """One more node of the cluster at ``address``; its workers have the variables ``env`` besides."""
+    with _ray_node(home, address, f"--address={address}", "--num-cpus=1", *options, env=env) as node:
         yield node
 
 
 @contextlib.contextmanager
-def _ray_node(home: Path, address: str, *options: str) -> Iterator[RayNode]:
+def _ray_node(home: Path, address: str, *options: str, env: Mapping[str, str] | None = None) -> Iterator[RayNode]:
     with tempfile.TemporaryDirectory(prefix="pdserve-node-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         # `ray stop` would end others' Ray, too: everything here ends by its id.
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
@@ -57,7 +57,7 @@ def _ray_node(home: Path, address: str, *options: str) -> Iterator[RayNode]:
             command.append(f"--temp-dir={folder}")
         process = subprocess.Popen(
             [*command, "--object-store-memory=100000000"],
-            env={"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

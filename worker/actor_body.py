@@ -10,10 +10,12 @@ from typing import Any
 
 from core.errors import PdserveError, to_wire
 from engine.messages import KVRole
-from worker.cores import claim_slot, leave_engine_cores
+from worker.cores import claim_cores, leave_engine_cores, sharing_notes
 from worker.flow import Flow
 from worker.host import WorkerHost
 from worker.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
 
 
 class ActorBody:
@@ -22,18 +24,22 @@ class ActorBody:
 
     def __init__(self, spec: dict[str, Any], flows: Mapping[KVRole, type[Flow]], *, node: str, restarted: bool) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        parsed, self._claim = claim_slot(WorkerSpec.from_wire(spec))
-        parsed = leave_engine_cores(replace(parsed, host=parsed.host or node, node=node))
+        parsed, self._claim = claim_cores(WorkerSpec.from_wire(spec))
+        parsed = replace(parsed, host=parsed.host or node, node=node)
+        self._notes = sharing_notes(parsed, self._claim.others)
+        for note in self._notes:
+            log.warning("%s", note)
+        leave_engine_cores(parsed)
         self._start_timeout_s = parsed.config.cluster.start_timeout_s
         self._host = WorkerHost(parsed, flows, on_end=lambda: os._exit(1), restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
-        """Empty once the engine is ready, or ``{"error": (kind, message)}``."""
+        """``{"notes": [what its user has to know]}`` once the engine is ready, or ``{"error": (kind, message)}``."""
         try:
             self._host.wait_ready(self._start_timeout_s)
         except PdserveError as error:
             return {"error": to_wire(error)}
-        return {}
+        return {"notes": self._notes}
 
     def stop(self) -> None:
         """End worker and engine, in order."""

@@ -11,14 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
+from core.awake_clock import wait_awake
 from core.clock import Clock, MonotonicClock, clock_id
-from core.errors import DeadlineExceeded, PdserveError, WorkerLost
+from core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
 from core.handoff import KVDestination, KVEndpoint
 from core.timeline import ClockOffset
 from core.worker import TokenOutput, Work, WorkerInfo
 from pb import worker_pb2 as pb
 from pb import worker_pb2_grpc
-from worker.options import CONTROL_OPTIONS
+from worker.options import CONTROL_OPTIONS, MAX_CONTROL_BYTES
 from worker.wire import (
     destination_from_proto,
     destination_to_proto,
@@ -180,6 +181,15 @@ class WorkerClient:
             future.set_exception(WorkerLost(f"worker {self.info.worker_id} is lost"))
             return future
         request.call_id = next(self._call_ids)
+        if (size := request.ByteSize()) > MAX_CONTROL_BYTES:
+            # Queued, it would break the stream, and with it all other requests of this worker.
+            future.set_exception(
+                InvalidRequest(
+                    f"request: {size} bytes are more than a control stream carries ({MAX_CONTROL_BYTES}); send a "
+                    "shorter prompt or fewer stop ids and biases"
+                )
+            )
+            return future
         self._calls[request.call_id] = future
         self._outgoing.put_nowait(request)
         return future
@@ -187,13 +197,12 @@ class WorkerClient:
     async def _call(self, request: pb.ControlRequest, timeout_s: float) -> pb.Reply:
         future = self._send(request)
         try:
-            return await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            call = request.WhichOneof("call")
-            raise DeadlineExceeded(
-                f"worker {self.info.worker_id} did not answer {call} within {timeout_s:.1f} s"
-            ) from None
+            if not await wait_awake(future, timeout_s):
+                call = request.WhichOneof("call")
+                raise DeadlineExceeded(f"worker {self.info.worker_id} did not answer {call} within {timeout_s:.1f} s")
+            return future.result()
         finally:
+            future.cancel()
             self._calls.pop(request.call_id, None)
 
     async def _talk(self) -> None:

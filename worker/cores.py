@@ -1,4 +1,9 @@
-"""Which cores are whose on a host: each engine's slot is its own, and worker processes keep off all of them."""
+"""Divides a host's cores: every engine claims cores of its own, and worker processes keep off all of them.
+
+A claim on a core is a socket with an abstract name. The kernel lets one process have a name and frees it with that
+process, so claims are exclusive and never outlive their worker. Names are those of a network namespace: all users and
+services of a host see each other's claims; containers with networks of their own do not.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +11,152 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import socket
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from worker.spec import WorkerSpec
 
+_NAMES = Path("/proc/net/unix")
+_CLAIM = re.compile(r"@pdserve-core-(\d+)-\d+$")
+_HOLDER = re.compile(r"@pdserve-holder-(\d+)-(\d+)-(\d+)-(\d+)-(\w*)-([\w.-]*)$")
+_SERVICE_CHARS = 8
+_WORKER_CHARS = 32
 
-def claim_slot(spec: WorkerSpec) -> tuple[WorkerSpec, socket.socket | None]:
-    """The spec with the first slot of this host that no other worker of this user, with slots as wide, has, whichever
-    service that belongs to; it is taken until the socket is closed, or the process ends. A spec that has a slot keeps
-    it, and has no socket. OSError where such sockets are not to be had."""
-    if spec.slot is not None:
-        return spec, None
-    width = spec.config.cluster.cores_per_worker
-    for slot in itertools.count():
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            # An abstract name: the kernel frees it with the process, and no file is left behind.
-            claim.bind(f"\0pdserve-slot-{os.getuid()}-{width}-{slot}")
-        except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
+
+@dataclass(frozen=True, slots=True)
+class CoreHolder:
+    """A worker that has claimed ``core``: its process and user, and its service's public port and id."""
+
+    core: int
+    pid: int
+    uid: int
+    port: int
+    service: str
+    worker_id: str
+
+    def __str__(self) -> str:
+        user = "" if self.uid == os.getuid() else f" of user {self.uid}"
+        return f"{self.worker_id} of the service on port {self.port} (process {self.pid}{user})"
+
+
+class CoreClaim:
+    """The claims of one worker, held until `close` or the end of the process. ``others`` are the workers that had
+    claimed some of the same cores before."""
+
+    def __init__(self, sockets: Sequence[socket.socket], others: Sequence[CoreHolder]) -> None:
+        self._sockets = sockets
+        self.others = tuple(others)
+
+    def close(self) -> None:
+        """Give the cores back."""
+        for each in self._sockets:
+            each.close()
+
+
+def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple[WorkerSpec, CoreClaim]:
+    """The spec with cores for its engine, of those ``allowed`` (default: that this process may use): the first that
+    have no engine, then those that have the fewest. None on a GPU, where engines are not bound. OSError without
+    abstract sockets."""
+    if spec.device != "cpu":
+        return spec, CoreClaim((), ())
+    allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
+    width = min(spec.config.cluster.cores_per_worker, len(allowed))
+    engines = Counter(int(match[1]) for name in _names() if (match := _CLAIM.search(name)))
+    claims: dict[int, socket.socket] = {}
+    for level in itertools.count(min(engines[core] for core in allowed)):
+        for core in allowed:
+            if len(claims) < width and core not in claims and engines[core] <= level:
+                claim = _first_free(f"pdserve-core-{core}", level + 1)
+                if claim is not None:
+                    claims[core] = claim
+        if len(claims) == width:
+            break
+    others = [each for each in core_holders() if each.core in claims]
+    told = [_bind(_holder_name(spec, core)) for core in claims]
+    claimed = replace(spec, cores=tuple(sorted(claims)))
+    return claimed, CoreClaim([*claims.values(), *(each for each in told if each is not None)], others)
+
+
+def core_holders() -> list[CoreHolder]:
+    """The claims on this host's cores, by core."""
+    found = []
+    for name in _names():
+        if match := _HOLDER.search(name):
+            core, pid, uid, port, service, worker_id = match.groups()
+            found.append(CoreHolder(int(core), int(pid), int(uid), int(port), service, worker_id))
+    return sorted(found, key=lambda holder: (holder.core, holder.port, holder.worker_id))
+
+
+def is_of_service(holder: CoreHolder, spec: WorkerSpec) -> bool:
+    """Whether the holder belongs to the service of ``spec``."""
+    return (holder.port, holder.service) == (spec.config.gateway.port, spec.service[:_SERVICE_CHARS])
+
+
+def sharing_notes(spec: WorkerSpec, others: Collection[CoreHolder]) -> list[str]:
+    """What the user has to know of ``others``, who have cores of ``spec`` too. Workers of one service may share cores
+    if it is oversubscribed."""
+    notes = []
+    for holder in others:
+        own = is_of_service(holder, spec)
+        if own and spec.config.cluster.oversubscribe:
             continue
-        return replace(spec, slot=slot), claim
-    raise AssertionError("slots have no end")
+        remedy = "end that service, or start one of the two on other cores (taskset)"
+        if own:
+            remedy = "Ray was told of more cores than the node has"
+        what = f"core {holder.core} is shared with {holder}, and each engine slows the other down"
+        notes.append(f"{spec.worker_id}: {what}; {remedy}")
+    return notes
 
 
-def leave_engine_cores(spec: WorkerSpec) -> WorkerSpec:
+def leave_engine_cores(spec: WorkerSpec, holders: Collection[CoreHolder] | None = None) -> None:
     """Bind this process, with all its threads, to the cores that no engine of this host binds to, so that control and
-    transfers never take a step's time; without effect if there are none, as when every core has an engine. The spec
-    that comes back remembers which cores there were: engines are bound by it from then on."""
-    spec = replace(spec, allowed_cores=tuple(sorted(os.sched_getaffinity(0))))
-    if spec.spare_cores:
+    transfers never take a step's time; without effect if there are none, as when every core has an engine.
+    ``holders`` are the claims (default: those of this host)."""
+    if spec.device != "cpu":
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    if spare := spare_cores(spec, allowed, core_holders() if holders is None else holders):
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.sched_setaffinity(int(thread), spec.spare_cores)
-    return spec
+                os.sched_setaffinity(int(thread), spare)
+
+
+def spare_cores(spec: WorkerSpec, allowed: Sequence[int], holders: Collection[CoreHolder]) -> list[int]:
+    """Those of ``allowed`` that no engine binds to: neither ``holders``' nor those that the workers that are expected
+    here will claim."""
+    of_others = {holder.core for holder in holders if not is_of_service(holder, spec)}
+    free = [core for core in allowed if core not in of_others]
+    expected = free[: spec.num_slots * spec.config.cluster.cores_per_worker]
+    taken = {*of_others, *expected, *spec.cores, *(holder.core for holder in holders)}
+    return [core for core in allowed if core not in taken]
+
+
+def _names() -> list[str]:
+    return _NAMES.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _first_free(prefix: str, count: int) -> socket.socket | None:
+    """The first of ``count`` numbered names that nobody has; None if all are taken."""
+    return next((claim for number in range(count) if (claim := _bind(f"{prefix}-{number}")) is not None), None)
+
+
+def _bind(name: str) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0{name}")
+    except OSError as error:
+        claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return claim
+
+
+def _holder_name(spec: WorkerSpec, core: int) -> str:
+    worker_id = re.sub(r"[^\w.-]", "_", spec.worker_id, flags=re.ASCII)[:_WORKER_CHARS]
+    service = spec.service[:_SERVICE_CHARS]
+    return f"pdserve-holder-{core}-{os.getpid()}-{os.getuid()}-{spec.config.gateway.port}-{service}-{worker_id}"

@@ -7,19 +7,24 @@ events and ends in exactly one of: its last token, an error told to the gateway,
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from core.errors import PdserveError
+from core.errors import LayoutMismatch, PdserveError, from_wire, to_wire
 from core.handoff import KVDestination
 from core.sampling import FinishReason
 from core.timeline import Event, EventKind
 from core.worker import TokenOutput, Work
-from engine.messages import Abort, KVRole, PrefixFound, Progress, Reserved, Step, Submit, TokenOut
+from engine.messages import Abort, Finished, KVRole, PrefixFound, Progress, Reserved, Step, Submit, TokenOut
 
 if TYPE_CHECKING:
     from worker.outbox import Outbox
     from worker.worker import Worker
+
+log = logging.getLogger(__name__)
 
 
 class Flow(ABC):
@@ -73,6 +78,18 @@ class Flow(ABC):
     ) -> None:
         """The step that runs will bring the request so far, and has put its first layers' KV into the pool."""
 
+    def on_finished(self, finished: Finished) -> None:
+        """The engine ended the request by a token that it did not sample, and for which nothing has ended it yet: the
+        worker that did sample it goes by other end ids. The request fails at once."""
+        why = f"request {self.request_id}: token 1 ends it on worker {self.worker.spec.worker_id}"
+        self.worker.fail(
+            self,
+            LayoutMismatch(
+                f"{why} ({finished.finish_reason}) and not where it was sampled; all workers of a service must run a "
+                "model with the same eos_token_ids"
+            ),
+        )
+
     def on_failed(  # noqa: B027 - most flows have nothing to do
         self, error: PdserveError
     ) -> None:
@@ -86,6 +103,20 @@ class Flow(ABC):
     async def close(self) -> None:
         """Give back everything the request holds, in whatever state it is. Called once, after the flow has failed."""
         self.incarnation.engine.send(Abort(self.request_id))
+
+    def follow(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a part of the request's life in a task. An error that it does not deal with fails the request, which
+        would otherwise wait for its deadline."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                log.error("%s: request %s", self.worker.spec.worker_id, self.request_id, exc_info=error)
+                self.worker.fail(self, from_wire(*to_wire(error)))
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(ended)
+        return task
 
     def submit(self, max_tokens: int | None = None) -> None:
         """Hand the request to the engine."""

@@ -10,6 +10,7 @@ import os
 import uuid
 from typing import Self
 
+from core.awake_clock import awake_clock
 from core.clock import Clock
 from core.errors import LaunchError, PeerLost
 from core.handoff import KVEndpoint
@@ -90,6 +91,7 @@ class Incarnation:
                 worker_id=spec.worker_id,
                 epoch=epoch,
                 clock=clock,
+                eos_token_ids=ready.eos_token_ids,
                 delay_s=delays_ms.get("kv_exposed", 0.0) / 1e3,
             )
             try:
@@ -98,7 +100,8 @@ class Incarnation:
                 raise LaunchError(
                     f"worker {spec.worker_id}: {error}; see transfer.interface and cluster.port_base"
                 ) from None
-            watchdog = Watchdog(engine, spec.worker_id, clock, spec.config.engine.hang_timeout_s)
+            # The engine's silence counts only while this process reads its answers.
+            watchdog = Watchdog(engine, spec.worker_id, awake_clock(), spec.config.engine.hang_timeout_s)
         except BaseException:
             if kv is not None:
                 await kv.aclose()

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 from core.clock import Clock
 from core.config import TransferConfig
-from core.errors import RequestAborted, WorkerLost
+from core.errors import RequestAborted, TransferError, WorkerLost
 from core.handoff import KVDestination, KVEndpoint, PeerLink
 from engine.mapped_pool import MappedPool
 from kv_transfer.base import KVTransport
+from kv_transfer.handoff_over import HandoffOver
 from kv_transfer.incoming import ReceivedKV
 from kv_transfer.outgoing import SentKV
 from kv_transfer.receiver import KVReceiver
@@ -45,6 +46,7 @@ class KVEnds:
         worker_id: str,
         epoch: str,
         clock: Clock,
+        eos_token_ids: Sequence[int],
         delay_s: float = 0.0,
     ) -> None:
         self._pool = pool
@@ -59,6 +61,7 @@ class KVEnds:
             clock=clock,
             lease_s=config.lease_s,
             delay_s=delay_s,
+            eos_token_ids=eos_token_ids,
         )
         self._sender = KVSender(
             pool,
@@ -70,6 +73,7 @@ class KVEnds:
             clock=clock,
             lease_s=config.lease_s,
             connect_timeout_s=config.connect_timeout_s,
+            eos_token_ids=eos_token_ids,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"kv-{worker_id}", daemon=True)
@@ -163,8 +167,14 @@ class KVEnds:
         blocks = list(block_ids)
 
         def queue() -> None:
-            with contextlib.suppress(ValueError):  # the hand-off has failed meanwhile: `sent` tells
+            try:
                 self._sender.send_blocks(request_id, first_slot, blocks, layers, last=last, trailer=trailer)
+            except HandoffOver:
+                return  # given up meanwhile: `sent` has told
+            except Exception as error:  # a bug, which must not leave the hand-off open until its deadline
+                log.exception("the blocks of %s cannot be sent", request_id)
+                why = f"the KV hand-off of {request_id} failed at its sender: {type(error).__name__}: {error}"
+                self._sender.fail(request_id, TransferError(why))
 
         if not self._closed:
             self._loop.call_soon_threadsafe(queue)
@@ -202,8 +212,8 @@ class KVEnds:
 
 @contextlib.contextmanager
 def _gone_is_aborted(request_id: str) -> Iterator[None]:
-    """The ends say ValueError of a hand-off they do not know (any more)."""
+    """RequestAborted for a hand-off that was aborted before this could wait for it."""
     try:
         yield
-    except ValueError:
+    except HandoffOver:
         raise RequestAborted(f"the hand-off of {request_id} was given up before anybody waited for it") from None

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from core.errors import PdserveError
 from core.process import end_with_parent
 from engine.messages import KVRole
-from worker.cores import claim_slot, leave_engine_cores
+from worker.cores import claim_cores, leave_engine_cores, sharing_notes
 from worker.flow import Flow
 from worker.host import WorkerHost
 from worker.spec import WorkerSpec
@@ -29,8 +29,10 @@ def serve(flows: Mapping[KVRole, type[Flow]]) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
-    claimed, _claim = claim_slot(WorkerSpec.from_wire(json.loads(sys.argv[1])))
-    spec = leave_engine_cores(claimed)
+    spec, claim = claim_cores(WorkerSpec.from_wire(json.loads(sys.argv[1])))
+    for note in sharing_notes(spec, claim.others):
+        logging.getLogger(__name__).warning("%s", note)
+    leave_engine_cores(spec)
     host = WorkerHost(spec, flows, on_end=lambda: os._exit(1))
     try:
         host.wait_ready(spec.config.cluster.start_timeout_s)
@@ -38,3 +40,4 @@ def serve(flows: Mapping[KVRole, type[Flow]]) -> None:
         sys.exit(f"error: {error}")
     stop.wait()
     host.stop()
+    claim.close()

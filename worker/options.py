@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+MAX_CONTROL_BYTES = 64 * 2**20
+"""Of one message: requests are bounded far below it, a step's outputs by the batch."""
+
 CONTROL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.max_send_message_length", 64 * 2**20),
+    ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
+    ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_time_ms", 5_000),

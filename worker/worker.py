@@ -31,6 +31,7 @@ from core.worker import Work, WorkerInfo, WorkerLoad
 from engine.messages import (
     EngineEvent,
     Failed,
+    Finished,
     KVRole,
     LayersDone,
     Load,
@@ -71,7 +72,7 @@ class Worker:
         self._flow_types = dict(flows)
         self._flows: dict[str, Flow] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[str, asyncio.Task[None]] = {}
         self._incarnation: Incarnation | None = None
         self._info: WorkerInfo | None = None
         self._restarts = 0
@@ -165,10 +166,12 @@ class Worker:
     async def _end_incarnation(self) -> None:
         """The engine is gone or has to go: everything on it is lost, its pool and epoch too."""
         incarnation, self._incarnation = self._incarnation, None
+        if incarnation is not None:
+            self._heartbeat.wake()  # the gateway must not send more requests
         for flow in list(self._flows.values()):
             self.fail(flow, WorkerLost(f"the engine of worker {self.spec.worker_id} died; its requests are lost"))
         if self._closing:
-            await asyncio.wait(self._closing, timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait(self._closing.values(), timeout=CLOSE_TIMEOUT_S)
         if incarnation is not None:
             await incarnation.stop()
 
@@ -220,8 +223,8 @@ class Worker:
         self.forget(flow)
         if self._incarnation is flow.incarnation:  # else everything it held is gone already
             task = asyncio.get_running_loop().create_task(flow.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing[flow.request_id] = task
+            task.add_done_callback(lambda _: self._closing.pop(flow.request_id, None))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -249,12 +252,13 @@ class Worker:
             raise
 
     async def abort(self, request_id: str) -> None:
-        """Drop a request; unknown ids are fine. Returns when everything it held is given back."""
+        """Drop a request; unknown ids are fine. Returns when everything it held is given back, whatever other requests
+        still have to give back."""
         flow = self._flows.get(request_id)
         if flow is not None:
             self.fail(flow, RequestAborted(f"request {request_id} was aborted"))
-        if self._closing:
-            await asyncio.wait(self._closing, timeout=CLOSE_TIMEOUT_S)
+        if (closing := self._closing.get(request_id)) is not None:
+            await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
 
     def abort_all(self, outbox: Outbox) -> None:
         """The gateway behind ``outbox`` is gone: drop everything it asked for."""
@@ -280,6 +284,9 @@ class Worker:
             case Rejected():
                 if flow := self._flows.get(event.request_id):
                     self.fail(flow, from_wire(event.kind, event.message))
+            case Finished():
+                if flow := self._flows.get(event.request_id):
+                    flow.on_finished(event)
             case Failed():
                 log.error("%s: the engine gave up: %s: %s", self.spec.worker_id, event.kind, event.message)
             case Pong():

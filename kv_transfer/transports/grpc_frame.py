@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
 from kv_transfer.transports.inbox import Arrived, check_sizes
@@ -35,8 +35,9 @@ def encode(header: bytes, payload: Sequence[Buffer]) -> Iterator[bytes]:
     yield _frame(pieces)
 
 
-def decode(frames: Iterable[bytes]) -> Iterator[Arrived]:
-    """The messages in a stream of frames; ValueError if these are other bytes. A message of one frame is a view."""
+def decode(frames: Iterable[bytes], check: Callable[[int, int], None] = lambda *_: None) -> Iterator[Arrived]:
+    """The messages in a stream of frames; ValueError if these are other bytes. A message of one frame is a view.
+    ``check`` may refuse a message by the sizes of header and payload, before there is memory for it."""
     stream = iter(frames)
     for frame in stream:
         data = _data(frame)
@@ -45,6 +46,7 @@ def decode(frames: Iterable[bytes]) -> Iterator[Arrived]:
         header_size, size = _LENGTHS.unpack_from(data)
         if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a message of {header_size} + {size} bytes")
+        check(header_size, size)
         start = _LENGTHS.size + header_size
         header, payload = bytes(data[_LENGTHS.size : start]), data[start:]
         if len(header) < header_size or payload.nbytes > size:

@@ -17,7 +17,8 @@ import grpc
 from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer.base import Buffer, Message
 from kv_transfer.transports.grpc_frame import decode, encode
-from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox, InboxLink
+from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox, InboxLink, again
+from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 
 _FLUSH_S = 1.0
 
@@ -61,6 +62,20 @@ class GrpcLink(InboxLink):
         self._gone: PeerLost | None = None
         self._over = asyncio.Event()
         self.cancel: Callable[[], object] = lambda: None
+        self._stranger: Stranger | None = None
+        self._strange = False
+        self.refused = ""
+        """Why the peer was not let in, for the answer to it."""
+
+    def strange(self, stranger: Stranger) -> None:
+        """It was accepted, and its peer has yet to introduce itself."""
+        self._stranger, stranger.cut = stranger, self.cut
+        self._strange = True
+
+    def introduced(self) -> None:
+        """See `KVLink.introduced`."""
+        self._strange = False
+        self._leave()
 
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Queue the message's frames for the sending thread, each once no more than the window waits there."""
@@ -72,7 +87,7 @@ class GrpcLink(InboxLink):
                         self._taken.clear()
                         await self._taken.wait()
                     if self._gone is not None:
-                        raise self._gone
+                        raise again(self._gone)
                     begun = True
                     self._queued_bytes += len(frame)
                     self._frames.put(frame)
@@ -86,13 +101,18 @@ class GrpcLink(InboxLink):
     async def recv(self) -> Message:
         """The next message."""
         message = await super().recv()
-        self._credit.give(message.size)
+        self._credit.give(len(message.header) + message.size)
         return message
 
     @property
     def ended(self) -> TransferError | None:
         """Why nothing arrives any more, if so."""
         return self._inbox.ended
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._gone is not None
 
     async def wait_ended(self) -> None:
         """Return once the stream is over."""
@@ -101,7 +121,11 @@ class GrpcLink(InboxLink):
     def cut(self, why: str) -> None:
         """Cancel the RPC. gRPC has copies of its own of what was sent."""
         self._lose(why)
-        self.cancel()
+        if self._strange:
+            self.refused = why
+            self._frames.put(None)  # which ends the RPC with that reason
+        else:
+            self.cancel()
 
     async def aclose(self) -> None:
         """Half-close after what is queued; cancel the RPC if the peer does not follow within a second."""
@@ -110,6 +134,8 @@ class GrpcLink(InboxLink):
         self._credit.lift()
         self._taken.set()
         self._frames.put(None)
+        if self._strange:
+            self.cancel()
         try:
             async with asyncio.timeout(_FLUSH_S):
                 await self._over.wait()
@@ -125,13 +151,23 @@ class GrpcLink(InboxLink):
     def read(self, frames: Iterable[bytes]) -> None:
         """Take in the peer's frames until there are no more; the body of a thread."""
         why = "the peer closed the link"
+        num_messages = 0
+
+        def check(header_size: int, size: int) -> None:
+            nonlocal num_messages
+            num_messages += 1
+            if self._strange and (num_messages > 1 or header_size > MAX_HELLO_BYTES or size):
+                what = f"message {num_messages}, of {header_size} + {size} bytes,"
+                raise ValueError(f"{what} before it introduced itself")
+
         try:
-            for message in decode(frames):
-                self._credit.take(len(message.payload))
+            for message in decode(frames, check):
+                self._credit.take(len(message.header) + len(message.payload))
                 self.post(self._inbox.push, message)
         except grpc.RpcError as error:
             details = getattr(error, "details", None)  # a plain RpcError, as a server's stream raises, has none
             why = (details() if details else None) or "the stream broke"
+            error.__traceback__ = None  # a client's error is the call itself, which would keep this frame, and be kept
         except ValueError as error:
             why = f"the peer sent something that is no message: {error}"
             self.cancel()
@@ -161,4 +197,10 @@ class GrpcLink(InboxLink):
         if self._gone is not None:
             self._inbox.end(self._gone)
         self._over.set()
+        self._leave()
         self._on_end(self)
+
+    def _leave(self) -> None:
+        if self._stranger is not None:
+            self._stranger.leave()
+            self._stranger = None

@@ -14,11 +14,14 @@ from core.handoff import KVEndpoint
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
+from kv_transfer.transports.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.threads import in_thread
 
 _SERVICE, _METHOD = "pdserve.internal.v1.KVTransfer", "Exchange"
 _HELLO = ("pdserve-kv", "1")
 _MAX_LINKS = 1024
+_MAX_STREAMS = 4  # of one connection; a link needs one
+_MAX_STRANGERS = 16  # fewer than elsewhere: gRPC holds a whole frame of each before anybody can look at it
 _KEEPALIVE_MS = 5_000
 _MAX_FRAME_BYTES = FRAME_BYTES + MAX_HEADER_BYTES + 64
 _OPTIONS: list[tuple[str, int]] = [
@@ -34,6 +37,13 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),
 ]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    # A connection without a stream is closed as soon as one whose peer does not introduce itself.
+    ("grpc.server_handshake_timeout_ms", round(INTRODUCTION_S * 1e3)),
+    ("grpc.max_connection_idle_ms", round(INTRODUCTION_S * 1e3)),
+    ("grpc.max_concurrent_streams", _MAX_STREAMS),
+]
 
 
 class GrpcStreamTransport(KVTransport):
@@ -48,6 +58,8 @@ class GrpcStreamTransport(KVTransport):
         self._accepted: asyncio.Queue[GrpcLink | None] = asyncio.Queue()
         self._links: set[GrpcLink] = set()
         self._channels: dict[GrpcLink, grpc.Channel] = {}
+        self._strangers = Strangers(self.name, _MAX_STRANGERS)
+        self._admitting: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -60,12 +72,13 @@ class GrpcStreamTransport(KVTransport):
             if not context.add_callback(link.terminated):
                 return
             context.send_initial_metadata((_HELLO,))
-            link.post(self._arrived, link)
-            threading.Thread(target=link.read, args=(frames,), name="kv-grpc-read", daemon=True).start()
+            link.post(self._arrived, link, frames)
             yield from link.outgoing()
+            if link.refused:
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, link.refused)
 
         self._handlers = ThreadPoolExecutor(_MAX_LINKS, "kv-grpc-serve")
-        self._server = grpc.server(self._handlers, options=_OPTIONS, maximum_concurrent_rpcs=_MAX_LINKS)
+        self._server = grpc.server(self._handlers, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_LINKS)
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(exchange)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         bracketed = f"[{host}]" if ":" in host else host
@@ -121,6 +134,9 @@ class GrpcStreamTransport(KVTransport):
         """Close the links, then the server, and wait for its threads."""
         self._closed = True
         self._accepted.put_nowait(None)
+        for task in self._admitting:
+            task.cancel()
+        await asyncio.gather(*self._admitting, return_exceptions=True)
         await asyncio.gather(*(link.aclose() for link in self._links))
         server, handlers = self._server, self._handlers
         self._server = self._handlers = None
@@ -129,12 +145,24 @@ class GrpcStreamTransport(KVTransport):
         if handlers is not None:
             await in_thread("kv-grpc-stop", handlers.shutdown)
 
-    def _arrived(self, link: GrpcLink) -> None:
-        if self._closed:
-            link.cancel()
-            return
-        self._links.add(link)
-        self._accepted.put_nowait(link)
+    def _arrived(self, link: GrpcLink, frames: Iterator[bytes]) -> None:
+        task = asyncio.create_task(self._admit(link, frames))
+        self._admitting.add(task)
+        task.add_done_callback(self._admitting.discard)
+
+    async def _admit(self, link: GrpcLink, frames: Iterator[bytes]) -> None:
+        """Read from a stream once there is room for its peer."""
+        try:
+            await self._strangers.room()
+        finally:
+            admitted = not (self._closed or link.gone)
+            if not admitted:
+                link.cancel()
+        if admitted:
+            link.strange(self._strangers.enter())
+            self._links.add(link)
+            threading.Thread(target=link.read, args=(frames,), name="kv-grpc-read", daemon=True).start()
+            self._accepted.put_nowait(link)
 
     def _forget(self, link: GrpcLink) -> None:
         self._links.discard(link)

@@ -25,6 +25,12 @@ def check_sizes(header: bytes, payload: Sequence[Buffer]) -> int:
     return size
 
 
+def again(error: TransferError) -> TransferError:
+    """The same error, to be raised. An error keeps the frames that it was raised through, and so must not be kept by
+    what those frames hold."""
+    return type(error)(*error.args)
+
+
 class Arrived(NamedTuple):
     """A message whose payload is here, and how long its bytes were under way as far as this end could see."""
 
@@ -56,14 +62,14 @@ class Inbox:
             self._room.clear()
             await self._room.wait()
         if self.ended is not None:
-            raise self.ended
+            raise again(self.ended)
         self.push(message)
 
     async def get(self) -> Arrived:
         """The next message; once all are taken and the inbox has ended, raises what `end` was given."""
         while not self._messages:
             if self.ended is not None:
-                raise self.ended
+                raise again(self.ended)
             self._changed.clear()
             await self._changed.wait()
         message = self._messages.popleft()

@@ -22,7 +22,7 @@ from kv_transfer.transports.threads import in_thread
 
 _GREETING = b"pdserve-kv/nixl/1"
 _ABOUT = struct.Struct(f"<{NAME_BYTES}sQQI")  # agent, address and size of its memory, bytes of metadata that follow
-_MAX_METADATA_BYTES = 2**20
+_MAX_METADATA_BYTES = 256 * 2**10
 
 
 class NixlTransport(TcpTransport):

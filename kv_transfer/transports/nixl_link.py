@@ -41,7 +41,12 @@ class NixlLink(SocketLink):
 
     Where no hardware serves reads (UCX over TCP, or a connection that is only being set up) it is the peer's process
     that does, while it is asked to: its end needs a task that receives. ``agent`` stays its owner's; this link's share
-    of the peer is given back when it closes. ``timeout_s`` bounds the read of a piece."""
+    of the peer is given back when it closes. ``timeout_s`` bounds the read of a piece.
+
+    A read may end after the peer has cut the link: the cut travels by TCP, on another path than the read. What is read
+    is therefore always hashed (`reads_late`)."""
+
+    reads_late = True
 
     def __init__(
         self,
@@ -63,8 +68,8 @@ class NixlLink(SocketLink):
         self._released = False
 
     async def take(self, sink: Sink) -> None:
-        """Move the payload: from the socket, or read it from the peer's memory, which counts only if the peer still had
-        the link open afterwards."""
+        """Move the payload: from the socket, or read it from the peer's memory. A peer that is known to have left ends
+        that early; whether what was read is what was meant, the checksum tells."""
         if not self._references:
             await super().take(sink)
             return

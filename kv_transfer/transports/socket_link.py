@@ -11,7 +11,7 @@ import asyncio
 import select
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from core.errors import PeerLost, TransferError
@@ -19,6 +19,7 @@ from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink
 from kv_transfer.sink import Sink, Stretch
 from kv_transfer.transports.inbox import check_sizes
 from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 
 _FRAME = struct.Struct("<BIQI")
 _REFERENCE = struct.Struct("<QQ")
@@ -26,6 +27,7 @@ _MESSAGE, _FLUSH, _FLUSHED = range(3)
 FIRST_OWN_SIGNAL = 3
 """Signals (frames without anything behind them) from here on mean what a link's own class says."""
 _MAX_REFERENCES = 2**16
+_REFERENCES_AT_ONCE = 2**10
 
 
 class OwnMemory(Protocol):
@@ -76,11 +78,23 @@ class SocketLink(KVLink):
         self._referred = self._dealt_with = 0  # messages sent by reference, and those the peer will not read again
         self._flushes: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._closed = False
+        self._stranger: Stranger | None = None
+        self.on_closed: Callable[[SocketLink], object] = lambda _: None
 
     @property
     def closed(self) -> bool:
         """Whether `aclose` has been called here."""
         return self._closed
+
+    def strange(self, stranger: Stranger) -> None:
+        """It was accepted, and its peer has yet to introduce itself."""
+        self._stranger, stranger.cut = stranger, self.cut
+
+    def introduced(self) -> None:
+        """See `KVLink.introduced`."""
+        if self._stranger is not None:
+            self._stranger.leave()
+            self._stranger = None
 
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Write one frame."""
@@ -122,14 +136,13 @@ class SocketLink(KVLink):
         try:
             while True:
                 kind, header_size, size, count = _FRAME.unpack(await self._stream.read(_FRAME.size))
-                if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES or count > _MAX_REFERENCES:
-                    raise self._stream.lose(f"the peer announced a message of {header_size} + {size} bytes")
+                self._check_frame(kind, header_size, size, count)
                 header = bytes(await self._stream.read(header_size))
                 if kind == _MESSAGE:
                     break
                 await self._on_signal(kind)
             if count:
-                self._refer_to(await self._stream.read(count * _REFERENCE.size), size)
+                self._references = await self._read_references(count, size)
             else:
                 self._left = size
         except PeerLost:
@@ -158,11 +171,17 @@ class SocketLink(KVLink):
     async def aclose(self) -> None:
         """Close the socket, and let go of the peer's memory."""
         self._closed = True
-        await self._stream.aclose()
-        self._let_go()
-        self._references.clear()
-        if self._peer_memory is not None:
-            self._peer_memory.close()
+        stranger = self._stranger
+        try:
+            await self._stream.aclose(at_once=stranger is not None)
+        finally:
+            self._let_go()
+            self._references.clear()
+            if self._peer_memory is not None:
+                self._peer_memory.close()
+            if stranger is not None:
+                stranger.leave()
+            self.on_closed(self)
 
     def _refer(self, parts: Sequence[Buffer]) -> bytes:
         """The references to ``parts``; none unless all of them lie in the shared memory."""
@@ -176,15 +195,32 @@ class SocketLink(KVLink):
             references += _REFERENCE.pack(offset, len(part))
         return bytes(references)
 
-    def _refer_to(self, references: memoryview, size: int) -> None:
-        pairs: list[tuple[int, int]] = list(_REFERENCE.iter_unpack(references))
-        if sum(length for _, length in pairs) != size:
+    def _check_frame(self, kind: int, header_size: int, size: int, count: int) -> None:
+        """Before any memory is set aside for it; PeerLost."""
+        what = f"a message of {header_size} + {size} bytes"
+        if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
+            raise self._stream.lose(f"the peer announced {what}")
+        if count > min(_MAX_REFERENCES, size) or (count and not self._peer_size):
+            raise self._stream.lose(f"the peer announced {what} in {count} references")
+        if self._stranger is not None and (kind != _MESSAGE or header_size > MAX_HELLO_BYTES or size):
+            raise self._stream.lose(f"the peer announced {what} before it introduced itself")
+
+    async def _read_references(self, count: int, size: int) -> list[tuple[int, int]]:
+        """So many, which are ``size`` bytes of the peer's memory; each is checked as it comes."""
+        pairs: list[tuple[int, int]] = []
+        while len(pairs) < count:
+            some = min(count - len(pairs), _REFERENCES_AT_ONCE)
+            for offset, length in _REFERENCE.iter_unpack(await self._stream.read(some * _REFERENCE.size)):
+                size -= length
+                if not length or size < 0:
+                    raise self._stream.lose("the peer refers to memory in a way that makes no sense")
+                if offset + length > self._peer_size:
+                    reach = f"bytes {offset} to {offset + length} of its {self._peer_size}"
+                    raise self._stream.lose(f"the peer refers to {reach}")
+                pairs.append((offset, length))
+        if size:
             raise self._stream.lose("the peer refers to memory in a way that makes no sense")
-        for offset, length in pairs:
-            if offset + length > self._peer_size:
-                reach = f"bytes {offset} to {offset + length} of its {self._peer_size}"
-                raise self._stream.lose(f"the peer refers to {reach}")
-        self._references = pairs
+        return pairs
 
     def _check_open(self) -> None:
         """PeerLost once the peer has closed the link: what was read of its memory may be something else already."""

@@ -17,6 +17,7 @@ _READ_AHEAD = 64 * 2**10
 _MAX_PARTS = 512  # of one system call; the kernel takes 1024
 _TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop get their turn
 _CLOSE_S = 1.0
+_SCRATCH_BYTES = 256 * 2**10
 
 
 class SocketStream:
@@ -29,8 +30,9 @@ class SocketStream:
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray(_READ_AHEAD)
         self._ahead = memoryview(b"")  # of it: bytes that came with others, not asked for yet
-        self._lost: PeerLost | None = None
-        self._unwritable: PeerLost | None = None
+        # Texts, not errors: those keep the frames they were raised through, and with them this stream's memory.
+        self._lost = ""
+        self._unwritable = ""
         self._waiters: set[asyncio.Future[None]] = set()
         self._turn = 0
 
@@ -41,11 +43,11 @@ class SocketStream:
 
     def lose(self, why: object) -> PeerLost:
         """Nothing moves any more, because of ``why`` (the first reason stays)."""
-        self._lost = self._lost or self._error(why)
+        self._lost = self._lost or self._told(why)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        return self._lost
+        return PeerLost(self._lost)
 
     def cut(self, why: str) -> None:
         """Lose the connection at once, at the peer's end too."""
@@ -61,8 +63,8 @@ class SocketStream:
         try:
             while views:
                 await self._give_turns()
-                if (lost := self._lost or self._unwritable) is not None:
-                    raise lost
+                if lost := self._lost or self._unwritable:
+                    raise PeerLost(lost)
                 try:
                     sent = self._socket.sendmsg(list(islice(views, _MAX_PARTS)))
                 except BlockingIOError:
@@ -78,11 +80,11 @@ class SocketStream:
         except TimeoutError:
             raise TransferTimeout(f"{self._peer} took nothing for {self._timeout_s} s ({self._transport})") from None
         except OSError as error:
-            self._unwritable = self._error(error.strerror)
-            raise self._unwritable from None
+            self._unwritable = self._told(error.strerror)
+            raise PeerLost(self._unwritable) from None
         finally:
-            if views and self._unwritable is None:
-                self._unwritable = self._error("a message was left unfinished")
+            if views and not self._unwritable:
+                self._unwritable = self._told("a message was left unfinished")
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_WR)
 
@@ -115,7 +117,7 @@ class SocketStream:
 
     async def skip(self, size: int) -> None:
         """Throw the next ``size`` bytes away."""
-        scratch = memoryview(bytearray(min(size, 2**20)))
+        scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
         while size:
             if self._ahead.nbytes:
                 count = min(self._ahead.nbytes, size)
@@ -125,17 +127,17 @@ class SocketStream:
                 count = await self._receive(lambda: rest)  # noqa: B023 - it is called at once
             size -= count
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, at_once: bool = False) -> None:
         """End this direction, give the peer a second to end its own (an early end would throw away what it has not
-        read yet), close."""
+        read yet; ``at_once`` does not care), close."""
         if self._socket.fileno() < 0:
             return
         self.lose("the link was closed here")
-        scratch = bytearray(2**20)
+        scratch = bytearray(0 if at_once else _SCRATCH_BYTES)
         try:
             self._socket.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(_CLOSE_S):
-                more = 1
+                more = 0 if at_once else 1
                 while more:
                     try:
                         more = self._socket.recv_into(scratch)
@@ -146,13 +148,14 @@ class SocketStream:
             pass  # it is gone already, or does not care
         finally:
             self._socket.close()
+            self._buffer, self._ahead = bytearray(), memoryview(b"")
 
     async def _receive(self, views: Callable[[], list[memoryview]]) -> int:
         """Fill something of ``views()``, which is called right before; how many bytes (0 without views, or after a
         wait)."""
         await self._give_turns()
-        if self._lost is not None:
-            raise self._lost
+        if self._lost:
+            raise PeerLost(self._lost)
         wanted = views()[:_MAX_PARTS]
         if not wanted:
             return 0
@@ -176,7 +179,7 @@ class SocketStream:
         although_lost: bool = False,
     ) -> None:
         """Wait until the socket can go on, or the stream is lost."""
-        if self._lost is not None and not although_lost:
+        if self._lost and not although_lost:
             return
         fd, waiter = self._socket.fileno(), self._loop.create_future()
         self._waiters.add(waiter)
@@ -194,5 +197,5 @@ class SocketStream:
             self._turn = 0
             await asyncio.sleep(0)
 
-    def _error(self, why: object) -> PeerLost:
-        return PeerLost(f"{self._peer}: {why} ({self._transport})")
+    def _told(self, why: object) -> str:
+        return f"{self._peer}: {why} ({self._transport})"

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from abc import abstractmethod
-from collections.abc import Coroutine
-from typing import Any
 
-from core.errors import PeerLost, TransferError, TransferTimeout
+from core.errors import PeerLost, TransferTimeout
 from core.handoff import KVEndpoint
 from kv_transfer.base import KVLink, KVTransport
+from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.socket_link import SocketLink
-
-_BACKLOG = 128
-_log = logging.getLogger(__name__)
+from kv_transfer.transports.strangers import Stranger, Strangers
 
 
 class SocketTransport(KVTransport):
-    """``timeout_s`` bounds a greeting, and a send that makes no progress."""
+    """``timeout_s`` bounds a send that makes no progress."""
 
     def __init__(self, *, timeout_s: float = 10.0) -> None:
         self._timeout_s = timeout_s
         self._accepted: asyncio.Queue[SocketLink | None] = asyncio.Queue()
-        self._links: list[SocketLink] = []
-        self._server: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._links: set[SocketLink] = set()
+        self._acceptor: Acceptor | None = None
         self._closed = False
 
     @abstractmethod
@@ -35,10 +30,7 @@ class SocketTransport(KVTransport):
 
     def _serve(self, server: socket.socket) -> None:
         """Accept connections on a bound socket, for as long as the transport is open."""
-        server.listen(_BACKLOG)
-        server.setblocking(False)
-        self._server = server
-        self._spawn(self._accept(server))
+        self._acceptor = Acceptor(server, Strangers(self.name), self._welcome)
 
     async def accept(self) -> KVLink:
         """The next link a peer opened."""
@@ -70,44 +62,22 @@ class SocketTransport(KVTransport):
         """Stop listening, close every link."""
         self._closed = True
         self._accepted.put_nowait(None)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._server is not None:
-            self._server.close()
-        await asyncio.gather(*(link.aclose() for link in self._links))
-        self._links.clear()
+        if self._acceptor is not None:
+            await self._acceptor.aclose()
+        await asyncio.gather(*(link.aclose() for link in list(self._links)))
 
-    async def _accept(self, server: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(server)
-            except OSError as error:  # the peer has left the queue again, or no descriptor is free
-                _log.warning("a connection could not be accepted: %s (%s)", error, self.name)
-                await asyncio.sleep(0.1)
-                continue
-            self._spawn(self._receive(connection, str(address)))
-
-    async def _receive(self, connection: socket.socket, peer: str) -> None:
+    async def _welcome(self, connection: socket.socket, peer: str, stranger: Stranger) -> None:
+        """See `acceptor.Welcome`."""
         link: SocketLink | None = None
         try:
-            connection.setblocking(False)
-            async with asyncio.timeout(self._timeout_s):
-                link = await self._greet(connection, peer, connecting=False)
-            self._accepted.put_nowait(self._keep(link))
-        except (OSError, EOFError, TimeoutError, TransferError) as error:
-            _log.warning("a peer's connection was given up: %s (%s)", error or "it timed out", self.name)
+            link = await self._greet(connection, peer, connecting=False)
         finally:
             if link is None:
                 connection.close()
+        link.strange(stranger)
+        self._accepted.put_nowait(self._keep(link))
 
     def _keep(self, link: SocketLink) -> SocketLink:
-        self._links = [*(other for other in self._links if not other.closed), link]
+        self._links.add(link)
+        link.on_closed = self._links.discard
         return link
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -25,17 +25,8 @@ class TcpTransport(SocketTransport):
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept connections."""
-        server: socket.socket | None = None
-        try:
-            family, address = await _resolve(host, port)
-            server = socket.socket(family, socket.SOCK_STREAM)
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last one's connections may linger
-            server.bind(address)
-            self._serve(server)
-        except OSError as error:
-            if server is not None:
-                server.close()
-            raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} ({self.name})") from None
+        server = await bind(host, port, self.name)
+        self._serve(server)
         bracketed = f"[{host}]" if ":" in host else host
         return KVEndpoint(self.name, f"{bracketed}:{server.getsockname()[1]}")
 
@@ -55,6 +46,23 @@ class TcpTransport(SocketTransport):
         await asyncio.get_running_loop().sock_sendall(connection, _GREETING)
         await expect_greeting(connection, _GREETING)
         return SocketLink(self.name, SocketStream(connection, peer, self.name, self._timeout_s))
+
+
+async def bind(host: str, port: int, transport: str) -> socket.socket:
+    """A socket that is bound to an address of this host, for an `Acceptor`. PeerLost if it is no such address, or the
+    port is taken."""
+    server: socket.socket | None = None
+    try:
+        family, address = await _resolve(host, port)
+        server = socket.socket(family, socket.SOCK_STREAM)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last one's connections may linger
+        server.bind(address)
+        server.listen()
+    except OSError as error:
+        if server is not None:
+            server.close()
+        raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} ({transport})") from None
+    return server
 
 
 async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

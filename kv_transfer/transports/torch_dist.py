@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import socket
 import sys
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from core.errors import ConfigError, PeerLost, TransferTimeout
 from core.handoff import KVEndpoint
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
-from kv_transfer.transports.tcp import tune
+from kv_transfer.transports.acceptor import Acceptor
+from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_HELLO_BYTES, Stranger, Strangers
+from kv_transfer.transports.tcp import bind, tune
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.torch_groups import Backend, Groups
 from kv_transfer.transports.torch_link import FRAME, TorchDistLink
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 _GREETING: dict[Backend, bytes] = {"gloo": b"PDG1", "nccl": b"PDN1"}
 _GREETING_BYTES = 4
+_MAX_STRANGERS = 16  # fewer than elsewhere: each has a thread that builds its groups
+_MAX_KEYS = 64  # of the store; a group has a few
 _STORE_MODULE = "kv_transfer.transports.torch_store"
-_log = logging.getLogger(__name__)
 
 
 class TorchDistTransport(KVTransport):
@@ -42,21 +44,19 @@ class TorchDistTransport(KVTransport):
         self._backend: Backend = backend
         self._on_device = backend == "nccl" if on_device is None else on_device
         self._timeout_s = timeout_s
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._accepted: asyncio.Queue[TorchDistLink | None] = asyncio.Queue()
-        self._links: list[TorchDistLink] = []
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._links: set[TorchDistLink] = set()
         self._closed = False
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept connections. The groups of each link meet on ports that the system picks."""
         await self._import()
-        try:
-            self._server = await asyncio.start_server(self._incoming, host, port)
-        except OSError as error:
-            raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} (torch_dist)") from None
-        port = self._server.sockets[0].getsockname()[1]
-        return KVEndpoint(self.name, f"{host}:{port}")
+        server = await bind(host, port, self.name)
+        # NCCL's groups may take as long to make as a send may take.
+        introduction_s = INTRODUCTION_S if self._backend == "gloo" else max(INTRODUCTION_S, self._timeout_s)
+        self._acceptor = Acceptor(server, Strangers(self.name, _MAX_STRANGERS, introduction_s), self._welcome)
+        return KVEndpoint(self.name, f"{host}:{server.getsockname()[1]}")
 
     async def accept(self) -> KVLink:
         """The next link whose groups are in place."""
@@ -94,13 +94,9 @@ class TorchDistTransport(KVTransport):
         """Stop listening, close every link."""
         self._closed = True
         self._accepted.put_nowait(None)
-        if self._server is not None:
-            self._server.close()
-        for task in self._greeting:
-            task.cancel()
-        await asyncio.gather(*self._greeting, return_exceptions=True)
-        await asyncio.gather(*(link.aclose() for link in self._links))
-        self._links.clear()
+        if self._acceptor is not None:
+            await self._acceptor.aclose()
+        await asyncio.gather(*(link.aclose() for link in list(self._links)))
 
     async def _import(self) -> Any:
         """The module of the store: it imports torch, which takes seconds and is no part of any peer's timeout."""
@@ -108,26 +104,21 @@ class TorchDistTransport(KVTransport):
             await in_thread("kv-torch-import", lambda: importlib.import_module(_STORE_MODULE))
         return importlib.import_module(_STORE_MODULE)
 
-    def _incoming(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._greet(reader, writer))
-        self._greeting.add(task)
-        task.add_done_callback(self._greeting.discard)
-
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Make a link of an incoming connection, or close it."""
+    async def _welcome(self, connection: socket.socket, peer: str, stranger: Stranger) -> None:
+        """See `acceptor.Welcome`."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_HELLO_BYTES)
         link: TorchDistLink | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                greeting = await reader.readexactly(_GREETING_BYTES)
-                writer.write(_GREETING[self._backend])
-                if greeting == _GREETING[self._backend]:
-                    link = await self._join(reader, writer, 0)
-                    self._accepted.put_nowait(link)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, RuntimeError) as error:
-            _log.warning("a peer's connection was given up: %s (torch_dist)", error or "it timed out")
+            greeting = await reader.readexactly(_GREETING_BYTES)
+            writer.write(_GREETING[self._backend])
+            if greeting != _GREETING[self._backend]:
+                raise EOFError("the peer speaks something else")
+            link = await self._join(reader, writer, 0)
         finally:
             if link is None:
                 writer.close()
+        link.strange(stranger)
+        self._accepted.put_nowait(link)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rank: int) -> TorchDistLink:
         """Build the groups in a thread while their store's keys travel over the connection; an empty key ends them."""
@@ -150,16 +141,20 @@ class TorchDistTransport(KVTransport):
         finally:
             store.close()
         link = TorchDistLink(reader, writer, groups, self._timeout_s, on_device=self._on_device)
-        self._links = [*(other for other in self._links if not other.closed), link]
+        self._links.add(link)
+        link.on_closed = self._links.discard
         return link
 
 
 async def _take_keys(reader: asyncio.StreamReader, store: ExchangeStore) -> None:
-    while True:
+    left = MAX_HEADER_BYTES
+    for _ in range(_MAX_KEYS):
         key_size, size = FRAME.unpack(await reader.readexactly(FRAME.size))
         if not key_size:
             return
-        if key_size + size > MAX_HEADER_BYTES:
-            raise OSError(f"the peer sent a key of {key_size} + {size} bytes")
+        left -= key_size + size
+        if left < 0:
+            raise OSError(f"the peer sent a key of {key_size} + {size} bytes, and {MAX_HEADER_BYTES} in all are taken")
         key = await reader.readexactly(key_size)
         store.receive(key.decode(errors="replace"), await reader.readexactly(size))
+    raise OSError(f"the peer sent more than {_MAX_KEYS} keys")

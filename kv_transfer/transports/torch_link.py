@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
 from kv_transfer.sink import Sink
-from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
+from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, again, check_sizes
+from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 from kv_transfer.transports.torch_groups import Groups, finish
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
@@ -42,15 +44,29 @@ class TorchDistLink(InboxLink):
         self._receiving = False
         self._closed = False
         self._why = ""
+        self._stranger: Stranger | None = None
+        self.on_closed: Callable[[TorchDistLink], object] = lambda _: None
         self._senders = ThreadPoolExecutor(1, "kv-torch-send")
         self._receivers = ThreadPoolExecutor(1, "kv-torch-recv")
         self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._fetch())]
 
+    def strange(self, stranger: Stranger) -> None:
+        """It was accepted, and its peer has yet to introduce itself."""
+        self._stranger, stranger.cut = stranger, self.cut
+
+    def introduced(self) -> None:
+        """See `KVLink.introduced`."""
+        if self._stranger is not None:
+            self._stranger.leave()
+            self._stranger = None
+
     async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Announce the payload, then send a copy of it in the sending thread, which may go on after this has ended."""
         size = check_sizes(header, payload)
-        if self._inbox.ended is not None or self._groups is None:
-            raise self._inbox.ended or PeerLost(f"{self._peer}: the link is down (torch_dist)")
+        if self._inbox.ended is not None:
+            raise again(self._inbox.ended)
+        if self._groups is None:
+            raise PeerLost(f"{self._peer}: the link is down (torch_dist)")
         groups = self._groups
         try:
             self._writer.write(FRAME.pack(len(header), size) + header)
@@ -76,6 +92,8 @@ class TorchDistLink(InboxLink):
             raise
         except RuntimeError as error:
             raise self._fail(self._why or error) from None
+        finally:
+            del sent  # its error keeps this frame
 
     async def take(self, sink: Sink) -> None:
         """Copy the payload; on a device, wait for that, since its memory is used again."""
@@ -102,15 +120,22 @@ class TorchDistLink(InboxLink):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # their errors keep this link
         self._senders.shutdown(wait=False)
         self._receivers.shutdown(wait=False)
+        self.introduced()  # no stranger any more, at any rate
+        self.on_closed(self)
 
     async def _read_frames(self) -> None:
         try:
-            while True:
+            for number in itertools.count():
                 header_size, size = FRAME.unpack(await self._reader.readexactly(FRAME.size))
+                what = f"message {number}, of {header_size} + {size} bytes"
                 if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
-                    self._why = f"the peer announced a message of {header_size} + {size} bytes"
+                    self._why = f"the peer announced {what}"
+                    break
+                if self._stranger is not None and (number or header_size > MAX_HELLO_BYTES or size):
+                    self._why = f"the peer announced {what}, before it introduced itself"
                     break
                 await self._announced.put((await self._reader.readexactly(header_size), size))
         except (OSError, asyncio.IncompleteReadError):
@@ -150,7 +175,7 @@ class TorchDistLink(InboxLink):
         self._inbox.end(error)
         self._drop_groups()
         self._writer.close()
-        return error
+        return again(error)
 
     def _drop_groups(self) -> None:
         groups, self._groups = self._groups, None

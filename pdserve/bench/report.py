@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from core.errors import CapacityExceeded, NotReady
 from core.request import Mode
 from core.timeline import Figure
 from pdserve.bench.load import Outcome
@@ -18,12 +19,19 @@ from pdserve.client.generation import Generation
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """A run's outcomes and how long it took; everything else is read from them."""
+    """A run's outcomes and how long it took; everything else is read from them. ``leaked_blocks`` is None if it was not
+    waited for. ``planned`` is the number of requests of a run that was interrupted, and None of a whole one."""
 
     outcomes: Sequence[Outcome]
     duration_s: float
     slo: SLO | None
-    leaked_blocks: int
+    leaked_blocks: int | None
+    planned: int | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run was interrupted: the outcomes are those of the requests that had finished."""
+        return self.planned is not None
 
     @property
     def generations(self) -> list[Generation]:
@@ -34,6 +42,24 @@ class BenchReport:
     def failures(self) -> dict[str, int]:
         """How many requests failed, by error."""
         return dict(Counter(type(outcome.error).__name__ for outcome in self.outcomes if outcome.error is not None))
+
+    @property
+    def refusals(self) -> list[CapacityExceeded | NotReady]:
+        """The errors of requests that the service did not take (or no longer had room for)."""
+        errors = (outcome.error for outcome in self.outcomes)
+        return [error for error in errors if isinstance(error, CapacityExceeded | NotReady)]
+
+    @property
+    def retry_after_ms(self) -> float | None:
+        """Median of what refusals said when to come back; None if none did."""
+        waits_s = [error.retry_after_s for error in self.refusals if error.retry_after_s is not None]
+        return statistics.median(waits_s) * 1e3 if waits_s else None
+
+    @property
+    def good_share(self) -> float | None:
+        """The share of all requests that met the SLO; None without one, or if no request has finished."""
+        good = self.good_requests
+        return None if good is None or not self.outcomes else good / len(self.outcomes)
 
     @property
     def modes(self) -> list[str]:
@@ -87,18 +113,19 @@ class BenchReport:
         """Plain values: what ``pdserve bench --json`` prints."""
         good = self.good_requests
         return {
+            "partial": self.partial,
+            "planned": len(self.outcomes) if self.planned is None else self.planned,
             "requests": len(self.outcomes),
             "failed": len(self.outcomes) - len(self.generations),
             "failures": self.failures,
+            "refused": {"requests": len(self.refusals), "retry_after_ms": self.retry_after_ms},
             "duration_s": self.duration_s,
             **_plain(self.distributions()),
             "output_tokens_per_s": self.per_second(self.output_tokens),
             "total_tokens_per_s": self.per_second(self.total_tokens),
             "requests_per_s": self.per_second(len(self.generations)),
             "slo_ms": dict(self.slo.limits_ms) if self.slo else None,
-            "goodput": None
-            if good is None
-            else {"requests_per_s": self.per_second(good), "share": good / len(self.outcomes)},
+            "goodput": None if good is None else {"requests_per_s": self.per_second(good), "share": self.good_share},
             "kv_bytes_equal_expected": all(g.kv_bytes == g.kv_bytes_expected for g in self.generations),
             "leaked_blocks": self.leaked_blocks,
             "by_mode": {mode: _plain(self.distributions(mode)) for mode in self.modes},

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from core.errors import PdserveError
 from pdserve.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
 
 if TYPE_CHECKING:
@@ -37,7 +41,8 @@ def bench(
 ) -> None:
     """Put a load on the service and report latencies, throughput, goodput, failures and leaked blocks.
 
-    No request finds anything in a prefix cache: each has a salt of its own.
+    No request finds anything in a prefix cache: each has a salt of its own. Ctrl-C ends the run and reports what had
+    finished (marked as partial, exit code 130); a second one does not wait for the service's blocks.
     """
     from pdserve.bench.load import Load
     from pdserve.bench.slo import SLO
@@ -64,7 +69,9 @@ def bench(
         console.print(_latencies(report))
         for line in _summary(report):
             console.print(line)
-    if report.failures or report.leaked_blocks:
+    if report.partial:
+        raise typer.Exit(130)
+    if report.failures or report.leaked_blocks != 0:
         raise typer.Exit(1)
 
 
@@ -84,9 +91,17 @@ async def _run(target: str, load: Load, slo: SLO | None) -> BenchReport:
         TimeElapsedColumn(),
         TextColumn("{task.fields[failed]}"),
     )
+    console = stderr_console()
     async with AsyncClient(target) as client:
         before = await settled(client)
-        with Progress(*columns, console=stderr_console()) as progress:
+        load.check_fits(before)
+        stop, hurry = asyncio.Event(), asyncio.Event()
+
+        def interrupted() -> None:
+            stop.set()
+            console.print("interrupted; waiting for the service's KV blocks (Ctrl-C skips this)")
+
+        with _interrupts(interrupted, hurry.set), Progress(*columns, console=console) as progress:
             task = progress.add_task("bench", total=load.requests, failed="")
             failed = 0
 
@@ -95,8 +110,46 @@ async def _run(target: str, load: Load, slo: SLO | None) -> BenchReport:
                 failed += getattr(outcome, "error", None) is not None
                 progress.update(task, advance=1, failed=f"[red]{failed} failed[/]" if failed else "")
 
-            outcomes, duration_s = await run_load(client, load, before.vocab_size, on_done)
-        return BenchReport(outcomes, duration_s, slo, await leaked_blocks(client, before))
+            outcomes, duration_s = await run_load(client, load, before.vocab_size, on_done, stop)
+            leaked = await _unless(hurry, leaked_blocks(client, before))
+        return BenchReport(outcomes, duration_s, slo, leaked, load.requests if stop.is_set() else None)
+
+
+@contextmanager
+def _interrupts(first: Callable[[], None], second: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C calls ``first``, the next one ``second``, and a third one ends the command as usual."""
+    loop, usual, calls = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT), iter((first, second))
+
+    def back_to_usual() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, usual)
+
+    def on_interrupt() -> None:
+        call = next(calls)
+        if call is second:
+            back_to_usual()
+        call()
+
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        back_to_usual()
+
+
+async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int | None:
+    """``leaked``; None once ``hurry`` is set, or if the service does not answer any more: what was measured must not be
+    lost with it."""
+    counting, skip = asyncio.create_task(leaked), asyncio.create_task(hurry.wait())
+    try:
+        await asyncio.wait((counting, skip), return_when=asyncio.FIRST_COMPLETED)
+        return counting.result() if counting.done() else None
+    except PdserveError as error:
+        typer.echo(f"the service's KV blocks could not be counted: {error}", err=True)
+        return None
+    finally:
+        counting.cancel()
+        skip.cancel()
 
 
 def _latencies(report: BenchReport) -> Table:
@@ -127,16 +180,19 @@ def _cells(distribution: Distribution | None) -> list[str]:
 def _summary(report: BenchReport) -> list[str]:
     from core.timeline import Figure
 
-    lines = [
+    lines = []
+    if report.partial:
+        lines.append(f"partial     interrupted when {len(report.outcomes)} of {report.planned} requests had finished")
+    lines.append(
         f"throughput  {report.per_second(report.output_tokens):.1f} output tokens/s, "
         f"{report.per_second(report.total_tokens):.1f} tokens/s in all, "
         f"{report.per_second(len(report.generations)):.2f} requests/s over {report.duration_s:.2f} s"
-    ]
+    )
     good = report.good_requests
     if good is not None and report.slo is not None:
         limits = ", ".join(f"{key} ≤ {limit:g} ms" for key, limit in report.slo.limits_ms.items())
-        share = 100 * good / len(report.outcomes)
-        lines.append(f"goodput     {report.per_second(good):.2f} requests/s, {share:.1f} % within {limits}")
+        share = "–" if report.good_share is None else f"{100 * report.good_share:.1f}"
+        lines.append(f"goodput     {report.per_second(good):.2f} requests/s, {share} % within {limits}")
     added = {figure.value: report.added_ms(figure) for figure in Figure}
     if any(value is not None for value in added.values()):
         text = ", ".join(f"{name} {value:+.2f} ms" for name, value in added.items() if value is not None)
@@ -145,8 +201,16 @@ def _summary(report: BenchReport) -> list[str]:
     lines.append(f"failures    {failures}")
     errors = {str(outcome.error) for outcome in report.outcomes if outcome.error is not None}
     lines.extend(f"            {message}" for message in sorted(errors)[:3])
+    if report.refusals:
+        wait = (
+            ""
+            if report.retry_after_ms is None
+            else f"; to be tried again after {report.retry_after_ms:.0f} ms (median)"
+        )
+        lines.append(f"refused     {len(report.refusals)} requests{wait}")
     wrong = [g for g in report.generations if g.kv_bytes != g.kv_bytes_expected]
     if wrong:
         lines.append(f"kv bytes    {len(wrong)} requests moved other bytes than expected")
-    lines.append(f"leaked      {report.leaked_blocks} blocks")
+    leaked = "not known" if report.leaked_blocks is None else f"{report.leaked_blocks} blocks"
+    lines.append(f"leaked      {leaked}")
     return lines

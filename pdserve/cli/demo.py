@@ -30,7 +30,9 @@ def demo(
 
     from pdserve.cli.console import stderr_console, stdout_console
     from pdserve.demo.run import run_demo
+    from pdserve.waterfall.picture import check_picture
 
+    check_picture("--png", png)
     with _service(target, model, stderr_console()) as address:
         report = asyncio.run(run_demo(address, png, stdout_console(), rounds))
     typer.echo(json.dumps(report.to_dict()))
@@ -43,6 +45,8 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     if target is not None:
         yield target
         return
+    from rich.markup import escape
+
     from core.config import PdserveConfig
     from pdserve.launch.detach import start_detached, stop_detached
 
@@ -51,7 +55,10 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     def show(stage: str) -> None:
         console.print(f"  {stage}", style="dim")
 
-    port = start_detached(settings, show)
+    def note(text: str) -> None:
+        console.print("  [yellow]note[/]:", escape(text), soft_wrap=True)
+
+    port = start_detached(settings, show, note)
     try:
         yield f"localhost:{port}"
     finally:

@@ -51,6 +51,10 @@ def generate(
 ) -> None:
     """Generate text, streamed as it comes, then show where the time to first token went."""
     prompt = _prompt(text, token_ids)
+    if png is not None:
+        from pdserve.waterfall.picture import check_picture
+
+        check_picture("--png", png)
     options: GenerateOptions = {
         "mode": mode,
         "max_tokens": max_tokens,
@@ -87,10 +91,14 @@ def generate(
             console.print(logprobs_table(generation.tokens))
         console.print(waterfall(generation))
     if png is not None:
+        from pdserve.waterfall.bars import longest
         from pdserve.waterfall.picture import save_waterfalls
 
-        save_waterfalls([generation], png)
-        typer.echo(f"saved {png}", err=True)
+        if longest(generation) is None:
+            typer.echo(f"{png} was not saved: the answer has no breakdown to draw", err=True)
+        else:
+            save_waterfalls([generation], png)
+            typer.echo(f"saved {png}", err=True)
 
 
 def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Sequence
 
 import typer
 
 from core.errors import ConfigError, InvalidRequest, PdserveError
-from pdserve.cli import bench, config, demo, doctor, generate, model_info, scale, status, up
+from pdserve.cli import bench, config, demo, doctor, generate, logs, model_info, scale, status, up
+from pdserve.cli import list as list_command
 
 app = typer.Typer(
     name="pdserve",
@@ -19,6 +22,8 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.command("down")(up.down)
 app.command("scale")(scale.scale)
+app.command("list")(list_command.list_services)
+app.command("logs")(logs.logs)
 app.command("status")(status.status)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
@@ -31,10 +36,15 @@ app.command("doctor")(doctor.doctor)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command (default: the process's own arguments). Ends with SystemExit: 0, 1 (it failed; one line on
     stderr says why), 2 (it was asked wrongly) or 130 (Ctrl-C)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?' for what it cannot show
     try:
         app(args=None if arguments is None else list(arguments))
     except PdserveError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise SystemExit(2 if isinstance(error, ConfigError | InvalidRequest) else 1) from None
+    except OSError as error:
+        typer.echo(f"error: {error.filename or 'the output'}: {error.strerror or error}", err=True)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -9,6 +9,7 @@ import typer
 from pdserve.cli.options import JsonOption
 
 if TYPE_CHECKING:
+    from core.dtypes import NativeDtypes
     from core.model_shape import ModelShape
 
 _DEFAULT_MEMORY_GB = (16.0, 24.0, 80.0)
@@ -19,7 +20,12 @@ def model_info(
     model: Annotated[
         str, typer.Argument(help="a model folder, 'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json'")
     ],
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32 or bfloat16")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (what the device computes natively), float32, bfloat16 or float16")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="of this host, for --dtype auto: auto (its GPUs if any), cpu or cuda")] = (
+        "auto"
+    ),
     memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of one device (default: 16, 24 and 80)")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="token budget of one step, for the activations")] = 512,
     context: Annotated[
@@ -34,13 +40,14 @@ def model_info(
     as_json: JsonOption = False,
 ) -> None:
     """Count a model's parameters, its KV cache (as it is, and as MHA, GQA, MQA, MLA or a window), and what fits."""
+    from core.dtypes import choose_dtype
     from core.errors import InvalidRequest
     from core.kv_layout import DTYPE_BYTES
+    from engine.model_folder import tokenizer_note
     from engine.model_source import resolve_model
 
     source = resolve_model(model)
-    chosen = source.shape.dtype if dtype == "auto" else dtype
-    if chosen not in DTYPE_BYTES:
+    if dtype not in ("auto", *DTYPE_BYTES):
         raise InvalidRequest(f"dtype: {dtype!r} is none of auto, {', '.join(DTYPE_BYTES)}")
     if memory is not None and not 0 < memory < 1e9:
         raise InvalidRequest(f"memory: {memory} is not a positive number of GB")
@@ -48,13 +55,33 @@ def model_info(
     if window is not None or not source.shape.windows:
         window = window or min(_DEFAULT_WINDOW, max(1, context // 4))
     sizes_gb = _DEFAULT_MEMORY_GB if memory is None else (memory,)
-    facts = _facts(source.name, source.shape, chosen, sizes_gb, tokens, context, window)
+    choice = choose_dtype(dtype, source.shape.dtype, {"this host": _devices(device)})
+    facts = _facts(source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
+    facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
     if as_json:
         import json
 
         typer.echo(json.dumps(facts))
     else:
         _show(facts)
+
+
+def _devices(kind: str) -> list[NativeDtypes]:
+    from pathlib import Path
+
+    from core.errors import InvalidRequest
+    from engine.device_dtypes import native_dtypes
+
+    if kind not in ("auto", "cpu", "cuda"):
+        raise InvalidRequest(f"device: {kind!r} is none of auto, cpu, cuda")
+    # Only where there may be GPUs: asking for them brings in torch.
+    if kind == "cuda" or (kind == "auto" and any(Path("/dev").glob("nvidia[0-9]*"))):
+        gpus = native_dtypes("cuda")
+        if kind == "cuda" and not gpus:
+            raise InvalidRequest("device: torch sees no GPU here; name a --dtype instead")
+        if gpus:
+            return gpus
+    return native_dtypes("cpu")
 
 
 def _facts(
@@ -69,6 +96,7 @@ def _facts(
     return {
         "model": name,
         "dtype": dtype,
+        "checkpoint_dtype": shape.dtype,
         "attention": shape.attention,
         "shape": asdict(shape),
         "parameters": shape.num_parameters,
@@ -92,6 +120,7 @@ def _facts(
 
 
 def _show(facts: dict[str, Any]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from pdserve.cli.console import stdout_console
@@ -106,9 +135,10 @@ def _show(facts: dict[str, Any]) -> None:
     )
     for line in _peculiarities(shape):
         console.print(line)
+    stored = "" if facts["checkpoint_dtype"] == facts["dtype"] else f" (stored in {facts['checkpoint_dtype']})"
     console.print(
         f"parameters   {facts['parameters']:,}\n"
-        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}\n"
+        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}{stored}\n"
         f"activations  {human_bytes(facts['activation_bytes'])} at the peak of a step of "
         f"{facts['activation_tokens']} tokens\n"
         f"KV cache     {human_bytes(per_token)} a token, {human_bytes(facts['kv_bytes_context'])} for a context of "
@@ -147,6 +177,8 @@ def _show(facts: dict[str, Any]) -> None:
         "reaches: a faster link hides the hand-off",
         soft_wrap=True,
     )
+    for note in facts["notes"]:
+        console.print("[yellow]note[/]:", escape(note), soft_wrap=True)
 
 
 def _peculiarities(shape: dict[str, Any]) -> list[str]:

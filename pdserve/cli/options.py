@@ -25,7 +25,7 @@ OversubscribeOption = Annotated[bool, typer.Option("--oversubscribe", help="let 
 PlacementOption = Annotated[str | None, typer.Option(help="pack, spread or strict_spread")]
 NodesOption = Annotated[int | None, typer.Option(help="wait for this many nodes of a Ray that is joined")]
 AutoscaleOption = Annotated[bool, typer.Option("--autoscale", help="ask Ray for nodes that are missing")]
-DtypeOption = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")]
+DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")]
 TransportOption = Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")]
 PortOption = Annotated[int | None, typer.Option(help="port of the gRPC API; 0 picks a free one")]
 AddressOption = Annotated[str | None, typer.Option(help="'local' starts a Ray; 'auto' or host:port joins one")]

@@ -15,14 +15,17 @@ def scale(
     prefill: Annotated[int | None, typer.Option(min=0, max=1024, help="prefill workers there should be")] = None,
     decode: Annotated[int | None, typer.Option(min=0, max=1024, help="decode workers there should be")] = None,
     drain: Annotated[float, typer.Option(min=0, max=86_400, help="seconds for workers that go to finish")] = 30.0,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="workers that find no free slot share one (CPUs only)")
+    ] = False,
     target: TargetOption = DEFAULT_TARGET,
 ) -> None:
     """Add or remove workers of a running service, on the host it was started on. Workers that find no free slot wait
-    for a node, which Ray is asked for."""
+    for a node, which Ray is asked for; on a Ray of the service's own that is an error, unless they may share slots."""
     from core.errors import LaunchError
     from core.worker import Role
     from pdserve.cli.console import stderr_console
-    from pdserve.launch.operator import scale as ask
+    from pdserve.launch.operator import OperatorClient
     from pdserve.launch.state import ServiceState, port_of
 
     wanted = {role: count for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if count is not None}
@@ -36,7 +39,8 @@ def scale(
             console.print(f"  {stage}")
             status.update(stage)
 
-        scaled = ask(state.socket, wanted, drain, drain + state.start_timeout_s + MARGIN_S, report)
+        timeout_s = drain + state.start_timeout_s + MARGIN_S
+        scaled = OperatorClient(state.socket).scale(wanted, drain, timeout_s, report, oversubscribe)
     console.print(f"[green]scaled[/]: {scaled.prefill}P{scaled.decode}D at {target}")
     if scaled.waiting:
         console.print(

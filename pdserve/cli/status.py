@@ -25,6 +25,8 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
 
         typer.echo(json.dumps(answer.to_dict()))
         return
+    from rich.markup import escape
+
     from pdserve.cli.console import stdout_console
     from pdserve.waterfall.bars import human_bytes
 
@@ -34,13 +36,16 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
         f"{ready} at {target} · pdserve {answer.version} · up {answer.uptime_s:.0f} s · "
         f"{answer.queued} queued, {answer.running} running"
     )
+    converted = f" from {answer.checkpoint_dtype}" if answer.checkpoint_dtype not in ("", answer.dtype) else ""
     console.print(
-        f"model {answer.model} ({answer.dtype}, context {answer.context_length}) · KV "
+        f"model {answer.model} ({answer.dtype}{converted}, context {answer.context_length}) · KV "
         f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
     )
     console.print(_workers(answer))
     if any(worker.links for worker in answer.workers):
         console.print(_pairs(answer))
+    for note in answer.notes:
+        console.print("[yellow]note[/]:", escape(note), soft_wrap=True)
     for worker in answer.workers:
         if worker.kv_refused:
             refused = ", ".join(f"{count} {reason}" for reason, count in sorted(worker.kv_refused.items()))

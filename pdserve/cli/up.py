@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.options import (
+    DEFAULT_TARGET,
     AddressOption,
     AutoscaleOption,
     ConfigOption,
@@ -42,6 +43,7 @@ def up(
 ) -> None:
     """Start the service on Ray: gateway, prefill and decode workers. Ctrl-C (or `pdserve down`) ends it."""
     from rich.console import Console
+    from rich.markup import escape
 
     settings = service_settings(
         config,
@@ -66,13 +68,16 @@ def up(
             f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at localhost:{ready_port}"
         )
 
+    def note(text: str) -> None:
+        console.print("[yellow]note[/]:", escape(text), soft_wrap=True)
+
     with console.status("starting") as status:
         if detach:
             from pdserve.launch.detach import start_detached
 
-            announce(start_detached(settings, lambda stage: status.update(stage)))
+            announce(start_detached(settings, lambda stage: status.update(stage), note))
             return
-        from pdserve.launch.supervisor import supervise
+        from pdserve.launch.supervisor import Interrupted, supervise
 
         def report(stage: str) -> None:
             console.print(f"  {stage}")
@@ -83,18 +88,48 @@ def up(
             announce(ready_port)
             console.print("Ctrl-C ends it")
 
-        supervise(settings, report, ready)
+        try:
+            supervise(settings, report, ready, note=note)
+        except Interrupted as interrupted:
+            console.print(str(interrupted))
+            raise SystemExit(128 + interrupted.signum) from None
 
 
-def down(target: Annotated[str, typer.Option(help="host:port of the service")] = "localhost:50051") -> None:
-    """Take down a service started on this host; nothing of it is left afterwards."""
-    from rich.console import Console
-
+def down(
+    target: Annotated[str, typer.Option(help="host:port of the service (see `pdserve list`)")] = DEFAULT_TARGET,
+    drain: Annotated[
+        float | None, typer.Option(min=0, max=86_400, help="seconds for requests in progress to finish [default: 30]")
+    ] = None,
+    now: Annotated[bool, typer.Option("--now", help="end requests in progress at once: --drain 0")] = False,
+    every: Annotated[bool, typer.Option("--all", help="take down all of your services on this host")] = False,
+) -> None:
+    """Take down a service started on this host; nothing of it is left afterwards. New requests are refused at once,
+    those in progress may finish."""
+    from core.errors import InvalidRequest, LaunchError
+    from pdserve.cli.console import stderr_console
     from pdserve.launch.detach import stop_detached
-    from pdserve.launch.state import port_of
+    from pdserve.launch.shutdown import DRAIN_S
+    from pdserve.launch.state import ServiceState, port_of
 
-    port = port_of(target)
-    console = Console(stderr=True)
-    with console.status("stopping"):
-        stop_detached(port)
-    console.print(f"the service on port {port} is down")
+    if now and drain:
+        raise InvalidRequest("--now and --drain say two things; give one of them")
+    drain_s = 0.0 if now else DRAIN_S if drain is None else drain
+    ports = [state.port for state in ServiceState.all()] if every else [port_of(target)]
+    console = stderr_console()
+    for port in ports:
+        with console.status("stopping") as status:
+
+            def report(stage: str) -> None:
+                console.print(f"  {stage}")
+                status.update(stage)
+
+            try:
+                stop_detached(port, drain_s, report)
+            except LaunchError as error:
+                if not every:
+                    raise
+                console.print(str(error))
+                continue
+        console.print(f"the service on port {port} is down")
+    if not ports:
+        console.print("no service of yours runs on this host")

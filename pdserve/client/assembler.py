@@ -21,6 +21,11 @@ class Assembler:
         self._tokens: list[Token] = []
         self._generation: Generation | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether any message has arrived."""
+        return bool(self._tokens) or self._generation is not None
+
     def add(self, message: pb.GenerateResponse, arrived_s: float) -> Token | None:
         """Take a message in; returns its token, or None if it was the completion."""
         if message.HasField("completion"):

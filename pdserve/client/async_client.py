@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -15,16 +17,25 @@ from core.errors import NotReady
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc as pb_grpc
 from pdserve.client.async_stream import AsyncStream, Call
-from pdserve.client.channel import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, DEFAULT_TARGET, error_from_status, unreachable
+from pdserve.client.channel import (
+    CHANNEL_OPTIONS,
+    CONNECT_TIMEOUT_S,
+    DEFAULT_TARGET,
+    client_closed,
+    error_from_status,
+    unreachable,
+)
 from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
 from pdserve.client.status import ServiceStatus
 
 
 class AsyncClient:
-    """A pdserve service at ``target`` (host:port). Use it within one event loop; ``async with`` closes it."""
+    """A pdserve service at ``target`` (host:port). Use it within one event loop; ``async with`` closes it. After
+    `close` every method raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target
+        self._closed = False
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(self._channel)  # type: ignore[assignment]
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -36,31 +47,37 @@ class AsyncClient:
         timeout_s = timeout_of(options)
 
         def start() -> Call:
-            return self._stub.Generate(request, timeout=timeout_s)
+            with self._while_open():
+                return self._stub.Generate(request, timeout=timeout_s)
 
         async def connect() -> None:
             await self.connect(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))
 
-        return AsyncStream(connect, start, self.target)
+        return AsyncStream(connect, start, self.target, lambda: self._closed)
 
     async def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Connect now, so that no request pays for it; `NotReady` if nothing answers within ``timeout_s``."""
+        with self._while_open():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._connect()
+            except TimeoutError:
+                raise unreachable(self.target) from None
+
+    async def _connect(self) -> None:
         state = self._channel.get_state(try_to_connect=True)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while state is not grpc.ChannelConnectivity.READY:
-                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        raise unreachable(self.target)
-                    await self._channel.wait_for_state_change(state)
-                    state = self._channel.get_state(try_to_connect=True)
-        except TimeoutError:
-            raise unreachable(self.target) from None
+        while state is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                raise unreachable(self.target)
+            await self._channel.wait_for_state_change(state)
+            state = self._channel.get_state(try_to_connect=True)
 
     async def status(self, timeout_s: float = 10.0) -> ServiceStatus:
         """The service's workers, their load and their blocks."""
         await self.connect(timeout_s)
         try:
-            return ServiceStatus.from_proto(await self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
+            with self._while_open():
+                return ServiceStatus.from_proto(await self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code(), error.details(), self.target, error.trailing_metadata()) from None
 
@@ -68,7 +85,8 @@ class AsyncClient:
         """Whether the service takes requests (grpc.health.v1); False as well if nothing answers."""
         try:
             await self.connect(timeout_s)
-            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            with self._while_open():
+                answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except (NotReady, grpc.aio.AioRpcError):
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -83,7 +101,19 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the channel; requests under way are cancelled."""
+        self._closed = True
         await self._channel.close(None)
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """Calls over a closed channel raise errors of grpc.aio's own, and calls that it cuts CancelledError."""
+        try:
+            yield
+        except (grpc.aio.UsageError, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if self._closed and not (task and task.cancelling()):
+                raise client_closed(self.target) from None
+            raise
 
     async def __aenter__(self) -> Self:
         return self

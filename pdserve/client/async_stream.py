@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -13,7 +15,7 @@ import grpc.aio
 from core.errors import PdserveError, RequestAborted
 from pb import inference_pb2 as pb
 from pdserve.client.assembler import Assembler
-from pdserve.client.channel import error_from_status
+from pdserve.client.channel import client_closed, error_from_status
 from pdserve.client.generation import Generation, Token
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
@@ -36,75 +38,134 @@ async def _read(call: Call, arrivals: asyncio.Queue[Arrival]) -> None:
         arrivals.put_nowait(None)
 
 
+def _cancel(loop: asyncio.AbstractEventLoop, call: Call) -> None:
+    """Cancel ``call`` of ``loop`` from any thread: the garbage collector runs in any."""
+    if loop.is_closed():  # its end cancelled the call's reader, and with it the call
+        return
+    if loop.is_running() and not _runs_here(loop):
+        with contextlib.suppress(RuntimeError):  # closed just now
+            loop.call_soon_threadsafe(call.cancel)
+    else:
+        call.cancel()
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
 class AsyncStream:
     """Tokens as they come (``async for``), then `result`. The call leaves on first use, after the channel is
     connected. A task reads ahead, so that a token's time is that of its arrival whatever else awaits in between (but
-    nothing can be read while the event loop is kept busy). Leaving ``async with`` cancels what is not finished. Errors
-    are those of `core.errors`; each later use raises the same one again."""
+    nothing can be read while the event loop is kept busy).
 
-    def __init__(self, connect: Callable[[], Awaitable[None]], start: Callable[[], Call], target: str) -> None:
+    The request is cancelled when its stream is left before its end: an ``async for`` loop over it ends early
+    (``break``, an exception), the task that awaits it is cancelled (also by `asyncio.wait_for` or `asyncio.timeout`),
+    ``async with`` is left, the stream is closed or garbage collected, or its client is closed. To read a part and go on
+    later, call ``await anext(stream)``. Errors are those of `core.errors`; each later use raises the same one again.
+
+    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[None]],
+        start: Callable[[], Call],
+        target: str,
+        is_closed: Callable[[], bool],
+    ) -> None:
         self._connect = connect
         self._start = start
         self._target = target
-        self._call: Call | None = None
-        self._arrivals: asyncio.Queue[Arrival] | None = None
+        self._is_closed = is_closed
+        self._cancel_call: weakref.finalize[[asyncio.AbstractEventLoop, Call], AsyncStream] | None = None
+        self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._assembler: Assembler | None = None
         self._error: PdserveError | None = None
         self._result: Generation | None = None
 
-    def __aiter__(self) -> Self:
-        return self
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return _Loop(self)
 
     async def __anext__(self) -> Token:
-        if self._error is not None:
-            raise self._error
-        if self._result is not None:
-            raise StopAsyncIteration
-        try:
-            token = await self._next()
-        except PdserveError as error:
-            self._error = error
-            raise
+        token = await self._advance()
         if token is None:
             raise StopAsyncIteration
         return token
 
-    async def _next(self) -> Token | None:
-        if self._arrivals is None or self._assembler is None:
-            await self._connect()
-            self._arrivals = asyncio.Queue()
-            self._assembler = Assembler(time.monotonic())
-            self._call = self._start()
-            self._reader = asyncio.create_task(_read(self._call, self._arrivals))
-        arrival = await self._arrivals.get()
-        while isinstance(arrival, tuple):
-            token = self._assembler.add(*arrival)
-            if token is not None:
-                return token
-            arrival = await self._arrivals.get()
-        if arrival is None:
-            self._result = self._assembler.result()
-            return None
-        if isinstance(self._error, RequestAborted):
+    async def _advance(self) -> Token | None:
+        """The next token; None if the stream is complete."""
+        if self._error is not None:
             raise self._error
-        if isinstance(arrival, asyncio.CancelledError):
-            raise RequestAborted("cancelled by the client")
-        raise error_from_status(arrival.code(), arrival.details(), self._target, arrival.trailing_metadata())
+        if self._result is not None:
+            return None
+        try:
+            return await self._next()
+        except PdserveError as error:
+            self._error = self._error or error  # if it was cancelled in the meantime, that is why it ended
+        except BaseException:
+            self._abort("the task that read its stream was cancelled or interrupted")
+            raise
+        raise self._error
+
+    async def _next(self) -> Token | None:
+        assembler = self._assembler or await self._begin()
+        while True:
+            arrival = await self._arrivals.get()
+            if isinstance(arrival, tuple):
+                token = assembler.add(*arrival)
+                if token is not None:
+                    return token
+                continue
+            self._arrivals.put_nowait(arrival)  # for other tasks that read this stream
+            if self._error is not None:
+                raise self._error
+            if arrival is None:
+                self._result = assembler.result()
+                return None
+            if self._is_closed():
+                raise client_closed(self._target)
+            if isinstance(arrival, asyncio.CancelledError):
+                raise RequestAborted("cancelled by the client: the task that receives its tokens was cancelled")
+            raise error_from_status(
+                arrival.code(), arrival.details(), self._target, arrival.trailing_metadata(), assembler.has_begun
+            )
+
+    async def _begin(self) -> Assembler:
+        await self._connect()
+        if self._error is not None:  # cancelled in the meantime
+            raise self._error
+        if self._assembler is None:
+            self._assembler = Assembler(time.monotonic())
+            call = self._start()
+            self._cancel_call = weakref.finalize(self, _cancel, asyncio.get_running_loop(), call)
+            self._cancel_call.atexit = False  # the process's end closes the connection
+            self._reader = asyncio.create_task(_read(call, self._arrivals))
+        return self._assembler
 
     async def result(self) -> Generation:
         """Read what is left and return the whole generation."""
-        async for _ in self:
+        while await self._advance() is not None:
             pass
         assert self._result is not None
         return self._result
 
     def cancel(self) -> None:
         """Give the request up; nothing if it has ended. Readers get `RequestAborted`."""
+        self._abort("")
+
+    async def aclose(self) -> None:
+        """The same as `cancel`, for `contextlib.aclosing`."""
+        self._abort("its stream was closed")
+
+    def _abort(self, reason: str) -> None:
         if self._result is None and self._error is None:
-            self._error = RequestAborted("cancelled by the client")
-            if self._call is not None:
-                self._call.cancel()
+            self._error = RequestAborted("cancelled by the client" + (reason and f": {reason}"))
+            if self._cancel_call is not None:
+                self._cancel_call()
 
     async def __aenter__(self) -> Self:
         return self
@@ -112,4 +173,21 @@ class AsyncStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cancel()
+        await self.aclose()
+
+
+class _Loop:
+    """The iterator that an ``async for`` loop holds while it runs; the request is cancelled if it goes before the
+    end."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:  # a coroutine, so that it keeps the loop while it waits
+        return await anext(self._stream)
+
+    def __del__(self) -> None:
+        self._stream._abort("the loop over its stream ended early; use anext(stream) to read on later")

@@ -17,7 +17,7 @@ from core.errors import (
     RequestAborted,
     from_wire,
 )
-from gateway.statuses import ERROR_KIND_KEY
+from gateway.statuses import ERROR_KIND_KEY, RETRY_AFTER_KEY
 
 DEFAULT_TARGET = "localhost:50051"
 CONNECT_TIMEOUT_S = 10.0
@@ -37,11 +37,12 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
+_MAX_RETRY_AFTER_MS = 3_600_000.0
+
 _CLASSES: dict[grpc.StatusCode, type[PdserveError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExceeded,
     grpc.StatusCode.FAILED_PRECONDITION: LaunchError,
-    grpc.StatusCode.CANCELLED: RequestAborted,
 }
 
 
@@ -50,16 +51,37 @@ Trailing = Iterable[Any]
 
 
 def error_from_status(
-    code: grpc.StatusCode, details: str | None, target: str, trailing: Trailing | None = None
+    code: grpc.StatusCode,
+    details: str | None,
+    target: str,
+    trailing: Trailing | None = None,
+    has_begun: bool = False,
 ) -> PdserveError:
     """The error that the service names in its trailing metadata; where it names none (or one of a later version), the
-    class for the gRPC status. Its message can stand alone."""
+    class for the gRPC status. Its message can stand alone. ``has_begun`` tells whether the call has had an answer.
+
+    For calls that this client did not cancel itself: `RequestAborted` would say so, so no status becomes one.
+    """
     details = " ".join((details or "").split())
-    kind = next((value for key, value in trailing or () if key == ERROR_KIND_KEY), "")
+    metadata = dict(trailing or ())
+    error = _error(code, details, target, metadata.get(ERROR_KIND_KEY, ""), has_begun)
+    if isinstance(error, CapacityExceeded | NotReady):
+        error.retry_after_s = _retry_after_s(metadata.get(RETRY_AFTER_KEY))
+    return error
+
+
+def _error(code: grpc.StatusCode, details: str, target: str, kind: Any, has_begun: bool) -> PdserveError:
     if isinstance(kind, str) and details:
         error = from_wire(kind, details)
-        if type(error) is not PdserveError:
+        if type(error) not in (PdserveError, RequestAborted):
             return error
+    if code is grpc.StatusCode.CANCELLED:
+        return _cancelled_by_the_server(details, target, has_begun)
+    if code is grpc.StatusCode.UNAVAILABLE and is_reset(details):
+        return NotReady(
+            f"the server at {target} ended the stream ({details}): it is stopping, or takes no more streams now; try "
+            "again after a while"
+        )
     if code is grpc.StatusCode.UNAVAILABLE:
         return NotReady(f"the service at {target} is not available: {details or 'no reason given'}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -68,9 +90,47 @@ def error_from_status(
         return DeadlineExceeded("the request's deadline passed; raise it or reduce the load" if own else details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return PdserveError(f"the server at {target} is not pdserve, or of another version: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and is_reset(details):
+        return _overloaded(target, details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details and not details.startswith("CLIENT"):
+        return InvalidRequest(
+            f"message: it is longer than any request that fits the context of the service at {target} ({details}); "
+            "shorten the prompt"
+        )
     if code in _CLASSES:
         return _CLASSES[code](details or code.name)
     return PdserveError(f"{code.name}: {details or 'no reason given'} (service at {target})")
+
+
+def _cancelled_by_the_server(details: str, target: str, has_begun: bool) -> PdserveError:
+    """A gRPC server beyond its limit on open streams answers CANCELLED without a word, or resets the stream with the
+    HTTP/2 code of that name."""
+    unexplained = details in ("", grpc.StatusCode.CANCELLED.name) or is_reset(details)
+    if unexplained and not has_begun:
+        return _overloaded(target, details or grpc.StatusCode.CANCELLED.name)
+    reason = details or "no reason given"
+    return NotReady(f"the server at {target} cancelled the request ({reason}); send it again after a while")
+
+
+def _overloaded(target: str, details: str) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"the server at {target} refused the stream, most likely because too many are open ({details}); "
+        "send fewer at a time, or try again after a while"
+    )
+
+
+def is_reset(details: str | None) -> bool:
+    """Whether a server that is there ended the stream or the connection on the level of HTTP/2."""
+    return any(frame in (details or "") for frame in ("RST_STREAM", "GOAWAY"))
+
+
+def _retry_after_s(value: Any) -> float | None:
+    """Seconds from the metadata's milliseconds; None if there are none or they make no sense."""
+    try:
+        milliseconds = float(value)
+    except (TypeError, ValueError):
+        return None
+    return milliseconds / 1e3 if 0 <= milliseconds <= _MAX_RETRY_AFTER_MS else None
 
 
 def unreachable(target: str) -> NotReady:
@@ -78,3 +138,8 @@ def unreachable(target: str) -> NotReady:
     return NotReady(
         f"nothing answers at {target}: start the service with `pdserve up`, or name the right host:port as the target"
     )
+
+
+def client_closed(target: str) -> RequestAborted:
+    """The caller closed its own client."""
+    return RequestAborted(f"cancelled by the client: the client of {target} was closed")

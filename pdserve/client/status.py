@@ -77,7 +77,11 @@ class ServiceWorker:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The service: its model, its workers, what waits in the router (``queued``) and what it runs (``running``)."""
+    """The service: its model, its workers, what waits in the router (``queued``) and what it runs (``running``).
+
+    ``dtype`` is what the model is computed in, ``checkpoint_dtype`` what its weights are stored in. ``notes`` are what
+    users have to know: a missing tokenizer, a converted dtype, cores shared with another service.
+    """
 
     ready: bool
     version: str
@@ -93,6 +97,8 @@ class ServiceStatus:
     pid: int
     uptime_s: float
     workers: tuple[ServiceWorker, ...]
+    checkpoint_dtype: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def idle(self) -> bool:
@@ -103,6 +109,13 @@ class ServiceStatus:
     def used_blocks(self) -> int:
         """KV blocks held, over all workers."""
         return sum(worker.num_blocks - worker.free_blocks for worker in self.workers)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of KV that the smallest worker holds: what one request can have at most. 0 without workers."""
+        known = [worker for worker in self.workers if worker.num_blocks]
+        present = [worker for worker in known if worker.state != "lost"] or known
+        return min((worker.num_blocks for worker in present), default=0) * self.block_size
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what ``pdserve status --json`` prints."""
@@ -126,4 +139,6 @@ class ServiceStatus:
             pid=status.pid,
             uptime_s=status.uptime_s,
             workers=tuple(ServiceWorker.from_proto(worker) for worker in status.workers),
+            checkpoint_dtype=status.checkpoint_dtype,
+            notes=tuple(status.notes),
         )

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from core.errors import NotReady
+from core.errors import NotReady, PdserveError
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc as pb_grpc
-from pdserve.client.channel import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, DEFAULT_TARGET, error_from_status, unreachable
+from pdserve.client.channel import (
+    CHANNEL_OPTIONS,
+    CONNECT_TIMEOUT_S,
+    DEFAULT_TARGET,
+    client_closed,
+    error_from_status,
+    is_reset,
+    unreachable,
+)
 from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
 from pdserve.client.status import ServiceStatus
 from pdserve.client.sync_stream import Call, Stream
 
+_RECHECK_S = 5.0
+"""A connection that answered this recently is taken for standing."""
+
 
 class Client:
-    """A pdserve service at ``target`` (host:port). Threads may share it; ``with`` closes it."""
+    """A pdserve service at ``target`` (host:port). Threads may share it; ``with`` closes it. After `close` every method
+    raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target
+        self._closed = False
+        self._connecting = threading.Lock()
+        self._connected_s = -math.inf
         self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -34,38 +53,59 @@ class Client:
         timeout_s = timeout_of(options)
 
         def start() -> Call:
-            return self._stub.Generate(request, timeout=timeout_s)
+            with self._while_open():
+                return self._stub.Generate(request, timeout=timeout_s)
 
         def connect() -> None:
-            self.connect(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))
+            self._connect_once(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))
 
-        return Stream(connect, start, self.target)
+        return Stream(connect, start, self.target, lambda: self._closed)
 
     def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Connect now, so that no request pays for it; `NotReady` if nothing answers within ``timeout_s``.
 
-        `generate` does this itself before its clock starts. It is one health call: grpc's own way to watch a channel's
-        state costs the blocking API a polling thread.
+        `generate` does this itself before its clock starts, once for all streams that begin within a few seconds. It is
+        one health call: grpc's own way to watch a channel's state costs the blocking API a polling thread.
         """
         try:
-            self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            with self._while_open():
+                self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
+            if self._closed:
+                raise client_closed(self.target) from None
             # Any other status came from a server, so the channel stands.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if is_reset(error.details()):
+                    raise self._error(error) from None
                 raise unreachable(self.target) from None
+
+    def _connect_once(self, timeout_s: float) -> None:
+        """`connect`, unless the service answered within the last few seconds; one call for all threads that wait."""
+        began_s = time.monotonic()
+        if not self._connecting.acquire(timeout=timeout_s):
+            raise unreachable(self.target)
+        try:
+            now_s = time.monotonic()
+            if now_s - self._connected_s > _RECHECK_S or self._closed:
+                self.connect(max(0.0, began_s + timeout_s - now_s))
+                self._connected_s = time.monotonic()
+        finally:
+            self._connecting.release()
 
     def status(self, timeout_s: float = 10.0) -> ServiceStatus:
         """The service's workers, their load and their blocks."""
         self.connect(timeout_s)  # for its message where nothing answers
         try:
-            return ServiceStatus.from_proto(self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
+            with self._while_open():
+                return ServiceStatus.from_proto(self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
         except grpc.RpcError as error:
-            raise error_from_status(error.code(), error.details(), self.target, error.trailing_metadata()) from None
+            raise self._error(error) from None
 
     def ready(self, timeout_s: float = 10.0) -> bool:
         """Whether the service takes requests (grpc.health.v1); False as well if nothing answers."""
         try:
-            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            with self._while_open():
+                answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -80,7 +120,23 @@ class Client:
 
     def close(self) -> None:
         """Close the channel; requests under way are cancelled."""
+        self._closed = True
         self._channel.close()
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """grpc raises a plain ValueError for calls over a closed channel."""
+        try:
+            yield
+        except ValueError:
+            if self._closed:
+                raise client_closed(self.target) from None
+            raise
+
+    def _error(self, error: Any) -> PdserveError:
+        if self._closed:
+            return client_closed(self.target)
+        return error_from_status(error.code(), error.details(), self.target, error.trailing_metadata())
 
     def __enter__(self) -> Self:
         return self

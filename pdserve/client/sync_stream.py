@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -14,7 +15,7 @@ import grpc
 from core.errors import PdserveError, RequestAborted
 from pb import inference_pb2 as pb
 from pdserve.client.assembler import Assembler
-from pdserve.client.channel import error_from_status
+from pdserve.client.channel import client_closed, error_from_status
 from pdserve.client.generation import Generation, Token
 
 
@@ -46,74 +47,114 @@ def _read(call: Call, arrivals: queue.SimpleQueue[Arrival]) -> None:
 
 class Stream:
     """Tokens as they come (``for``), then `result`. The call leaves on first use, after the channel is connected. A
-    thread reads ahead, so that a token's time is that of its arrival, whatever the caller does in between. Leaving
-    ``with`` cancels what is not finished. `cancel` may be called from another thread. Errors are those of
-    `core.errors`; each later use raises the same one again."""
+    thread reads ahead, so that a token's time is that of its arrival, whatever the caller does in between.
 
-    def __init__(self, connect: Callable[[], None], start: Callable[[], Call], target: str) -> None:
+    The request is cancelled when its stream is left before its end: a ``for`` loop over it ends early (``break``,
+    an exception, Ctrl-C), ``with`` is left, `next` or `result` is interrupted, the stream is closed or garbage
+    collected, or its client is closed. To read a part and go on later, call ``next(stream)``. `cancel` and `close` may
+    be called from another thread. Errors are those of `core.errors`; each later use raises the same one again.
+
+    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], None],
+        start: Callable[[], Call],
+        target: str,
+        is_closed: Callable[[], bool],
+    ) -> None:
         self._connect = connect
         self._start = start
         self._target = target
-        self._call: Call | None = None
-        self._arrivals: queue.SimpleQueue[Arrival] | None = None
+        self._is_closed = is_closed
+        # Reentrant: the garbage collector may end a loop over this stream at any point of this thread.
+        self._lock = threading.RLock()
+        self._cancel_call: weakref.finalize[[], Stream] | None = None
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._assembler: Assembler | None = None
         self._error: PdserveError | None = None
         self._result: Generation | None = None
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Token]:
+        return _Loop(self)
 
     def __next__(self) -> Token:
-        if self._error is not None:
-            raise self._error
-        if self._result is not None:
-            raise StopIteration
-        try:
-            token = self._next()
-        except PdserveError as error:
-            self._error = error
-            raise
+        token = self._advance()
         if token is None:
             raise StopIteration
         return token
 
+    def _advance(self) -> Token | None:
+        """The next token; None if the stream is complete."""
+        if self._error is not None:
+            raise self._error
+        if self._result is not None:
+            return None
+        try:
+            return self._next()
+        except PdserveError as error:
+            self._error = self._error or error  # if it was cancelled in the meantime, that is why it ended
+        except BaseException:
+            self._abort("reading its stream was interrupted")
+            raise
+        raise self._error
+
     def _next(self) -> Token | None:
-        if self._arrivals is None or self._assembler is None:
-            self._connect()
-            self._arrivals = queue.SimpleQueue()
-            self._assembler = Assembler(time.monotonic())
-            self._call = self._start()
-            threading.Thread(
-                target=_read, args=(self._call, self._arrivals), name="pdserve-stream", daemon=True
-            ).start()
+        assembler = self._assembler or self._begin()
         while True:
             arrival = self._arrivals.get()
+            if isinstance(arrival, tuple):
+                token = assembler.add(*arrival)
+                if token is not None:
+                    return token
+                continue
+            self._arrivals.put(arrival)  # for other threads that read this stream
+            if self._error is not None:
+                raise self._error
             if arrival is None:
-                self._result = self._assembler.result()
+                self._result = assembler.result()
                 return None
-            if isinstance(arrival, grpc.RpcError):
-                if isinstance(self._error, RequestAborted):
-                    raise self._error
-                raise error_from_status(
-                    arrival.code(), arrival.details(), self._target, arrival.trailing_metadata()
-                ) from None
-            token = self._assembler.add(*arrival)
-            if token is not None:
-                return token
+            if self._is_closed():
+                raise client_closed(self._target) from None
+            raise error_from_status(
+                arrival.code(), arrival.details(), self._target, arrival.trailing_metadata(), assembler.has_begun
+            ) from None
+
+    def _begin(self) -> Assembler:
+        self._connect()
+        with self._lock:
+            if self._error is not None:  # cancelled in the meantime
+                raise self._error
+            if self._assembler is None:
+                self._assembler = Assembler(time.monotonic())
+                call = self._start()
+                self._cancel_call = weakref.finalize(self, call.cancel)
+                self._cancel_call.atexit = False  # the process's end closes the connection
+                threading.Thread(target=_read, args=(call, self._arrivals), name="pdserve-stream", daemon=True).start()
+            return self._assembler
 
     def result(self) -> Generation:
         """Read what is left and return the whole generation."""
-        for _ in self:
+        while self._advance() is not None:
             pass
         assert self._result is not None
         return self._result
 
     def cancel(self) -> None:
         """Give the request up; nothing if it has ended. Readers get `RequestAborted`."""
-        if self._result is None and self._error is None:
-            self._error = RequestAborted("cancelled by the client")
-            if self._call is not None:
-                self._call.cancel()
+        self._abort("")
+
+    def close(self) -> None:
+        """The same as `cancel`, for `contextlib.closing`."""
+        self._abort("its stream was closed")
+
+    def _abort(self, reason: str) -> None:
+        with self._lock:
+            if self._result is None and self._error is None:
+                self._error = RequestAborted("cancelled by the client" + (reason and f": {reason}"))
+                if self._cancel_call is not None:
+                    self._cancel_call()
 
     def __enter__(self) -> Self:
         return self
@@ -121,4 +162,20 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cancel()
+        self.close()
+
+
+class _Loop:
+    """The iterator that a ``for`` loop holds while it runs; the request is cancelled if it goes before the end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._stream)
+
+    def __del__(self) -> None:
+        self._stream._abort("the loop over its stream ended early; use next(stream) to read on later")

@@ -23,7 +23,7 @@ from pdserve.client.generation import Generation
 from pdserve.demo.live import LiveTexts
 from pdserve.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
 from pdserve.demo.report import DemoReport, Pair
-from pdserve.waterfall.bars import proof
+from pdserve.waterfall.bars import longest, proof
 from pdserve.waterfall.picture import save_waterfalls
 from pdserve.waterfall.terminal import overview
 
@@ -47,8 +47,9 @@ async def run_demo(target: str, png: Path, console: Console, rounds: int = ROUND
             for index, generation in enumerate(report.live, 1):
                 console.print(f"#{index} {proof(generation)}", style="dim")
             title = f"{len(report.live)} requests at once on {before.model}: where the time to first token went"
-            saved = await asyncio.to_thread(save_waterfalls, report.live, png, title)
-            console.print(f"picture: {saved}\n")
+            if any(longest(generation) for generation in report.live):
+                saved = await asyncio.to_thread(save_waterfalls, report.live, png, title)
+                console.print(f"picture: {saved}\n")
         await _rounds(client, prompts, report, rounds, console)
         report.leaked_blocks = await leaked_blocks(client, before)
     _summarise(report, console)

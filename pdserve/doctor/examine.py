@@ -8,15 +8,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from core.config import PdserveConfig
+from core.dtypes import NativeDtypes, choose_dtype
 from core.errors import LaunchError, ModelError
 from engine.model_source import resolve_model
 from pdserve.doctor.endpoints import Endpoints
 from pdserve.doctor.finding import Finding, fail, ok, warn
-from pdserve.doctor.gateway_checks import check_control, check_gateway_port, check_registry
+from pdserve.doctor.gateway_checks import (
+    check_control,
+    check_gateway_port,
+    check_registry,
+    check_tokenizer,
+)
 from pdserve.doctor.memory_need import MemoryNeed, layout_of, longest_prompt, need_of
 from pdserve.doctor.node_checks import (
     check_clocks,
+    check_cores,
     check_devices,
+    check_dtype,
     check_endpoints,
     check_memory,
     check_models,
@@ -61,20 +69,22 @@ class Examination:
             return self._examine(pool)
 
     def _examine(self, pool: ThreadPoolExecutor) -> Report:
-        config = self._config
         self._say("asking for nodes")
         nodes = list(self._host.nodes())
         running = tuple(self._host.services())
         # Another service is in the way of this one, as anything else that runs there.
-        self._own = tuple(port for port in running if port == config.gateway.port)
+        self._own = tuple(port for port in running if port == self._config.gateway.port)
         seats = self._seat(nodes)
         sites = [*self._sites.values()]
         self._say(f"starting probes for {len(seats)} workers on {len(sites)} nodes")
         list(pool.map(self._start_probes, sites))
+        self._decide_dtype(sites)
         self._say("opening what workers would open")
         list(pool.map(self._open, sites))
         self._say("reaching workers, comparing clocks")
+        config = self._config
         self._findings += check_gateway_port(config.gateway, self._own)
+        self._findings += check_tokenizer(config.model.path)
         self._findings += check_control(sites, self._timeout_s, pool)
         base = port_base(config.cluster)
         self._findings += check_registry(self._host.host, base, sites, self._own, self._timeout_s, pool)
@@ -149,6 +159,22 @@ class Examination:
             answer = site.any_probe.call("report", {"model": self._config.model.path}, _REPORT_S)
             site.report = NodeReport.from_wire(answer)
 
+    def _decide_dtype(self, sites: Sequence[Site]) -> None:
+        """As `up` would: one for all workers."""
+        try:
+            checkpoint = resolve_model(self._config.model.path).shape.dtype
+        except ModelError:  # which is a finding of the nodes
+            return
+        places: dict[str, list[NativeDtypes]] = {}
+        for site in sites:
+            if site.report is not None and site.seats:
+                places.setdefault(site.node.ip, []).extend(site.report.native.get(self._device, ()))
+        asked = self._config.model.dtype
+        choice = choose_dtype(asked, checkpoint, places)
+        self._findings += check_dtype(asked, choice)
+        model = self._config.model.model_copy(update={"dtype": choice.dtype})
+        self._config = self._config.model_copy(update={"model": model})
+
     def _open(self, site: Site) -> None:
         if site.report is None:
             return
@@ -183,6 +209,10 @@ class Examination:
         self._findings += check_versions(here, nodes)
         self._findings += check_models(here, self._host.node_id, nodes, self._config.model.path)
         self._findings += check_devices(nodes, self._device)
+        cluster = self._config.cluster
+        self._findings += check_cores(
+            nodes, self._device, cluster.cores_per_worker, self._own, oversubscribed=cluster.oversubscribe
+        )
         self._findings += check_endpoints(nodes, self._device, self._own)
         if need is not None:
             self._findings += check_memory(nodes, need, self._device, self._own)

@@ -8,9 +8,12 @@ from concurrent.futures import Executor
 
 from core.clock import clock_id
 from core.config import GatewayConfig
-from core.errors import LaunchError
+from core.errors import LaunchError, ModelError
+from engine.model_folder import tokenizer_note
+from engine.model_source import resolve_model
+from gateway.tokenizer import load_tokenizer
 from pdserve.doctor.dial import REMEDIES, Dial, dial
-from pdserve.doctor.finding import Finding, fail, ok
+from pdserve.doctor.finding import Finding, fail, ok, warn
 from pdserve.doctor.listeners import listener_on
 from pdserve.doctor.ping import SAME, PingServer, read_clock
 from pdserve.doctor.site import HANGS, Site
@@ -30,6 +33,21 @@ def check_gateway_port(gateway: GatewayConfig, services: Sequence[int]) -> Itera
         else:
             remedy = "end what holds it, or choose another with --port (gateway.port)"
             yield fail("port", _GATEWAY, f"{error}{_held(gateway.port)}", remedy)
+
+
+def check_tokenizer(model: str) -> Iterator[Finding]:
+    """The gateway turns text into tokens, if it can read the folder's tokenizer.json."""
+    try:
+        folder = resolve_model(model).folder
+    except ModelError:
+        return  # which is a finding of the nodes
+    try:
+        if note := tokenizer_note(folder):
+            yield warn("tokenizer", _GATEWAY, note, "convert the tokenizer, or have clients send token ids")
+        else:
+            load_tokenizer(folder)
+    except ModelError as error:
+        yield fail("tokenizer", _GATEWAY, str(error), "download the file again")
 
 
 def check_registry(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import PdserveConfig
-from core.kv_layout import KVLayout
+from core.kv_layout import KVLayout, blank_memory
 from core.model_memory import activation_bytes
 from engine.model_source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
@@ -20,21 +20,22 @@ class MemoryNeed:
     activation_bytes: int
 
     @property
+    def blank_bytes(self) -> int:
+        """What lies behind the pool."""
+        return blank_memory(self.pool_bytes)[1]
+
+    @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.weight_bytes + self.pool_bytes + self.activation_bytes
-
-
-def dtype_of(source: ModelSource, config: PdserveConfig) -> str:
-    """The dtype that ``model.dtype`` means for this model."""
-    return source.shape.dtype if config.model.dtype == "auto" else config.model.dtype
+        return self.weight_bytes + self.pool_bytes + self.blank_bytes + self.activation_bytes
 
 
 def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
-    """The layout of the workers' pools. `ModelError` if the weights cannot be read."""
+    """The layout of the workers' pools, for a ``model.dtype`` that is decided (auto counts as the checkpoint's own).
+    `ModelError` if the weights cannot be read."""
     return KVLayout(
         model_hash=source.model_hash(),
-        dtype=dtype_of(source, config),
+        dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
         block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=source.shape.num_layers,
         num_kv_heads=source.shape.num_kv_heads,

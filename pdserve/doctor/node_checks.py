@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from core.dtypes import DtypeChoice
 from pdserve.doctor.endpoints import Trouble
 from pdserve.doctor.finding import Finding, fail, ok, warn
 from pdserve.doctor.memory_need import MemoryNeed
@@ -14,6 +15,7 @@ _CLOCK_ERROR_S = 0.001
 _WALL_S = 1.0
 _TIGHT = 0.9
 _HERE = "the gateway's host"
+_SERVICE = "the service"
 _SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` copies and sets up), then restart Ray there"
 
 
@@ -54,6 +56,37 @@ def check_models(here: NodeReport, here_id: str, nodes: Sequence[ExaminedNode], 
             yield fail("model", node.name, what, told)
 
 
+def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:
+    """A type that devices emulate costs several times the time; what `auto` takes instead may take more memory."""
+    if not choice.note:
+        return
+    remedy = "set model.dtype to auto or float32"
+    if asked == "auto":
+        remedy = (
+            f"nothing, if {choice.dtype} is what you want; else name another model.dtype, or place the workers on "
+            "hosts that compute the checkpoint's own"
+        )
+    yield warn("dtype", _SERVICE, choice.note, remedy)
+
+
+def check_cores(
+    nodes: Sequence[ExaminedNode], device: str, width: int, services: Sequence[int], oversubscribed: bool
+) -> Iterator[Finding]:
+    """Engines on CPUs have cores of their own, as long as there are enough that no other service has claimed."""
+    if device != "cpu":
+        return
+    for node, report in _reported(nodes):
+        others = [each for each in report.held_cores if each.core in report.allowed_cores and each.port not in services]
+        wanted = min(len(node.seats) * width, len(report.allowed_cores))
+        free = len(set(report.allowed_cores) - {each.core for each in others})
+        if oversubscribed or wanted <= free or not others:
+            continue
+        holders = "; ".join(f"core {each.core}: {each}" for each in others)
+        what = f"its workers want {wanted} cores, and {free} have no engine of another service ({holders})"
+        remedy = "end that service, ask for fewer workers, or expect both to be slowed down"
+        yield warn("cores", node.name, what, remedy)
+
+
 def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Finding]:
     """GPUs that Ray hands out have to be ones that torch can use."""
     if device != "cuda":
@@ -89,7 +122,7 @@ def check_memory(
         else:
             free, needed, where = report.memory_bytes, need.total_bytes * workers, "available"
         parts = (
-            f"{workers} × ({_mb(need.weight_bytes)} weights + {_mb(need.pool_bytes)} KV pool + "
+            f"{workers} × ({_mb(need.weight_bytes)} weights + {_mb(need.pool_bytes + need.blank_bytes)} KV pool + "
             f"{_mb(need.activation_bytes)} activations)"
         )
         what = f"needs {_mb(needed)} = {parts}; {_mb(free)} {where}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 from collections.abc import Mapping
@@ -9,14 +10,15 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import psutil
-
 from core.clock import clock_id
+from core.dtypes import NativeDtypes
 from core.errors import ModelError
+from engine.device_dtypes import native_dtypes
 from engine.host_memory import available_bytes
 from engine.model_source import resolve_model
 from pdserve.doctor.source_hash import source_hash
 from pdserve.version import VERSION
+from worker.cores import CoreHolder, core_holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,10 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class NodeReport:
     """``cuda`` is the CUDA version that torch was built for (empty: a CPU build), ``source`` the hash of pdserve's own
-    modules, ``model_hash`` that of the weights (empty: ``model_error`` says why there is none). ``torch_error`` says
-    why torch, or its GPUs, cannot be used. ``memory_bytes`` is what a process may hope to get now."""
+    modules, ``model_hash`` that of the weights (empty if they cannot be hashed). ``model_error`` says why the model
+    cannot be loaded, ``torch_error`` why torch, or its GPUs, cannot be used. ``memory_bytes`` is what a process may
+    hope to get now. ``native`` is what its devices compute natively, by kind (``cpu``, ``cuda``). ``allowed_cores`` are
+    the cores that processes may use there, ``held_cores`` those that workers have claimed."""
 
     host: str
     python: str
@@ -48,6 +52,9 @@ class NodeReport:
     cores: int
     memory_bytes: int
     clock_id: str
+    native: Mapping[str, tuple[NativeDtypes, ...]]
+    allowed_cores: tuple[int, ...]
+    held_cores: tuple[CoreHolder, ...]
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values."""
@@ -56,7 +63,18 @@ class NodeReport:
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> NodeReport:
         """The report that `to_wire` described."""
-        return cls(**{**data, "devices": tuple(Device(**each) for each in data["devices"])})
+        return cls(
+            **{
+                **data,
+                "devices": tuple(Device(**each) for each in data["devices"]),
+                "native": {
+                    kind: tuple(NativeDtypes.from_wire(each) for each in found)
+                    for kind, found in data["native"].items()
+                },
+                "allowed_cores": tuple(data["allowed_cores"]),
+                "held_cores": tuple(CoreHolder(**each) for each in data["held_cores"]),
+            }
+        )
 
 
 def report_versions(model: str) -> NodeReport:
@@ -78,9 +96,12 @@ def report_versions(model: str) -> NodeReport:
         model_error=model_error,
         torch_error="",
         devices=(),
-        cores=len(psutil.Process().cpu_affinity() or ()),
+        cores=len(os.sched_getaffinity(0)),
         memory_bytes=available_bytes(),
         clock_id=clock_id(),
+        native={"cpu": tuple(native_dtypes("cpu"))},
+        allowed_cores=tuple(sorted(os.sched_getaffinity(0))),
+        held_cores=tuple(core_holders()),
     )
 
 
@@ -91,12 +112,26 @@ def report_node(model: str) -> NodeReport:
         import torch
     except (ImportError, OSError) as error:
         return replace(versions, torch_error=f"torch cannot be imported: {_one_line(error)}")
+    if not versions.model_error:
+        versions = replace(versions, model_error=_weights_error(model))
     cuda = torch.version.cuda or ""
     try:
         devices = tuple(_device(index) for index in range(torch.cuda.device_count()))
+        native = {**versions.native, "cuda": tuple(native_dtypes("cuda"))}
     except RuntimeError as error:
         return replace(versions, torch=torch.__version__, cuda=cuda, torch_error=_one_line(error))
-    return replace(versions, torch=torch.__version__, cuda=cuda, devices=devices)
+    return replace(versions, torch=torch.__version__, cuda=cuda, devices=devices, native=native)
+
+
+def _weights_error(model: str) -> str:
+    """What would keep the engine from loading ``model``; empty if nothing can be seen without loading it."""
+    from engine.loader import check_weights
+
+    try:
+        check_weights(resolve_model(model))
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def _device(index: int) -> Device:

@@ -25,7 +25,6 @@ from engine.model_source import resolve_model
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import choose, offered_transports
 from kv_transfer.handshake import check_block_size, introduce, survey
-from kv_transfer.integrity import Hello
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.threads import in_thread
 from pdserve.doctor.dial import Dial, dial
@@ -151,7 +150,8 @@ class Probe:
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
         names = offered_transports(transfer.transport, device=device, shared_device=worker.device_share < 1)
-        layout = layout_of(resolve_model(worker.config.model.path), worker.config)
+        source = resolve_model(worker.config.model.path)
+        layout = layout_of(source, worker.config)
         check_block_size(layout)
         self._pool = ProbePool(layout, device)
         for port in dict.fromkeys((worker.kv_port, 0)):
@@ -164,6 +164,7 @@ class Probe:
                 checksum=transfer.checksum,
                 clock=MonotonicClock(),
                 lease_s=LEASE_S,
+                eos_token_ids=source.shape.eos_token_ids,
             )
             try:
                 return self._on_loop(self._receiver.start(address, port), LEASE_S)
@@ -177,7 +178,7 @@ class Probe:
         self, worker_id: str, endpoints: tuple[KVEndpoint, ...], for_s: float, timeout_s: float
     ) -> Meeting:
         assert self._spec is not None, "open comes first"
-        if self._pool is None or not self._transports:
+        if self._pool is None or self._receiver is None:
             return Meeting(obstacle=Obstacle.NOT_TRIED, what=f"{self._spec.worker_id} has no KV end")
         try:
             choice = choose(self._transports, endpoints, worker_id)
@@ -190,8 +191,7 @@ class Probe:
             why = await in_thread("doctor-dial", lambda: _why_not(choice.endpoint, timeout_s))
             timed_out = Obstacle.TIMED_OUT if isinstance(error, TransferTimeout) else Obstacle.BROKEN
             return replace(met, obstacle=Obstacle.of(why) or timed_out, what=str(error))
-        checksums = self._spec.config.transfer.checksum and not link.on_device
-        hello = Hello(self._spec.worker_id, EPOCH, self._pool.store.layout.to_wire(), checksums)
+        hello = self._receiver.hello(checksums=link.hashes(self._spec.config.transfer.checksum))
         try:
             async with asyncio.timeout(timeout_s):
                 await introduce(link, hello, worker_id)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.errors import LaunchError
-from core.kv_layout import KVLayout
+from core.kv_layout import MAX_BLANK_BYTES, KVLayout, blank_memory
 from kv_transfer.base import BlockStore, KVTransport, Landing
 from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.factory import create_transport
@@ -17,8 +17,7 @@ from kv_transfer.sink import Stretch
 if TYPE_CHECKING:
     import torch
 
-_POOL_BYTES = 32 * 2**20
-_LEAST_BLOCKS = 2
+_NUM_BLOCKS = 2  # nothing lands here
 _TIMEOUT_S = 10.0
 
 
@@ -26,16 +25,15 @@ class ProbePool:
     """``store`` is the pool; ``device`` is ``cpu`` or ``cuda:0`` and so on. `LaunchError` if that cannot hold it."""
 
     def __init__(self, layout: KVLayout, device: str) -> None:
-        num_blocks = max(_LEAST_BLOCKS, _POOL_BYTES // layout.block_bytes)
         self._device = device
         self._memory: SharedMemory | None = None
         self._device_memory: DeviceMemory | None = None
         self.store: BlockStore
         if device == "cpu":
-            host = MemoryStore(layout, num_blocks)
+            host = MemoryStore(layout, _NUM_BLOCKS, MAX_BLANK_BYTES)
             self.store, self._memory = host, host.memory
         else:
-            gpu = _GpuStore(layout, num_blocks, device)
+            gpu = _GpuStore(layout, _NUM_BLOCKS, device)
             self.store, self._device_memory = gpu, gpu.memory
 
     def transport(self, name: str) -> KVTransport:
@@ -46,7 +44,7 @@ class ProbePool:
 
 
 class _GpuStore:
-    """Blocks on a GPU, of which probes send and throw away, and nothing ever lands."""
+    """Blocks on a GPU, among which nothing ever lands, and the zeros that probes send."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: str) -> None:
         import torch
@@ -54,10 +52,12 @@ class _GpuStore:
         if not torch.cuda.is_available():
             raise LaunchError("torch sees no GPU here")
         self._torch, self._layout, self._num_blocks = torch, layout, num_blocks
+        self._offset, _ = blank_memory(layout.block_bytes * num_blocks)
+        self.blank_bytes = MAX_BLANK_BYTES
         try:
-            self._bytes = torch.zeros(layout.block_bytes * num_blocks, dtype=torch.uint8, device=device)
+            self._bytes = torch.zeros(self._offset + self.blank_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
-            raise LaunchError(f"{device} has no {layout.block_bytes * num_blocks / 2**20:.0f} MiB free") from None
+            raise LaunchError(f"{device} has no {(self._offset + self.blank_bytes) / 2**20:.0f} MiB free") from None
         share = self._bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         self.memory = DeviceMemory(share, self._bytes)
 
@@ -80,6 +80,12 @@ class _GpuStore:
     def land(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> Landing:
         """Nothing is handed over to a probe."""
         raise NotImplementedError("a probe's pool takes no blocks")
+
+    def blank(self, start: int, size: int, *, on_device: bool) -> Stretch:
+        """Zeros behind the blocks."""
+        if on_device:
+            return self._bytes[self._offset + start : self._offset + start + size]
+        return memoryview(bytearray(size))
 
     def scratch(self, size: int, *, on_device: bool) -> Stretch:
         """Memory outside the pool."""

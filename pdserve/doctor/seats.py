@@ -38,7 +38,6 @@ class Seat:
             registry_address="",
             version="",
             port=self.port,
-            slot=self.slot,
             device_share=min(1.0, self.bundle.get("GPU", 1.0)),
             config=config,
         )

@@ -48,17 +48,21 @@ class GatewayActor:
             return {"error": to_wire(error)}
         return {}
 
-    def expect(self, members: dict[str, str]) -> None:
-        """Who belongs to the service: worker ids and their roles."""
+    def expect(self, members: dict[str, str], notes: list[str]) -> None:
+        """Who belongs to the service: worker ids and their roles. ``notes`` are shown with the status."""
         if self._error is None:
-            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()})
+            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
         if self._error is None:
             self._host.retire(worker_ids, drain_s)
 
+    def drain(self) -> int:
+        """Refuse new requests from now on; returns how many are still in progress."""
+        return self._host.drain() if self._error is None else 0
+
     def stop(self) -> None:
-        """Close everything."""
+        """Close everything. What is still in progress ends with UNAVAILABLE; `drain` comes before this."""
         if self._error is None:
-            self._host.stop()
+            self._host.stop(0.0)

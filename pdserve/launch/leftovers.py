@@ -1,11 +1,12 @@
-"""What a service leaves behind whose supervisor was killed: the folder of its Ray, and perhaps processes."""
+"""What a service leaves behind whose supervisor was killed: processes, and the folder of its Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,14 @@ RAY_FOLDERS = "/tmp"
 
 RAY_FOLDER_PREFIX = "pdserve-ray-"
 OPERATOR_FOLDER_PREFIX = "pdserve-operator-"
+
+GRACE_S = 5.0
+"""How long a process may take to end after SIGTERM before it is killed."""
+CLEAR_TIMEOUT_S = 30.0
+"""After this, processes that do not even end when they are killed are given up and named."""
+
+ProcessId = tuple[int, float]
+"""Id and creation time, which together never come back."""
 
 
 def end_processes(processes: Collection[psutil.Process], timeout_s: float) -> None:
@@ -26,39 +35,90 @@ def end_processes(processes: Collection[psutil.Process], timeout_s: float) -> No
     psutil.wait_procs(alive, timeout=5.0)
 
 
-def clear_leftovers(ray_folder: str) -> str:
-    """End the processes of the Ray whose folder this is, and remove the folder. Returns what there was, in words;
-    empty: nothing. Any other folder is left alone."""
-    folder = Path(ray_folder)
-    if folder.parent != Path(RAY_FOLDERS) or not folder.name.startswith(RAY_FOLDER_PREFIX):
-        return ""
-    family = set(_processes_of(folder))
-    for process in list(family):
-        with contextlib.suppress(psutil.Error):
-            family.update(process.children(recursive=True))
-    for process in family:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
-    end_processes(family, 5.0)
-    found = [f"{len(family)} process(es)"] if family else []
-    if folder.is_dir() and not folder.is_symlink():
+def identify(process: psutil.Process) -> ProcessId:
+    """What `find` finds it by."""
+    return process.pid, process.create_time()
+
+
+def find(identity: ProcessId) -> psutil.Process | None:
+    """The process, if it still runs. A zombie does not: it may be that nothing waits for it."""
+    try:
+        process = psutil.Process(identity[0])
+        same = abs(process.create_time() - identity[1]) < 1.0
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def is_private_ray(path: str) -> bool:
+    """Whether ``path`` is the folder of a Ray that a service started for itself, or lies in one."""
+    parts = Path(path).parts
+    folders = Path(RAY_FOLDERS).parts
+    return parts[: len(folders)] == folders and "".join(parts[len(folders) :][:1]).startswith(RAY_FOLDER_PREFIX)
+
+
+def clear_leftovers(ray_folder: str, noted: Iterable[ProcessId] = ()) -> str:
+    """End the processes of the Ray whose folder this is and the ``noted`` ones, with their descendants, and remove the
+    folder once they have ended. Returns what there was, in words; empty: nothing. Any other folder is left alone."""
+    folder = Path(ray_folder) if is_private_ray(ray_folder) and Path(ray_folder).parent == Path(RAY_FOLDERS) else None
+    noted = tuple(noted)
+    ended: set[psutil.Process] = set()
+    deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
+    while family := _family(folder, noted):  # again: one that ends may have begun another
+        ended |= family
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        end_processes(family, GRACE_S)
+        if time.monotonic() > deadline_s:
+            break
+    found = [f"{len(ended)} process(es)"] if ended else []
+    if stuck := sorted(process.pid for process in family):
+        found.append(f"of these do not end: {', '.join(map(str, stuck))}")
+    if folder is not None and folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
         found.append(str(folder))
     return " and ".join(found)
 
 
+def _family(folder: Path | None, noted: Iterable[ProcessId]) -> set[psutil.Process]:
+    family = {process for identity in noted if (process := find(identity)) is not None}
+    if folder is not None:
+        family.update(_processes_of(folder))
+    for process in list(family):
+        with contextlib.suppress(psutil.Error):
+            family.update(process.children(recursive=True))
+    return {process for process in family if process.pid != os.getpid() and _runs(process)}
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _processes_of(folder: Path) -> list[psutil.Process]:
-    """Our own processes with an option like ``--session-dir=FOLDER/…``: Ray's have one, whoever only looks at a file
-    there has not."""
+    """This user's processes that write to a file in ``folder`` (Ray's write their logs there), or have an option like
+    ``--session-dir=FOLDER/…``. A process that only reads there is not Ray's."""
+    found = []
+    for process in psutil.process_iter(["uids", "cmdline"]):
+        uids, arguments = process.info["uids"], process.info["cmdline"] or ()
+        if uids is None or uids.real != os.getuid():
+            continue
+        if any(_names(folder, argument) for argument in arguments) or _writes_to(folder, process):
+            found.append(process)
+    return found
 
-    def is_rays(argument: str) -> bool:
-        value = argument.partition("=")[2]
-        return argument.startswith("-") and (value == str(folder) or value.startswith(f"{folder}/"))
 
-    return [
-        process
-        for process in psutil.process_iter(["uids", "cmdline"])
-        if process.info["uids"] is not None
-        and process.info["uids"].real == os.getuid()
-        and any(is_rays(argument) for argument in process.info["cmdline"] or ())
-    ]
+def _names(folder: Path, argument: str) -> bool:
+    value = argument.partition("=")[2]
+    return argument.startswith("-") and (value == str(folder) or value.startswith(f"{folder}/"))
+
+
+def _writes_to(folder: Path, process: psutil.Process) -> bool:
+    try:
+        files = process.open_files()
+    except psutil.Error:
+        return False
+    return any(file.path.startswith(f"{folder}/") and getattr(file, "mode", "r") != "r" for file in files)

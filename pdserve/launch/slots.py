@@ -15,6 +15,9 @@ from core.errors import LaunchError
 from core.worker import Role
 from pdserve.launch.plan import Bundle, Node, plan
 
+SHARED_MEMORY_BYTES = 1 << 20
+"""A bundle must not be empty. Every node has memory, and this much of it is always free."""
+
 
 def resolve_device(config: ClusterConfig, nodes: Sequence[Node]) -> str:
     """``cpu`` or ``cuda``: what was asked for, or (auto) cuda where Ray sees GPUs. LaunchError if cuda has none."""
@@ -60,6 +63,25 @@ def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) ->
     raise LaunchError(_why_not(config, device, whole, nodes))
 
 
+def shared_bundles(config: ClusterConfig, device: str) -> dict[Role, Bundle]:
+    """What a worker asks Ray for that joins later and shares a slot: next to nothing, because the slots that it shares
+    are taken. Empty where that cannot be: a GPU's memory is divided when the service starts, and resources of the
+    user's own mean what they say."""
+    if device == "cuda" or config.worker_resources or config.placement == "strict_spread":
+        return {}
+    return _bundles(config, "memory", float(SHARED_MEMORY_BYTES))
+
+
+def in_words(resources: Bundle) -> str:
+    """Resources for a message, without those that every node has."""
+    shown = {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith(("node:", "memory", "object_store_memory"))
+    }
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in shown.items()) + "}"
+
+
 def _bundles(config: ClusterConfig, kind: str, amount: float) -> dict[Role, Bundle]:
     slot = config.worker_resources or {kind: amount}
     return {
@@ -86,18 +108,9 @@ def _why_not(config: ClusterConfig, device: str, bundles: dict[Role, Bundle], no
             "ask for fewer, or use spread"
         )
     wanted = " and ".join(
-        f"{count} x {_in_words(bundles[role])} for {role}"
+        f"{count} x {in_words(bundles[role])} for {role}"
         for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
         if count
     )
-    have = "; ".join(f"{node.ip} has {_in_words(node.resources)}" for node in nodes)
+    have = "; ".join(f"{node.ip} has {in_words(node.resources)}" for node in nodes)
     return f"the workers do not fit onto the cluster (cluster.placement: {config.placement}): {wanted}; {have}"
-
-
-def _in_words(resources: Bundle) -> str:
-    shown = {
-        name: amount
-        for name, amount in sorted(resources.items())
-        if not name.startswith(("node:", "memory", "object_store_memory"))
-    }
-    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in shown.items()) + "}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from core.errors import InvalidRequest, PdserveError
 from core.timeline import Breakdown, Figure
 from pdserve.client.generation import Generation
 from pdserve.waterfall.bars import COLORS, Bar, bars, longest, proof
@@ -15,8 +16,28 @@ _INK, _FAINT, _TTFT_COLOR, _DECODE_COLOR = "#222222", "#8a8f98", "#1b6ca8", "#b5
 _BAR_IN, _OVERVIEW_ROW_IN, _PANEL_EXTRA_IN = 0.2, 0.3, 1.0
 
 
+FORMATS = (".jpg", ".pdf", ".png", ".svg", ".webp")
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Raise `InvalidRequest` that names ``option`` if no picture can be saved as ``path``. Makes its folder, and leaves
+    a file that is there as it is."""
+    if path.suffix.lower() not in FORMATS:
+        raise InvalidRequest(f"{option}: the name of the picture {str(path)!r} must end in one of {', '.join(FORMATS)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise InvalidRequest(f"{option}: {str(path)!r} cannot be written: {error.strerror}") from None
+
+
 def save_waterfalls(generations: Sequence[Generation], path: str | Path, title: str = "") -> Path:
-    """Draw ``generations`` (at least one with a breakdown: ValueError) into the PNG ``path``; folders are made."""
+    """Draw ``generations`` (at least one with a breakdown: ValueError) into the picture ``path``, whose name ends in
+    one of `FORMATS`; folders are made. `PdserveError` if it cannot be written."""
     drawn = [(index, g, b) for index, g in enumerate(generations, 1) if (b := longest(g)) is not None]
     if not drawn:
         raise ValueError("no generation with a breakdown to draw")
@@ -43,8 +64,11 @@ def save_waterfalls(generations: Sequence[Generation], path: str | Path, title: 
     figure.suptitle(title or "Where the time to first token went", fontsize=15, fontweight="bold", color=_INK)
     _draw_legend(figure, [b for _, _, b in drawn], 7 if columns > 1 else 5)
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=130)
+    except OSError as error:
+        raise PdserveError(f"the picture {str(target)!r} cannot be written: {error.strerror or error}") from None
     return target
 
 

@@ -115,7 +115,7 @@ def test_an_unknown_section_is_named_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("dotted", "value", "allowed"),
     [
-        ("model.dtype", "float8", "'auto', 'float32' or 'bfloat16'"),
+        ("model.dtype", "float8", "'auto', 'float32', 'bfloat16' or 'float16'"),
         ("cluster.prefill", -1, "greater than or equal to 0"),
         ("cluster.decode", 1025, "less than or equal to 1024"),
         ("cluster.device", "tpu", "'auto', 'cpu' or 'cuda'"),

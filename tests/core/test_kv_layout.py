@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import LayoutMismatch
-from core.kv_layout import DTYPE_BYTES, KVLayout
+from core.kv_layout import DTYPE_BYTES, MAX_BLANK_BYTES, MAX_PROBE_BYTES, KVLayout, blank_memory
 
 LLAMA_3_8B = KVLayout("h", "bfloat16", 64, 32, 8, 128)
 
@@ -76,3 +76,11 @@ def test_wire_with_missing_or_unknown_fields_is_refused() -> None:
     del data["head_dim"]
     with pytest.raises(TypeError, match="head_dim"):
         KVLayout.from_wire(data)
+
+
+def test_what_lies_behind_a_pool_has_pages_of_its_own_and_room_for_a_probe() -> None:
+    for pool_bytes, size in ((0, 2**23), (5000, 2**23), (2**29, 2**25), (2**29 + 1, 2**25), (2**40, MAX_BLANK_BYTES)):
+        offset, blank_bytes = blank_memory(pool_bytes)
+        assert pool_bytes <= offset < pool_bytes + 4096
+        assert (offset % 4096, blank_bytes) == (0, size)
+        assert blank_bytes >= MAX_PROBE_BYTES

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from core.dtypes import NativeDtypes, choose_dtype
 from core.worker import Role
 from kv_transfer.handshake import LinkFigures
 from pdserve.doctor.endpoints import Endpoints, Trouble
@@ -16,7 +19,9 @@ from pdserve.doctor.meeting import Meeting, Obstacle
 from pdserve.doctor.memory_need import MemoryNeed
 from pdserve.doctor.node_checks import (
     check_clocks,
+    check_cores,
     check_devices,
+    check_dtype,
     check_endpoints,
     check_memory,
     check_models,
@@ -29,6 +34,7 @@ from pdserve.doctor.report import ExaminedNode, ExaminedPair, Prediction
 from pdserve.doctor.seats import Seat
 from pdserve.launch.plan import Node
 from worker.addresses import Interface
+from worker.cores import CoreHolder
 
 GB = 10**9
 REPORT = NodeReport(
@@ -46,6 +52,9 @@ REPORT = NodeReport(
     cores=8,
     memory_bytes=10 * GB,
     clock_id="boot-a/time:[1]",
+    native={"cpu": (NativeDtypes("a CPU", ("float32", "bfloat16")),)},
+    allowed_cores=(0, 1),
+    held_cores=(),
 )
 NEED = MemoryNeed(weight_bytes=2 * GB, pool_bytes=GB, activation_bytes=0)
 
@@ -100,6 +109,33 @@ def test_a_model_that_the_gateways_host_lacks_is_told_once() -> None:
     other = replace(REPORT, model_hash="n")
     findings = [*check_models(here, "10.0.0.2", [node(REPORT, "10.0.0.3"), node(other, "10.0.0.4")], "path")]
     assert [finding.where for finding in findings] == ["the gateway's host", "10.0.0.4"]
+
+
+def test_a_report_survives_the_trip() -> None:
+    report = replace(REPORT, devices=(Device("A100", 2, 1),), held_cores=(CoreHolder(0, 1, 2, 3, "s", "prefill-0"),))
+    assert NodeReport.from_wire(json.loads(json.dumps(report.to_wire()))) == report
+
+
+@pytest.mark.parametrize(
+    ("workers", "width", "found"), [(1, 1, False), (2, 1, True), (1, 2, True), (4, 4, True), (0, 1, False)]
+)
+def test_cores_that_another_service_has_claimed(workers: int, width: int, found: bool) -> None:
+    held = CoreHolder(1, 123, os.getuid(), 50_052, "", "prefill-0")
+    nodes = [node(replace(REPORT, held_cores=(held, replace(held, core=7))), workers=workers)]
+    findings = list(check_cores(nodes, "cpu", width, (), oversubscribed=False))
+    assert levels(findings) == ([Level.WARN] if found else [])
+    assert not found or "core 1: prefill-0 of the service on port 50052 (process 123)" in findings[0].what
+    assert not list(check_cores(nodes, "cpu", width, (50_052,), oversubscribed=False)), "its own cores are its own"
+    assert not list(check_cores(nodes, "cpu", width, (), oversubscribed=True))
+    assert not list(check_cores(nodes, "cuda", width, (), oversubscribed=False))
+
+
+@pytest.mark.parametrize("asked", ["auto", "bfloat16", "float32"])
+def test_a_dtype_that_a_node_emulates(asked: str) -> None:
+    places = {"10.0.0.1": REPORT.native["cpu"], "10.0.0.2": (NativeDtypes("a CPU without", ("float32",)),)}
+    findings = list(check_dtype(asked, choose_dtype(asked, "bfloat16", places)))
+    assert levels(findings) == ([] if asked == "float32" else [Level.WARN])
+    assert all("10.0.0.2 (a CPU without)" in finding.what and finding.remedy for finding in findings)
 
 
 def test_devices() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from engine.model_source import resolve_model
 from pdserve.doctor.finding import Level
 from pdserve.doctor.source_hash import PACKAGES, ROOT
 from tests.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
@@ -25,8 +28,9 @@ def installation(folder: Path) -> Path:
 
 def test_two_nodes_that_are_fit() -> None:
     host = PlantedHost()
-    report = examine(host, cluster={"port_base": free_ports(12)})
-    assert not report.findings, report.findings
+    report = examine(host, cluster={"port_base": free_ports(12)}, model={"dtype": "float32"})
+    findings = [each for each in report.findings if each.check != "cores"]  # services that run beside the tests
+    assert not findings, findings
     assert [node.name for node in report.nodes] == [FIRST, SECOND]
     (pair,) = report.pairs
     assert pair.across
@@ -169,3 +173,64 @@ def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert troubles(report) == ["probe"]
     assert "did not answer report within 15 s" in found(report, "probe")[0].what
+
+
+@pytest.mark.parametrize("fault", ["shard", "pointer", "truncated", "tensor"])
+def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
+    """What the loader would refuse is found without loading, by the same code."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "tiny", folder)
+    weights = folder / "model.safetensors"
+    said = {
+        "shard": "model-2-of-2.safetensors: missing, but model.safetensors.index.json names it",
+        "pointer": "model.safetensors: is a Git LFS pointer instead of the file; run `git lfs pull`",
+        "truncated": "model.safetensors: corrupt or truncated",
+        "tensor": "tensor 'model.norm.weight' is in none of its safetensors files",
+    }[fault]
+    if fault == "shard":
+        names = {"model.norm.weight": weights.name, "lm_head.weight": "model-2-of-2.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    elif fault == "pointer":
+        weights.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n")
+    elif fault == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    else:
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+    report = examine(PlantedHost(), model={"path": str(folder)})
+    assert troubles(report) == ["model"]
+    assert any(said in each.what for each in found(report, "model")), report.findings
+
+
+@pytest.mark.parametrize(
+    ("content", "level", "said"),
+    [
+        (None, Level.WARN, "has no tokenizer.json: prompts must be token ids"),
+        ("version https://git-lfs.github.com/spec/v1\n", Level.FAIL, "tokenizer.json: is a Git LFS pointer"),
+        ("{}", Level.FAIL, "tokenizer.json: not a readable tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level, said: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "tiny", folder)
+    (folder / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    report = examine(PlantedHost(), model={"path": str(folder)})
+    (finding,) = found(report, "tokenizer", level)
+    assert said in finding.what
+    assert troubles(report) == (["tokenizer"] if level is Level.FAIL else [])
+
+
+def test_nodes_that_emulate_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's own limit makes the probes' hosts such ones. Layouts are those of the dtype that `up` would take."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    report = examine(PlantedHost())
+    (finding,) = found(report, "dtype", Level.WARN)
+    assert f"auto converts the bfloat16 weights to float32: bfloat16 is emulated on {FIRST} (a CPU " in finding.what
+    assert not troubles(report)
+    assert report.need is not None
+    assert report.need.weight_bytes == 4 * resolve_model("tiny").shape.num_parameters
+    (finding,) = found(examine(PlantedHost(), model={"dtype": "bfloat16"}), "dtype", Level.WARN)
+    assert "expect prompts to take several times as long" in finding.what

@@ -53,6 +53,7 @@ class RunningService:
     port: int
     supervisor: psutil.Process
     cli: Cli
+    state_file: Path
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +72,7 @@ def service(cli: Cli) -> Iterator[RunningService]:
     state = ServiceState.load(state_file)
     supervisor = state.process()
     assert supervisor is not None
-    yield RunningService(f"127.0.0.1:{port}", port, supervisor, cli)
+    yield RunningService(f"127.0.0.1:{port}", port, supervisor, cli, state_file)
     if supervisor.is_running():
         cli.run("down", "--target", f"127.0.0.1:{port}")
     shutil.rmtree(state_file.parent, ignore_errors=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -212,6 +213,30 @@ def test_a_peer_of_another_layout_is_told_so(model: Path) -> None:
             assert "block_size" in str(caught.value)
             together = client.generate(PROMPT, max_tokens=3, mode="colocated").result()
         assert list(together.token_ids) == greedy_tokens(model, PROMPT, 3)
+
+
+def test_a_peer_with_other_end_ids_is_told_so(model: Path, tmp_path: Path) -> None:
+    """Prefill's first token may be the last one to decode: such a pair never meets, and no request waits in vain."""
+    token = greedy_tokens(model, PROMPT, 1)[0]
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    (other / "generation_config.json").write_text(f'{{"eos_token_id": {token}}}')
+    with local_cluster(settings(model)) as cluster:
+        cluster.kill("decode-0")
+        cluster.start_worker(Role.DECODE, 0, model={"path": str(other), "dtype": "float32"})
+        with Client(cluster.target) as client:
+            deadline_s = time.monotonic() + 30
+            while True:
+                begin_s = time.monotonic()
+                with pytest.raises((NotReady, LayoutMismatch)) as caught:
+                    client.generate(PROMPT, max_tokens=3, mode="pd", timeout_s=30).result()
+                assert time.monotonic() - begin_s < 10
+                if isinstance(caught.value, LayoutMismatch):
+                    break
+                assert time.monotonic() < deadline_s, caught.value
+                time.sleep(0.2)
+            assert f"eos_token_ids differ: [{token}] here, [] at the peer" in str(caught.value)
+        assert leaked_blocks(cluster.wait_idle()) == 0
 
 
 def test_nothing_is_ready(model: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.launch.state import ServiceState
@@ -14,6 +16,14 @@ from tests.local_cluster import free_port
 from tests.ray_nodes import ray_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it does; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
@@ -27,10 +37,30 @@ def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
         answer = at_home.run("generate", "import os", "--target", f"localhost:{port}", "--max-tokens", "3", "--json")
         result = json.loads(answer.stdout)
         assert result["kv_bytes"] == result["kv_bytes_expected"] > 0
-        assert at_home.run("down", "--target", f"localhost:{port}").returncode == 0
+
+        # Another one finds no room, and says what it waits for.
+        config = tmp_path / "other.yaml"
+        config.write_text("cluster: {port_base: 22000, start_timeout_s: 4}\n")
+        other = at_home.run("up", "-c", str(config), "--address", head.address, "--port", str(free_port()), "--detach")
+        assert other.returncode == 1
+        assert "could not place prefill-0, decode-0 within 4 s: no node has {CPU: 1} for" in other.stderr
+        waited = max((Path(at_home.env["XDG_STATE_HOME"]) / "pdserve").glob("up-*.log"), key=os.path.getmtime)
+        assert "waiting for room: {CPU: 1} for prefill-0, decode-0; now free: " in waited.read_text()
+
+        # Its supervisor is killed. Nothing tells which of Ray's processes are the service's but what was noted of them.
+        state = ServiceState.load(Path(at_home.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json")
+        noted = [psutil.Process(pid) for pid, _ in state.processes]
+        assert len(noted) == 5, "the gateway, two workers, two engines"
+        psutil.Process(state.pid).kill()
+        gone = at_home.run("down", "--target", f"localhost:{port}")
+        assert "is gone already" in gone.stderr
+        assert not [process for process in noted if runs(process)]
         again = at_home.run(
             "up", "--address", head.address, "--port", str(port), "--detach"
         )  # all resources are free again
+        assert again.returncode == 0, again.stderr
+        assert at_home.run("down", "--target", f"localhost:{port}").returncode == 0
+        again = at_home.run("up", "--address", head.address, "--port", str(port), "--detach")
         assert again.returncode == 0, again.stderr
         # And when Ray goes, as with `ray down`, nothing of the service stays behind.
         state = ServiceState.load(Path(at_home.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json")

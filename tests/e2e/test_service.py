@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import psutil
 import pytest
 
 from pdserve import AsyncClient, Client
+from pdserve.launch.state import ServiceState
 from tests.e2e.conftest import RunningService
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -41,12 +45,60 @@ def test_status_shows_workers_on_slots_of_their_own(service: RunningService) -> 
         assert psutil.Process(worker["engine_pid"]).cpu_affinity() == [int(worker["cores"])]
 
 
-def test_a_ray_of_its_own_gets_no_more_nodes(service: RunningService) -> None:
-    answer = service.cli.run("scale", "--prefill", "3", "--target", service.target)
-    assert answer.returncode == 1
-    assert "no free slot for prefill-2, and a Ray of its own gets no more nodes" in answer.stderr
+def test_what_was_started_oversubscribed_scales_beyond_its_slots(service: RunningService) -> None:
+    """Its workers have all the slots of a Ray that gets no more nodes."""
+    more = service.cli.run("scale", "--prefill", "3", "--target", service.target)
+    assert more.returncode == 0, more.stderr
+    assert "scaled: 3P2D" in more.stderr
+    with Client(service.target) as client:
+        workers = {worker.worker_id: worker.state for worker in client.status().workers}
+        assert workers["prefill-2"] == "ready"
+    fewer = service.cli.run("scale", "--prefill", "2", "--target", service.target)
+    assert fewer.returncode == 0, fewer.stderr
     status = json.loads(service.cli.run("status", "--target", service.target, "--json").stdout)
     assert [w["worker_id"] for w in status["workers"]] == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+
+
+def test_list_and_logs_say_where_everything_is(service: RunningService) -> None:
+    (listed,) = json.loads(service.cli.run("list", "--json").stdout)["services"]
+    assert (listed["port"], listed["pid"]) == (service.port, service.supervisor.pid)
+    assert (listed["model"], listed["state"], listed["workers"]) == ("tiny", "ready", "2P2D")
+    assert listed["ray"].startswith("its own, ")
+    table = service.cli.run("list").stdout
+    assert service.target in table
+    assert "ready" in table
+
+    found = json.loads(service.cli.run("logs", "--target", service.target, "--json").stdout)["logs"]
+    paths = {log["name"]: Path(log["path"]) for log in found}
+    assert set(paths) == {"supervisor", "gateway", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert all(path.is_file() for path in paths.values())
+    with Client(service.target) as client:
+        pids = {worker.worker_id: worker.pid for worker in client.status().workers}
+    assert all(paths[name].name.endswith(f"-{pid}.err") for name, pid in pids.items())
+    decode = service.cli.run("logs", "decode-1", "--target", service.target)
+    assert decode.stdout == paths["decode-1"].read_text()
+    last = service.cli.run("logs", "supervisor", "-n", "1", "--target", service.target)
+    assert last.stdout.splitlines() == paths["supervisor"].read_text().splitlines()[-1:]
+    unknown = service.cli.run("logs", "decode-7", "--target", service.target)
+    assert unknown.returncode == 1
+    assert "error: decode-7 has no log" in unknown.stderr
+
+
+def test_a_log_is_followed(service: RunningService) -> None:
+    code = f"from pdserve.cli.main import main; main(['logs', 'supervisor', '-f', '--target', '{service.target}'])"
+    following = subprocess.Popen([sys.executable, "-c", code], env=service.cli.env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert following.stdout is not None
+        for line in following.stdout:  # what there is, up to here
+            if "'ready'" in line:
+                break
+        with open(ServiceState.load(service.state_file).log, "a") as file:
+            file.write("a line of the future\n")
+        assert any("a line of the future" in line for line in following.stdout)
+    finally:
+        following.send_signal(signal.SIGINT)
+        following.communicate(timeout=20)
+    assert following.returncode == 130
 
 
 def test_many_requests_at_once(service: RunningService) -> None:
@@ -170,6 +222,7 @@ def test_down_leaves_nothing(service: RunningService) -> None:
     }
     answer = service.cli.run("down", "--target", service.target)
     assert answer.returncode == 0, answer.stderr
+    assert json.loads(service.cli.run("list", "--json").stdout) == {"services": []}
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not [folder for folder in ray_folders if Path("/tmp", folder).exists()]
     with socket.socket() as probe:

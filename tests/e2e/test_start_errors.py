@@ -11,18 +11,22 @@ import pytest
 from tests.e2e.conftest import Cli
 from tests.local_cluster import ROOT, free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 
 def check(cli: Cli, expected: str, *arguments: str) -> None:
-    before = {p.pid for p in psutil.process_iter()}
-    answer = cli.run("up", "--port", str(free_port()), "--detach", *arguments)
+    port = free_port()
+    started_by = {"PDSERVE_TEST_START": str(port)}  # every process of the start inherits it, and nothing else has it
+    answer = Cli({**cli.env, **started_by}).run("up", "--port", str(port), "--detach", *arguments)
     assert answer.returncode != 0
     assert expected in answer.stderr
     assert "Traceback" not in answer.stderr
-    left = [p for p in psutil.process_iter(["environ", "cmdline"]) if p.pid not in before]
-    state = cli.env["XDG_STATE_HOME"]  # other services may come and go on this host
-    assert not [p.info for p in left if (p.info["environ"] or {}).get("XDG_STATE_HOME") == state]
+    left = [
+        p
+        for p in psutil.process_iter(["environ", "cmdline"])
+        if started_by.items() <= (p.info["environ"] or {}).items()
+    ]
+    assert not left, [p.info["cmdline"] for p in left]
 
 
 def test_unknown_model_folder(cli: Cli) -> None:

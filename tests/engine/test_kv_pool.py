@@ -10,7 +10,7 @@ import torch
 
 from core import memory_file
 from core.errors import ConfigError
-from core.kv_layout import KVLayout
+from core.kv_layout import MAX_PROBE_BYTES, KVLayout, blank_memory
 from engine.kv_pool import KVPool
 from engine.mapped_pool import MappedPool
 from tests.engine.harness import fill
@@ -97,9 +97,25 @@ def test_a_workers_peers_can_map_the_pool_and_trust_its_size(pools: tuple[KVPool
     assert mapped.file is not None
     fd, view = mapped.file
     assert memory_file.is_sealed(fd)
-    assert view.nbytes == BLOCKS * LAYOUT.block_bytes
+    assert view.nbytes == os.fstat(fd).st_size == sum(blank_memory(BLOCKS * LAYOUT.block_bytes))
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(fd, 0)
+
+
+def test_what_lies_behind_the_pool_holds_nothing(pools: tuple[KVPool, MappedPool]) -> None:
+    """It is of the same file, so that peers read it as they read blocks, and no block reaches into it."""
+    pool, mapped = pools
+    pool.tensor.fill_(1.0)
+    fill(mapped, range(BLOCKS), b"\7" * BLOCKS * LAYOUT.block_bytes)
+    blank = mapped.blank(0, MAX_PROBE_BYTES)
+    assert not any(blank)
+    assert mapped.file is not None
+    blank[17] = 1  # only to find it again
+    assert mapped.file[1][blank_memory(BLOCKS * LAYOUT.block_bytes)[0] + 17] == 1
+    assert mapped.blank(16, 2) == b"\0\1"
+    for start, size in ((0, MAX_PROBE_BYTES + 1), (MAX_PROBE_BYTES, 1), (-1, 1)):
+        with pytest.raises(ValueError, match=f"of {MAX_PROBE_BYTES}"):
+            mapped.blank(start, size)
 
 
 def test_views_outlive_close(pools: tuple[KVPool, MappedPool]) -> None:

@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.errors import ModelError
-from engine.loader import load_weights
+from engine.loader import check_weights, load_weights
+from engine.model_folder import check_weight_files, tokenizer_note
 from engine.model_source import ModelSource, resolve_model
 from engine.model_weights import ModelWeights
+from tests.local_cluster import ROOT
 from tests.random_models import save_random
 
 CPU = torch.device("cpu")
@@ -207,3 +209,68 @@ def test_dummies_of_a_config_draw_the_same_weights_everywhere(folder: Path) -> N
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(first["model.norm.weight"], torch.ones(16))
     assert first["model.embed_tokens.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+
+
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_git_lfs_pointer_is_named_as_such(folder: Path, name: str) -> None:
+    (folder / name).write_text(LFS_POINTER)
+    with pytest.raises(ModelError, match=rf"{name}: is a Git LFS pointer .*; run `git lfs pull` in {folder}"):
+        _load(folder)
+    with pytest.raises(ModelError, match=rf"{name}: is a Git LFS pointer"):
+        check_weights(resolve_model(str(folder)))
+
+
+def test_all_faults_are_found_without_loading(folder: Path) -> None:
+    source = resolve_model(str(folder))
+    check_weights(source)
+    check_weight_files(folder)
+    tensors = _edit(folder)
+    _store(folder, tensors | {"model.norm.weight": torch.zeros(17)})
+    check_weight_files(folder)  # which compares nothing with config.json
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is \[17\]"):
+        check_weights(source)
+    _store(folder, {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' is in none"):
+        check_weights(source)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(ModelError, match="corrupt or truncated"):
+        check_weights(source)
+    with pytest.raises(ModelError, match="corrupt or truncated"):
+        check_weight_files(folder)
+    check_weights(resolve_model("dummy:135m"))
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(folder: Path) -> None:
+    """As Mistral's folders have: the same weights once more, under other names."""
+    tensors = _edit(folder)
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = resolve_model(str(folder)).model_hash()
+    save_file({f"layers.{name}": tensor for name, tensor in tensors.items()}, folder / "consolidated.safetensors")
+    _load(folder)
+    assert resolve_model(str(folder)).model_hash() == before
+
+
+def test_values_that_float16_cannot_hold_are_refused(folder: Path) -> None:
+    tensors = _edit(folder)
+    tensors["model.norm.weight"][3] = 7e4
+    _store(folder, tensors)
+    source = resolve_model(str(folder))
+    assert load_weights(source, torch.bfloat16, CPU).norm[3] > 6e4
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' has values that float16 cannot hold; set "):
+        load_weights(source, torch.float16, CPU)
+
+
+def test_a_missing_tokenizer_is_told(folder: Path) -> None:
+    assert tokenizer_note(None) == ""
+    assert tokenizer_note(ROOT / "models" / "tiny") == ""
+    assert f"{folder} has no tokenizer.json: prompts must be token ids" in tokenizer_note(folder)
+    assert "sentencepiece" not in tokenizer_note(folder)
+    (folder / "tokenizer.model").write_bytes(b"\x0a")
+    assert "(with transformers, sentencepiece and protobuf installed)" in tokenizer_note(folder)
+    (folder / "tokenizer.json").write_text(LFS_POINTER)
+    with pytest.raises(ModelError, match=r"tokenizer\.json: is a Git LFS pointer"):
+        tokenizer_note(folder)

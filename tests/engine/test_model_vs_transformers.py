@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from engine.batch import SamplerParams
+from engine.kv_pool import TORCH_DTYPES
 from engine.linear import linear
 from tests.engine.harness import BLOCK, generate, make_runner, prompt_logits
 from tests.random_models import save_random
@@ -153,15 +154,17 @@ def test_logits(case: tuple[Path, dict[str, list[int]]], chunk: int) -> None:
     """In float32 they are transformers' own. In bfloat16 two correct programs differ, as each rounds elsewhere: over
     these models transformers' bfloat16 is 1.3 to 5.4 % away from its float32 (RMS of the difference over RMS of the
     logits), ours as much, and the two are 1.3 to 5.0 % apart. So: at most 8 % from its bfloat16, and no further from
-    its float32 than 1.5 times what its own bfloat16 is."""
+    its float32 than 1.5 times what its own bfloat16 is; and the same of float16."""
     folder, prompts = case
     prompt = prompts["45"]
-    theirs = {dtype: _their_logits(folder, prompt, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    theirs = {dtype: _their_logits(folder, prompt, dtype) for dtype in TORCH_DTYPES.values()}
     exact, rounded = theirs[torch.float32], theirs[torch.bfloat16]
     torch.testing.assert_close(prompt_logits(folder, prompt, "float32", chunk), exact, rtol=1e-4, atol=1e-3)
     ours = prompt_logits(folder, prompt, "bfloat16", chunk).float()
     assert _rms(ours - rounded) <= 0.08 * _rms(exact)
     assert _rms(ours - exact) <= 1.5 * _rms(rounded - exact)
+    ours = prompt_logits(folder, prompt, "float16", chunk).float()
+    assert _rms(ours - exact) <= 1.5 * _rms(theirs[torch.float16] - exact)
 
 
 def _their_logits(folder: Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,10 +24,12 @@ from engine.client import EngineClient
 from engine.messages import (
     Abort,
     EngineEvent,
+    Finished,
     KVReady,
     KVRole,
     Load,
     Progress,
+    Ready,
     Rejected,
     Release,
     Reserved,
@@ -58,8 +61,8 @@ def expected(folder: Path) -> list[int]:
 class Engine:
     """An engine and what it has said so far."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
+    def __init__(self, client: EngineClient, ready: Ready) -> None:
+        self.client, self.ready = client, ready
         self.seen: list[EngineEvent] = []
         self._events = client.events()
 
@@ -109,8 +112,7 @@ def _spec(folder: Path, **changes: object) -> EngineSpec:
 async def _engine(spec: EngineSpec) -> AsyncIterator[Engine]:
     client = EngineClient()
     try:
-        await client.start(spec, START_S)
-        yield Engine(client)
+        yield Engine(client, await client.start(spec, START_S))
     finally:
         await client.stop(5.0)
     assert not psutil.pid_exists(client.pid)
@@ -186,6 +188,22 @@ async def test_abort_frees_blocks_in_every_state(folder: Path) -> None:
         await engine.until(lambda: len(engine.tokens("running")) > 2)
         for request_id in ("running", "waiting", "receiving", "unknown"):
             engine.client.send(Abort(request_id))
+        await engine.until(lambda: engine.idle(64))
+
+
+async def test_a_request_that_its_first_token_ends_is_told_of(folder: Path, tmp_path: Path) -> None:
+    """No step has a token of it: without a word from the engine its worker would wait for its deadline."""
+    ending = tmp_path / "model"
+    shutil.copytree(folder, ending)
+    (ending / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    async with _engine(_spec(ending)) as engine:
+        assert engine.ready.eos_token_ids == [7, 9]
+        for request_id, first, ignore_eos in (("ends", 7, False), ("goes-on", 7, True)):
+            engine.client.send(_submit(request_id, KVRole.RECEIVE, max_tokens=3, ignore_eos=ignore_eos))
+            await engine.until(lambda name=request_id: bool(engine.reserved(name)))  # type: ignore[misc]
+            engine.client.send(KVReady(request_id, first))
+        assert len(await engine.finished("goes-on")) == 2
+        assert [event for event in engine.seen if isinstance(event, Finished)] == [Finished("ends", "stop")]
         await engine.until(lambda: engine.idle(64))
 
 

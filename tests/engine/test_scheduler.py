@@ -13,6 +13,7 @@ from core.request import EngineStatus
 from engine.batch import SampledToken, SamplerParams
 from engine.messages import (
     Abort,
+    Finished,
     KVReady,
     KVRole,
     Load,
@@ -66,7 +67,7 @@ class Rig:
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
         salt: str = "",
-    ) -> list[Reserved | PrefixFound | Rejected]:
+    ) -> list[Reserved | PrefixFound | Rejected | Finished]:
         """Submit ``prompt`` tokens 1000, 1001, …, and tell what events that made."""
         tokens = list(range(1000, 1000 + prompt))
         self.scheduler.submit(Submit(name, role, tokens, max_tokens, 0.5, 3, 0.9, 7, list(stop), ignore_eos, salt=salt))
@@ -401,11 +402,14 @@ def test_receive_is_reserved_at_once_and_decodes_from_its_first_token() -> None:
     assert rig.free == 32
 
 
-@pytest.mark.parametrize(("max_tokens", "first"), [(1, 50), (5, EOS), (5, 7)])
-def test_receive_whose_first_token_is_its_last_is_finished_at_once(max_tokens: int, first: int) -> None:
+@pytest.mark.parametrize(("max_tokens", "first", "reason"), [(1, 50, "length"), (5, EOS, "stop"), (5, 7, "stop")])
+def test_receive_whose_first_token_is_its_last_is_finished_at_once_and_says_so(
+    max_tokens: int, first: int, reason: str
+) -> None:
     rig = Rig()
     rig.submit("r", 6, max_tokens, RECEIVE, stop=(7,))
     rig.scheduler.kv_ready(KVReady("r", first))
+    assert rig.scheduler.take_events() == [Finished("r", reason)]
     assert not rig.busy()
     assert rig.scheduler.load() == Load(32, 0, 0, 0)
     rig.scheduler.check_integrity()
@@ -418,7 +422,8 @@ def test_kv_ready_is_ignored_unless_awaited() -> None:
     rig.scheduler.kv_ready(KVReady("nobody", 50))
     rig.submit("r", 4, 4, RECEIVE)
     rig.scheduler.abort(Abort("r"))
-    rig.scheduler.kv_ready(KVReady("r", 50))
+    rig.scheduler.kv_ready(KVReady("r", EOS))
+    assert rig.scheduler.take_events() == []
     assert rig.step()[0] == {"a": 4}
     assert rig.step()[0] == {"a": 1}
 

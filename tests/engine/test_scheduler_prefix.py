@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages import Abort, KVReady, KVRole, PrefixFound, Progress, Release, Reserved
+from engine.messages import Abort, Finished, KVReady, KVRole, PrefixFound, Progress, Release, Reserved
 from tests.engine.test_scheduler import EOS, Rig
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
@@ -129,6 +129,7 @@ def test_a_request_whose_first_token_is_its_last_still_leaves_what_it_received()
     rig = Rig(prefix_caching=True)
     rig.submit("r", 8, 4, RECEIVE)
     rig.scheduler.kv_ready(KVReady("r", EOS))
+    assert rig.scheduler.take_events() == [Finished("r", "stop")]
     assert rig.submit("s", 9, 4, RECEIVE) == [Reserved("s", [0, 1, 2], 2)]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from core.clock import FakeClock
 from engine.batch import SampledToken, ScheduledSeq
-from engine.messages import Abort, KVReady, KVRole, PrefixFound, Rejected, Release, Reserved, Submit
+from engine.messages import Abort, Finished, KVReady, KVRole, PrefixFound, Rejected, Release, Reserved, Submit
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.scheduler_config import SchedulerConfig
 
@@ -185,8 +185,11 @@ class World:
                 self._write(request.plan, start, request.prompt, request.reserved)
                 request.reserved = None
                 request.tokens.append(draw(request.plan.topic, request.prompt))
-                request.over = request.plan.outputs() == request.tokens
                 self.scheduler.kv_ready(KVReady(request_id, request.tokens[0]))
+                self._hear()
+                assert request.over == (request.plan.outputs() == request.tokens), (
+                    "the engine tells the end, or goes on"
+                )
                 acted = True
             elif request.held is not None and self.ticks >= request.due:
                 self._check_content(request.plan, request.prompt, request.held)
@@ -205,6 +208,10 @@ class World:
             if isinstance(event, Rejected):
                 self.rejected[event.request_id] = event.kind
                 request.over = True
+            elif isinstance(event, Finished):
+                assert request.plan.role is KVRole.RECEIVE
+                assert not request.over, "a request ends once"
+                request.finish_reason, request.over = event.finish_reason, True
             elif isinstance(event, PrefixFound):
                 assert request.plan.role is not KVRole.RECEIVE
                 assert 0 < event.num_tokens < len(request.prompt)

@@ -13,6 +13,8 @@ from gateway.validation import (
     check_logit_bias,
     check_stop_token_ids,
     fit_max_tokens,
+    max_message_bytes,
+    read_message,
     read_mode,
     read_prompt,
     read_request_id,
@@ -116,6 +118,7 @@ def test_every_kind_of_sampling_is_read() -> None:
         ("logit_bias", {1: math.nan}),
         ("logit_bias", dict.fromkeys(range(301), 1.0)),
         ("logprobs", 21),
+        ("stop_token_ids", range(1025)),
     ],
 )
 def test_bad_sampling_names_its_field(tokenizer: Tokenizer, field: str, value: Any) -> None:
@@ -129,8 +132,8 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 
 async def test_prompts(tokenizer: Tokenizer) -> None:
-    assert await read_prompt(message(text="the quick"), tokenizer, 500) == tokenizer.encode("the quick")
-    assert await read_prompt(message(token_ids=pb.TokenIds(ids=[3, 499])), None, 500) == (3, 499)
+    assert await read_prompt(message(text="the quick"), tokenizer, LIMITS) == tokenizer.encode("the quick")
+    assert await read_prompt(message(token_ids=pb.TokenIds(ids=[3, 499])), None, LIMITS) == (3, 499)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +143,43 @@ async def test_prompts(tokenizer: Tokenizer) -> None:
         ({"text": ""}, "it is empty"),
         ({"token_ids": pb.TokenIds()}, "it is empty"),
         ({"token_ids": pb.TokenIds(ids=[1, 500, 2])}, "token id 500 at position 1 is not below"),
+        ({"token_ids": pb.TokenIds(ids=[1] * 201)}, "201 tokens exceed the context of 200; shorten it"),
+        ({"text": "zq" * 300}, r"\d+ tokens exceed the context of 200; shorten it"),
+        ({"text": "zq" * 300_000}, "600000 characters are more than the context of 200 tokens can hold"),
+        ({"text": "é" * 5000}, "5000 characters are more than the context of 200 tokens can hold"),
     ],
 )
 async def test_bad_prompts(tokenizer: Tokenizer, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^prompt: {problem}"):
-        await read_prompt(message(**fields), tokenizer, 500)
+        await read_prompt(message(**fields), tokenizer, LIMITS)
+
+
+def test_stop_ids_come_once_each() -> None:
+    asked = message(sampling=pb.Sampling(stop_token_ids=[3, 1, 3, 3, 1]))
+    assert read_sampling(asked, None).stop_token_ids == (3, 1)
+
+
+def test_a_message_that_is_none_says_so() -> None:
+    for data in (b"\xff\xff\xff", b"\x12\x02\xc3\x28"):  # no protobuf; `text` that is not UTF-8
+        with pytest.raises(InvalidRequest, match=r"^message: it is no GenerateRequest, or a string in it is not UTF-8"):
+            read_message(data)
+
+
+def test_messages_are_bounded_by_the_context(tokenizer: Tokenizer) -> None:
+    assert max_message_bytes(200, tokenizer) == 2**20
+    for length in (10**5, 10**6):
+        longest = message(
+            text="\n" * (length * tokenizer.longest_token_bytes),
+            sampling=pb.Sampling(stop=["😀" * 1024] * 16, stop_token_ids=[2**32 - 1] * 1024, logit_bias={2**32 - 1: 1}),
+        ).ByteSize()
+        assert longest < max_message_bytes(length, tokenizer) < 3 * longest
+        ids = message(token_ids=pb.TokenIds(ids=[2**32 - 1] * length)).ByteSize()
+        assert ids < max_message_bytes(length, None) < 3 * ids
 
 
 async def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt: this model has no tokenizer; send token_ids$"):
-        await read_prompt(message(text="hello"), None, 500)
+        await read_prompt(message(text="hello"), None, LIMITS)
 
 
 def fit(prompt_tokens: int, max_tokens: int | None, limits: Limits = LIMITS) -> int:

@@ -67,6 +67,8 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             target: MemoryStore | None = None,
             sending: KVTransport | None = None,
             receiving: KVTransport | None = None,
+            eos_token_ids: tuple[int, ...] = (),
+            sender_eos_token_ids: tuple[int, ...] | None = None,
         ) -> Ends:
             clock = MonotonicClock()
             source = source or MemoryStore(sender_layout or layout, num_blocks)
@@ -85,6 +87,7 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
                 clock=clock,
                 lease_s=lease_s,
                 delay_s=delay_s,
+                eos_token_ids=eos_token_ids,
             )
             sender = KVSender(
                 source,
@@ -96,6 +99,7 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
                 clock=clock,
                 lease_s=lease_s,
                 connect_timeout_s=5.0,
+                eos_token_ids=eos_token_ids if sender_eos_token_ids is None else sender_eos_token_ids,
             )
             endpoints = await receiver.start("127.0.0.1")
             stack.push_async_callback(receiver.aclose)

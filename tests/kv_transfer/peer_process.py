@@ -26,6 +26,9 @@ async def echo(transport_name: str) -> None:
     transport = create_transport(transport_name)
     say(address=(await transport.listen("127.0.0.1")).address)
     link = await transport.accept()
+    hello = await link.recv()
+    link.introduced()
+    await link.send(hello.header)
     while True:
         message = await link.recv()
         payload = memoryview(bytearray(message.size))

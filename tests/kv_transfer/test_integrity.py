@@ -12,10 +12,24 @@ import pytest
 
 from core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
 from core.handoff import KVDestination, KVEndpoint
-from core.kv_layout import KVLayout
+from core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from kv_transfer import integrity
 from kv_transfer.base import Buffer, KVLink, Message
-from kv_transfer.integrity import Abort, Ack, Blocks, Header, Hello, HelloOk, Open, Refused, checksum, decode, encode
+from kv_transfer.integrity import (
+    Abort,
+    Ack,
+    Blocks,
+    Header,
+    Hello,
+    HelloOk,
+    Open,
+    Probe,
+    Probed,
+    Refused,
+    checksum,
+    decode,
+    encode,
+)
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sink import Sink
 from kv_transfer.status import TransferStatus
@@ -35,7 +49,7 @@ class RawPeer:
         """One the receiver has welcomed."""
         transport = LoopbackTransport()
         peer = cls(await transport.connect(ends.endpoints[0], 1.0), ends.target.layout)
-        assert await peer.say(Hello("raw", "e1", peer.layout.to_wire(), True)) == HelloOk("d", "e1")
+        assert await peer.say(Hello("raw", "e1", peer.layout.to_wire(), True, [])) == HelloOk("d", "e1")
         return peer
 
     async def say(self, header: Header | bytes, payload: bytes = b"") -> Header:
@@ -218,7 +232,7 @@ LAYOUT = KVLayout("m", "bfloat16", 4, 2, 2, 8)
 
 @pytest.mark.parametrize(
     "header",
-    [Hello("p", "e", LAYOUT.to_wire(), True), HelloOk("d", "e"), Open("n", "e", "r"), RIGHT, Ack("n", 0),
+    [Hello("p", "e", LAYOUT.to_wire(), True, [2, 7]), HelloOk("d", "e"), Open("n", "e", "r"), RIGHT, Ack("n", 0),
      Refused("", 0, "K", "m"), Abort("n", "K", "m")],
 )  # fmt: skip
 def test_every_header_survives_the_wire(header: Header) -> None:
@@ -228,13 +242,27 @@ def test_every_header_survives_the_wire(header: Header) -> None:
 @pytest.mark.parametrize("change", [{"dtype": "int3"}, {"head_dim": "8"}, {"more": 1}, {"block_size": -1}])
 def test_a_malformed_layout_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(TransferRefused, match=r"hello\.layout"):
-        decode(encode(Hello("p", "e", LAYOUT.to_wire() | change, True)))
+        decode(encode(Hello("p", "e", LAYOUT.to_wire() | change, True, [])))
+
+
+@pytest.mark.parametrize("ids", ["7", [-1], [2**32], [True], ["7"], [1.0], list(range(1025))], ids=str)
+def test_malformed_end_ids_are_refused(ids: Any) -> None:
+    with pytest.raises(TransferRefused, match=r"hello\.eos_token_ids"):
+        decode(encode(Hello("p", "e", LAYOUT.to_wire(), True, ids)))
+
+
+async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    peer = await RawPeer.meet(ends)
+    assert isinstance(await peer.say(Probe(), bytes(MAX_PROBE_BYTES)), Probed)
+    assert isinstance(await peer.say(Probe(), bytes(MAX_PROBE_BYTES + 1)), Refused)
+    assert ends.receiver.refused == {"malformed": 1}
 
 
 async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     peer = await RawPeer.meet(ends)
-    for header in (b"junk", encode(HelloOk("d", "e1")), encode(Ack("n", 1)), encode(Hello("p", "e1", {}, True))):
+    for header in (b"junk", encode(HelloOk("d", "e1")), encode(Ack("n", 1)), encode(Hello("p", "e1", {}, True, []))):
         assert isinstance(await peer.say(header, ONE), Refused)
     assert ends.receiver.refused == {"malformed": 4}
     destination = ends.receiver.expect("r", [1], 0, ends.in_s(5))
@@ -244,8 +272,8 @@ async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: Mak
 @pytest.mark.parametrize(
     ("first", "reason"),
     [(b"junk", "malformed"), (encode(Open("n", "e1", "r")), "malformed"),
-     (encode(Hello("p", "e0", LAYOUT.to_wire(), True)), "stale_epoch"),
-     (encode(Hello("p", "e1", LAYOUT.to_wire(), True)), "layout")],
+     (encode(Hello("p", "e0", LAYOUT.to_wire(), True, [])), "stale_epoch"),
+     (encode(Hello("p", "e1", LAYOUT.to_wire(), True, [])), "layout")],
 )  # fmt: skip
 async def test_nothing_but_a_right_hello_opens_a_link(make_ends: MakeEnds, first: bytes, reason: str) -> None:
     ends = await make_ends()

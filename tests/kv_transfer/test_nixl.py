@@ -9,24 +9,28 @@ import importlib.util
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
 
 import pytest
 
-from core.errors import ConfigError, PeerLost
+from core.errors import ConfigError, PeerLost, TransferError
 from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.sink import Sink
+from kv_transfer.status import TransferStatus
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.socket_link import SocketLink
 from tests.kv_transfer.fake_nixl import FakeNetwork
+from tests.kv_transfer.relay import Relay
 
 LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
 NUM_BLOCKS = 400
+MakeEnds = Callable[..., Awaitable[Any]]
 INSTALLED = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 
@@ -52,6 +56,7 @@ async def linked(timeout_s: float = 5.0) -> AsyncIterator[Ends]:
     try:
         endpoint = await receiving.listen("127.0.0.1")
         sender, receiver = await asyncio.gather(sending.connect(endpoint, 10.0), receiving.accept())
+        receiver.introduced()
         yield Ends(source, target, sending, receiving, endpoint, sender, receiver)
     finally:
         await sending.aclose()
@@ -163,6 +168,7 @@ async def test_what_a_peer_that_left_has_sent_counts_for_nothing() -> None:
 async def test_a_closed_link_leaves_the_others_of_its_peer_alone() -> None:
     async with linked() as ends:
         sender, receiver = await asyncio.gather(ends.sending.connect(ends.endpoint, 10.0), ends.receiving.accept())
+        receiver.introduced()
         await asyncio.gather(ends.sender.aclose(), ends.receiver.aclose())
         async with answered(sender):
             await sender.send(b"h", [ends.source.data[:5000]])
@@ -230,8 +236,55 @@ async def test_closing_ends_a_read_and_lets_go_of_pool_and_peer(network: FakeNet
     assert ends.target.data == bytes(len(ends.target.data))
     for agent in network.agents.values():
         assert not agent.peers
-        assert len(ends.source.data) not in [size for _, size in agent.registered]
+        assert ends.source.memory.size not in [size for _, size in agent.registered]
         assert all(read.released for read in agent.reads)
+
+
+async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for_nothing(
+    make_ends: MakeEnds, network: FakeNetwork
+) -> None:
+    """The cut is held up on its way, as it may be between hosts, and the read is not. With checksums off, nothing but
+    the content could tell that the blocks have another owner by now."""
+    ends = await make_ends("nixl", layout=LAYOUT, checksum=False)
+    (endpoint,) = ends.endpoints
+    relay = Relay(endpoint.address)
+    try:
+        await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
+        network.polls = 2**62
+        ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(20)), ends.in_s(20))
+        ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
+        async with asyncio.timeout(5):
+            while not any(not read.released for agent in network.agents.values() for read in agent.reads):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        relay.stall(0)
+        await ends.sender.abort("r")
+        assert ends.receiver.status("r") is TransferStatus.TRANSFERRING
+        ends.source.data[:] = bytes(len(ends.source.data))  # the next owner's
+        network.polls = 0
+        async with asyncio.timeout(5):
+            with pytest.raises(TransferError):
+                await asyncio.gather(ends.receiver.wait("r"), asyncio.to_thread(until_refused, ends.receiver, relay))
+        assert set(ends.receiver.refused) == {"checksum"}
+    finally:
+        relay.close()
+
+
+def until_refused(receiver: KVReceiver, relay: Relay) -> None:
+    """Let the cut arrive once the message was judged (or 2 s have passed)."""
+    deadline_s = time.monotonic() + 2
+    while not receiver.refused and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    relay.flow()
+
+
+@pytest.mark.usefixtures("any_nixl")
+async def test_what_is_read_is_hashed_whatever_the_configuration_says(make_ends: MakeEnds) -> None:
+    ends = await make_ends("nixl", layout=LAYOUT, checksum=False)
+    ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(10)), ends.in_s(10))
+    ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert received.proof.checksum == "xxh3-64 verified"
+    assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [7, 8, 9])
 
 
 def test_without_nixl_it_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:

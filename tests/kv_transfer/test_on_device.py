@@ -24,8 +24,8 @@ LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2
 
 
 def bytes_of(store: MemoryStore) -> torch.Tensor:
-    """A pool as a tensor."""
-    return torch.frombuffer(store.data, dtype=torch.uint8)
+    """A pool and what lies behind it, as a tensor."""
+    return torch.frombuffer(store.whole, dtype=torch.uint8)
 
 
 class OneGpu:
@@ -93,6 +93,7 @@ async def test_only_what_lies_in_the_pool_can_be_sent() -> None:
     here, there = gpu.transport("p", source), gpu.transport("d", target)
     endpoint = await there.listen("127.0.0.1")
     link, accepted = await asyncio.gather(here.connect(endpoint, 2.0), there.accept())
+    accepted.introduced()
     elsewhere: list[Any] = [torch.zeros(16, dtype=torch.uint8)]
     with pytest.raises(ValueError, match="outside the pool"):
         await link.send(b"h", elsewhere)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from core.errors import ConfigError, LayoutMismatch, PeerLost, TransferError, TransferRefused, TransferTimeout
+from core.errors import (
+    ConfigError,
+    LayoutMismatch,
+    ModelError,
+    PeerLost,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
 from core.handoff import KVEndpoint
 from core.kv_layout import KVLayout
 from kv_transfer.factory import create_transport
+from kv_transfer.handoff_over import HandoffOver
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.status import TransferStatus
 
 MakeEnds = Callable[..., Awaitable[Any]]
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+)
 TRANSPORTS = ["loopback", "shm", "tcp", "grpc_stream", "torch_dist"]
 
 
@@ -227,6 +240,54 @@ async def test_checksums_must_be_on_at_both_ends_or_neither(make_ends: MakeEnds)
         await ends.sender.connect("d", "e1", ends.endpoints)
 
 
+class RecordingStore(MemoryStore):
+    """Keeps what is thrown away here, and gives no blocks away."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        super().__init__(layout, num_blocks)
+        self.thrown_away: list[memoryview] = []
+
+    if not TYPE_CHECKING:
+
+        def scratch(self, size: int, *, on_device: bool = False) -> memoryview:
+            """Memory that the test sees afterwards."""
+            self.thrown_away.append(memoryview(bytearray(b"\xff" * size)))
+            return self.thrown_away[-1]
+
+        def read_blocks(self, *_: object, **__: object) -> list[memoryview]:
+            """Nobody may ask for blocks."""
+            raise AssertionError("a probe was cut from the pool")
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, NIXL])
+async def test_links_are_measured_with_zeros_and_never_with_kv(
+    make_ends: MakeEnds, transport: str, layout: KVLayout
+) -> None:
+    source, target = RecordingStore(layout, 64), RecordingStore(layout, 64)
+    ends = await make_ends(transport, source=source, target=target)
+    assert any(source.data)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    assert target.thrown_away
+    assert not any(any(probe) for probe in target.thrown_away)
+    (link,) = ends.sender.links()
+    assert link.transport == transport
+
+
+async def test_end_ids_must_be_the_same_at_both_ends(make_ends: MakeEnds) -> None:
+    """Else one goes on from a token that is the last one to the other."""
+    ends = await make_ends(eos_token_ids=(7, 2), sender_eos_token_ids=(2,))
+    with pytest.raises(LayoutMismatch, match=r"eos_token_ids differ: \[2, 7\] here, \[2\] at the peer"):
+        await ends.sender.connect("d", "e1", ends.endpoints)
+    assert ends.receiver.refused == {"layout": 1}
+    same = await make_ends(eos_token_ids=(7, 2, 7), sender_eos_token_ids=(2, 7))
+    await same.sender.connect("d", "e1", same.endpoints)
+    many = await make_ends(eos_token_ids=tuple(range(1024)), sender_eos_token_ids=tuple(range(1, 1025)))
+    with pytest.raises(LayoutMismatch, match=r"differ: \[0, 1, .*, 15, \.\.\.\] here"):
+        await many.sender.connect("d", "e1", many.endpoints)
+    with pytest.raises(ModelError, match="1025 eos_token_ids; at most 1024"):
+        await make_ends(eos_token_ids=tuple(range(1025)))
+
+
 async def test_connecting_is_idempotent_and_follows_the_epoch(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     await asyncio.gather(*(ends.sender.connect("d", "e1", ends.endpoints) for _ in range(3)))
@@ -280,14 +341,10 @@ async def test_aborting_at_the_sender_fails_the_receiver_fast(make_ends: MakeEnd
     ends = await make_ends(transport, lease_s=30.0)
     await reach(ends, state)
     await ends.sender.abort("r")
-    if state == "bootstrapping":  # the receiver has never heard of the sender: its lease bounds it
-        assert ends.receiver.status("r") is TransferStatus.BOOTSTRAPPING
-        await ends.receiver.abort("r")
-    else:
-        async with asyncio.timeout(30):
-            with pytest.raises(TransferError, match=r"the sender of r gave up: .* aborted by its sender"):
-                await ends.receiver.wait("r")
-    with pytest.raises(ValueError, match="not being sent"):
+    async with asyncio.timeout(30):  # told as soon as there is a link
+        with pytest.raises(TransferError, match=r"the sender of r gave up: .* aborted by its sender"):
+            await ends.receiver.wait("r")
+    with pytest.raises(HandoffOver, match="not being sent"):
         ends.sender.status("r")
     await ends.sender.abort("r")
     await check_works(ends)
@@ -305,7 +362,7 @@ async def test_aborting_at_the_receiver_fails_the_sender_fast(make_ends: MakeEnd
         with pytest.raises(TransferError):
             await ends.sender.wait("r")
     assert ends.target.data == before
-    with pytest.raises(ValueError, match="not expected"):
+    with pytest.raises(HandoffOver, match="not expected"):
         ends.receiver.status("r")
     await ends.receiver.abort("r")
     await check_works(ends)
@@ -381,7 +438,7 @@ async def test_bad_arguments(make_ends: MakeEnds) -> None:
     destination = ends.receiver.expect("r", [1, 2], 0, ends.in_s(5))
     with pytest.raises(ValueError, match="already"):
         ends.receiver.expect("r", [3], 0, ends.in_s(5))
-    with pytest.raises(ValueError, match="not being sent"):
+    with pytest.raises(HandoffOver, match="not being sent"):
         ends.sender.send_blocks("r", 0, [1])
     ends.sender.start("r", destination, ends.in_s(5))
     with pytest.raises(ValueError, match="already"):
@@ -389,6 +446,8 @@ async def test_bad_arguments(make_ends: MakeEnds) -> None:
     for first, ids, last, trailer in ((1, [1, 2], True, b""), (-1, [1], True, b""), (0, [1], False, b"t")):
         with pytest.raises(ValueError, match=r"slots|trailer"):
             ends.sender.send_blocks("r", first, ids, last=last, trailer=trailer)
+    with pytest.raises(ValueError, match="blocks outside a pool of 64"):
+        ends.sender.send_blocks("r", 0, [64])
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     with pytest.raises(ValueError, match="after its last"):
         ends.sender.send_blocks("r", 0, [1])

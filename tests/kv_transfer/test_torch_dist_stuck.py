@@ -16,6 +16,7 @@ import pytest
 from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer import sender as sender_module
 from kv_transfer.base import Buffer, KVLink
+from kv_transfer.handoff_over import HandoffOver
 from kv_transfer.transports import torch_link
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from kv_transfer.transports.torch_groups import Groups
@@ -76,7 +77,9 @@ async def linked(timeout_s: float) -> AsyncIterator[tuple[KVLink, KVLink]]:
     client, listener = TorchDistTransport(timeout_s=timeout_s), TorchDistTransport(timeout_s=10.0)
     try:
         endpoint = await listener.listen("127.0.0.1")
-        yield await client.connect(endpoint, 10.0), await listener.accept()
+        connected, accepted = await client.connect(endpoint, 10.0), await listener.accept()
+        accepted.introduced()
+        yield connected, accepted
     finally:
         await client.aclose()
         await listener.aclose()
@@ -210,7 +213,7 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
             with pytest.raises(TransferTimeout, match="deadline"):
                 await ends.sender.wait("r")
     assert "r: a send of its blocks has not ended for 0.2 s" in caplog.text
-    with pytest.raises(ValueError, match="not being sent"):
+    with pytest.raises(HandoffOver, match="not being sent"):
         ends.sender.status("r")
     over.set()
 

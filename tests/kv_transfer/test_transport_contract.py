@@ -72,6 +72,7 @@ async def make(name: str, make_all: Callable[..., list[KVTransport]]) -> Callabl
 async def open_link(listener: KVTransport, endpoint: KVEndpoint, client: KVTransport) -> Pair:
     """Both ends of a new link: the one that connected, the one that was accepted."""
     connected, accepted = await asyncio.gather(client.connect(endpoint, 10.0), listener.accept())
+    accepted.introduced()
     return connected, accepted
 
 

@@ -70,6 +70,8 @@ async def echoing(
     async with peer("echo", transport_name) as process:
         link = await transport.connect(KVEndpoint(transport_name, (await line_of(process))["address"]), 10.0)
         try:
+            await link.send(b"hello")
+            assert (await link.recv()).header == b"hello"
             yield process, link
         finally:
             await transport.aclose()

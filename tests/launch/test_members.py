@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ from pdserve.launch.ports import first_port, port_base
 from pdserve.launch.service import _to_leave
 from pdserve.launch.slots import worker_bundles
 from pdserve.launch.state import ServiceState
+from tests.local_cluster import ROOT
 
 NODES = {"p0": "", "p1": "a", "p2": "b", "p3": ""}
 ONE_HOST = [Node("a", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})]
@@ -66,13 +70,26 @@ def test_a_killed_service_is_cleared_up_after_by_the_next_on_its_port(
     folder = tmp_path / "pdserve-operator-x"
     folder.mkdir()
     killed = ServiceState(os.getpid(), psutil.Process().create_time() - 1000, 7, "", socket=str(folder / "socket"))
-    killed.write()
-    now = ServiceState(os.getpid(), psutil.Process().create_time(), 7, "log", socket="")
-    now.write()
+    killed.claim()
+    other = psutil.Process(os.getppid())
+    now = ServiceState(other.pid, other.create_time(), 7, "log", socket="", phase="starting")
+    now.claim()
     assert not folder.exists()
     assert json.loads(ServiceState.path(7).read_text())["log"] == "log"
-    again = ServiceState(os.getpid(), psutil.Process().create_time(), 7, "", socket=str(tmp_path / "other" / "socket"))
-    (tmp_path / "other").mkdir()
-    again.write()
-    now.write()
-    assert (tmp_path / "other").exists(), "one that runs is left alone"
+    with pytest.raises(LaunchError, match=rf"process {other.pid}, starting\) has port 7; choose another with --port"):
+        ServiceState(os.getpid(), psutil.Process().create_time(), 7, "").claim()
+    killed.remove()
+    assert ServiceState.read(7) == now, "a service removes its own file, not that of the next one"
+    assert now.update(phase="ready", processes=((1, 2.0),)) == ServiceState.read(7)
+
+
+def test_a_state_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(in_the_way))
+    up = [sys.executable, "-c", "from pdserve.cli.main import main; main()", "up", "--port", "0"]
+    for detach in ([], ["--detach"]):
+        answer = subprocess.run([*up, *detach], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+        assert answer.returncode == 1
+        assert answer.stderr.count("\n") == 1, answer.stderr
+        assert re.match(rf"error: cannot write to {in_the_way}/.*set XDG_STATE_HOME to a folder that is", answer.stderr)

@@ -34,7 +34,7 @@ def test_a_ray_of_our_own_that_does_not_start(error: Exception, monkeypatch: pyt
     session = RaySession("local")
     with pytest.raises(LaunchError, match=r"^cannot start a Ray of our own .*no luck$"):
         session.start()
-    folder = session.temp_dir
+    folder = session.folder
     assert folder is not None
     session.stop()
     assert not folder.exists()

@@ -7,8 +7,8 @@ import pytest
 from core.config import ClusterConfig
 from core.errors import LaunchError
 from core.worker import Role
-from pdserve.launch.plan import Bundle, Node
-from pdserve.launch.slots import count_slots, resolve_device, worker_bundles
+from pdserve.launch.plan import Bundle, Node, plan
+from pdserve.launch.slots import count_slots, resolve_device, shared_bundles, worker_bundles
 
 TWO_CORES = [Node("a", "10.0.0.1", {"CPU": 2.0})]
 GPU_HOST = {"CPU": 16.0, "GPU": 2.0}
@@ -98,3 +98,16 @@ def test_strict_spread_wants_as_many_nodes() -> None:
 def test_wide_slots_are_shared_as_well() -> None:
     config = ClusterConfig(cores_per_worker=4, oversubscribe=True)
     assert worker_bundle(config, "cpu", TWO_CORES) == {"CPU": 1.0}
+
+
+def test_who_joins_later_may_share_a_cpu_slot_but_no_gpu() -> None:
+    config = ClusterConfig(decode_resources={"decode": 1.0})
+    shared = shared_bundles(config, "cpu")
+    assert set(shared[Role.PREFILL]) == {"memory"}
+    assert set(shared[Role.DECODE]) == {"memory", "decode"}
+    taken = Node("a", "10.0.0.1", {"CPU": 2.0, "memory": 1e9}, {"CPU": 0.0, "memory": 1e9})
+    assert plan([Role.PREFILL], worker_bundles(ClusterConfig(), "cpu", [taken]), [taken], "pack") == [None]
+    assert plan([Role.PREFILL], shared, [taken], "pack") == [taken]
+    assert shared_bundles(config, "cuda") == {}
+    assert shared_bundles(ClusterConfig(worker_resources={"kv_host": 1.0}), "cpu") == {}
+    assert shared_bundles(ClusterConfig(placement="strict_spread"), "cpu") == {}

@@ -1,8 +1,12 @@
 """A small pdserve service for the client's and the CLI's tests: real gRPC over a real socket, scripted answers.
 
-The prompt's text says what happens: ``fail CODE details`` ends with that status (``raise CODE CLASS
-details`` names the error's class as well), ``hang`` sends one token and then
-waits until it is cancelled, ``broken`` ends without a completion; anything else is answered.
+The prompt's text says what happens:
+
+- ``fail CODE details`` ends with that status; ``raise CODE CLASS details`` names the error's class as well, and
+  ``refuse CODE CLASS RETRY_AFTER_MS details`` also when to come back; ``token`` before any of them sends a token first
+- ``hang`` sends one token and then waits until it is cancelled
+- ``broken`` ends without a completion
+- anything else is answered
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from core.timeline import GATEWAY, EventKind
-from gateway.statuses import ERROR_KIND_KEY
+from gateway.statuses import ERROR_KIND_KEY, RETRY_AFTER_KEY
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc as pb_grpc
 
@@ -37,25 +41,40 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         self.cancelled = threading.Event()
         self.free_blocks = 64
         self.lost_bytes = 0
+        self.refuse_ms = ""  # unless empty, every request is refused and told to come back after that time
+        self.status_after_requests = True
         self.token_shift = {pb.MODE_PD: 0, pb.MODE_COLOCATED: 0}
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         events = [pb.Event(kind=EventKind.RECEIVED, worker=GATEWAY, time_s=time.monotonic())]
         self.requests.append(request)
         words = request.text.split()
+        if self.refuse_ms:
+            words = ["refuse", "RESOURCE_EXHAUSTED", "CapacityExceeded", self.refuse_ms, "the queue is full"]
+        if words[:1] == ["token"]:
+            yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
+            del words[0]
         if words[:1] == ["fail"]:
             context.abort(grpc.StatusCode[words[1]], " ".join(words[2:]))
         if words[:1] == ["raise"]:
             context.set_trailing_metadata(((ERROR_KIND_KEY, words[2]),))
             context.abort(grpc.StatusCode[words[1]], " ".join(words[3:]))
-        if words[:1] in (["hang"], ["broken"]):
+        if words[:1] == ["refuse"]:
+            context.set_trailing_metadata(((ERROR_KIND_KEY, words[2]), (RETRY_AFTER_KEY, words[3])))
+            context.abort(grpc.StatusCode[words[1]], " ".join(words[4:]))
+        if words[:1] == ["broken"]:
             yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
-            if words == ["broken"]:
-                return
+            return
+        if words[:1] == ["hang"]:
             gone = threading.Event()
-            context.add_callback(gone.set)
+
+            def ended() -> None:
+                self.cancelled.set()
+                gone.set()
+
+            context.add_callback(ended)  # before the token: nothing after it runs if the client leaves at once
+            yield pb.GenerateResponse(token=pb.Token(token_id=1, text="a"))
             gone.wait(30)
-            self.cancelled.set()
             return
         yield from self._answer(request, events)
 
@@ -128,6 +147,8 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         )
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        if self.requests and not self.status_after_requests:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "stopping")
         return pb.GetStatusResponse(
             ready=True,
             version="0.1.0",
@@ -136,7 +157,9 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
             block_size=BLOCK_SIZE,
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,
             vocab_size=VOCAB_SIZE,
-            dtype="bfloat16",
+            dtype="float32",
+            checkpoint_dtype="bfloat16",
+            notes=["decode-0: core 3 is shared [with another]"],
             workers=[
                 pb.WorkerStatus(
                     worker_id=f"{role}-0",
@@ -159,12 +182,22 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         )
 
 
+class CountingHealth(health.HealthServicer):  # type: ignore[misc]
+    """How often the service was asked whether it serves is in ``checks``."""
+
+    checks = 0
+
+    def Check(self, request: Any, context: Any) -> Any:
+        self.checks += 1
+        return super().Check(request, context)
+
+
 class ScriptedService:
     """The servicer behind a port of its own, with grpc.health.v1; ``target`` is where it listens."""
 
     def __init__(self) -> None:
         self.servicer = ScriptedServicer()
-        self.health = health.HealthServicer()
+        self.health = CountingHealth()
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=32))
         pb_grpc.add_InferenceServicer_to_server(self.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)

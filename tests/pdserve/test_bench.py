@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import statistics
 import threading
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from core.errors import CapacityExceeded, InvalidRequest
+from core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
 from core.request import Mode
 from core.timeline import Figure
-from pdserve import AsyncClient
+from pb import inference_pb2 as pb
+from pdserve import AsyncClient, ServiceStatus, ServiceWorker
 from pdserve.bench.leaks import leaked_blocks, settled
 from pdserve.bench.load import Load, Outcome, arrivals, run_load, token_ids
 from pdserve.bench.report import BenchReport
@@ -74,6 +76,9 @@ def test_both_modes_share_prompts_and_alternate() -> None:
         {"rate": 1.0},
         {"concurrency": None, "rate": -1.0},
         {"mode": "no"},
+        {"timeout_s": 0.0},
+        {"timeout_s": -1.0},
+        {"timeout_s": float("nan")},
     ],
 )
 def test_wrong_loads_are_refused(change: Any) -> None:
@@ -114,6 +119,61 @@ def test_the_report_counts() -> None:
     assert pd.ttft_decode_ms is not None
     assert colocated.ttft_decode_ms is not None
     assert report.added_ms(Figure.TTFT_DECODE) == pd.ttft_decode_ms - colocated.ttft_decode_ms == 1.5
+    assert plain["refused"] == {"requests": 1, "retry_after_ms": None}
+    assert (plain["partial"], plain["planned"]) == (False, 3)
+
+
+def test_the_report_counts_refusals() -> None:
+    errors = [
+        CapacityExceeded("full", retry_after_s=0.1),
+        NotReady("none ready", retry_after_s=0.3),
+        NotReady("none ready"),
+        WorkerLost("gone"),
+    ]
+    outcomes = [Outcome(index, index, Mode.PD, None, error) for index, error in enumerate(errors)]
+    report = BenchReport(outcomes, 1.0, None, leaked_blocks=0)
+    assert report.to_dict()["refused"] == {"requests": 3, "retry_after_ms": pytest.approx(200)}
+
+
+def test_a_report_of_nothing() -> None:
+    report = BenchReport([], 0.0, SLO.parse("ttft=1"), leaked_blocks=None, planned=4)
+    plain = report.to_dict()
+    assert (plain["partial"], plain["planned"], plain["requests"]) == (True, 4, 0)
+    assert plain["goodput"] == {"requests_per_s": 0.0, "share": None}
+    assert plain["leaked_blocks"] is None
+
+
+@pytest.mark.parametrize(
+    ("input_len", "output_len", "kind", "message"),
+    [
+        (2048, 1, InvalidRequest, "input_len: .* use at most 2047"),
+        (2000, 49, InvalidRequest, "output_len: .* use at most 48"),
+        (1000, 25, CapacityExceeded, "exceed the 1024 that the KV pool"),
+    ],
+)
+async def test_a_load_that_cannot_fit_is_refused_before_it_starts(
+    service: ScriptedService, input_len: int, output_len: int, kind: type[PdserveError], message: str
+) -> None:
+    load = Load(requests=1, input_len=input_len, output_len=output_len, concurrency=1)
+    async with AsyncClient(service.target) as client:
+        status = await client.status()
+    with pytest.raises(kind, match=message):
+        load.check_fits(status)
+    replace(load, input_len=1000, output_len=24).check_fits(status)
+    without = replace(status, vocab_size=0, context_length=0, block_size=0, workers=())
+    with pytest.raises(NotReady, match="no worker has registered"):
+        load.check_fits(without)
+
+
+def test_the_smallest_worker_that_is_there_bounds_a_request() -> None:
+    def worker(state: str, num_blocks: int) -> ServiceWorker:
+        return ServiceWorker.from_proto(pb.WorkerStatus(worker_id="w", state=state, num_blocks=num_blocks))
+
+    status = ServiceStatus.from_proto(pb.GetStatusResponse(block_size=16))
+    assert status.pool_tokens == 0
+    workers = (worker("ready", 8), worker("starting", 6), worker("lost", 2), worker("awaited", 0))
+    assert replace(status, workers=workers).pool_tokens == 6 * 16
+    assert replace(status, workers=workers[2:]).pool_tokens == 2 * 16
 
 
 @pytest.mark.parametrize("pace", [{"concurrency": 3}, {"rate": 100.0}])
@@ -132,6 +192,28 @@ async def test_run_load_against_a_service(service: ScriptedService, pace: Any) -
     assert {len(request.token_ids.ids) for request in service.servicer.requests} == {20}
     assert all(request.sampling.ignore_eos for request in service.servicer.requests)
     assert len({request.salt for request in service.servicer.requests} - {""}) == 10, "each must find a cold cache"
+
+
+@pytest.mark.parametrize("pace", [{"concurrency": 3}, {"rate": 100.0}])
+async def test_a_load_that_is_stopped_returns_what_had_finished(service: ScriptedService, pace: Any) -> None:
+    load = Load(requests=10_000, input_len=20, output_len=50, **pace)
+    done: list[Outcome] = []
+    stop = asyncio.Event()
+
+    def on_done(outcome: Outcome) -> None:
+        done.append(outcome)
+        if len(done) == 5:
+            stop.set()
+
+    async with AsyncClient(service.target) as client:
+        outcomes, _ = await run_load(client, load, 1000, on_done, stop)
+        assert sorted(done, key=lambda outcome: outcome.index) == outcomes
+        assert 5 <= len(outcomes) < load.requests
+        assert all(outcome.generation is not None for outcome in outcomes)
+        await asyncio.sleep(1.0)  # what was on its way is there
+        asked = len(service.servicer.requests)
+        await asyncio.sleep(0.5)
+        assert len(service.servicer.requests) == asked
 
 
 async def test_leaked_blocks_waits_for_them_to_come_back(service: ScriptedService) -> None:

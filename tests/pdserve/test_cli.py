@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,13 @@ import yaml
 from core.config import PdserveConfig
 from pdserve.cli.config import documented_defaults
 from pdserve.cli.main import main
+from pdserve.waterfall.picture import FORMATS
+from tests.core.test_dtypes import AVX2, ZEN4
 from tests.pdserve.scripted_service import ScriptedService
 from tests.pdserve.test_client import ISSUE_KEYS, free_target
+from tests.random_models import save_random_model
+
+PDSERVE = (sys.executable, "-c", "from pdserve.cli.main import main; main()")
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,11 @@ def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pd
         (["generate", "hang", "--timeout", "0.2"], 1, "deadline"),
         (["bench", "--rate", "1", "--concurrency", "2"], 2, "error: concurrency: "),
         (["bench", "--slo", "speed=1"], 2, "error: slo: "),
+        (["bench", "--timeout", "-1"], 2, "error: timeout: "),
+        (["bench", "--input-len", "2048"], 2, "error: input_len: "),
+        (["bench", "--input-len", "2000", "--output-len", "100"], 2, "error: output_len: "),
+        (["bench", "--input-len", "10", "--output-len", "5000000000"], 2, "error: output_len: "),
+        (["bench", "--input-len", "1000", "--output-len", "100"], 1, "error: input_len and output_len: "),
     ],
 )
 def test_mistakes_are_one_line(
@@ -115,6 +129,139 @@ def test_mistakes_are_one_line(
     assert ran.err.count("\n") == 1
     assert "Traceback" not in ran.err
     assert ran.out.strip() in ("", "a")
+
+
+def picture_paths(folder: Path) -> dict[str, tuple[Path, str]]:
+    (folder / "file").touch()
+    (folder / "folder.png").mkdir()
+    return {
+        "unknown suffix": (folder / "w.xyz", "must end in one of .jpg, .pdf, .png"),
+        "no suffix": (folder / "w", "must end in one of"),
+        "folder is a file": (folder / "file" / "w.png", "cannot be written: "),
+        "is a folder": (folder / "folder.png", "cannot be written: Is a directory"),
+        "name too long": (folder / f"{'w' * 300}.png", "cannot be written: File name too long"),
+    }
+
+
+@pytest.mark.parametrize("command", ["generate", "demo"])
+@pytest.mark.parametrize("case", ["unknown suffix", "no suffix", "folder is a file", "is a folder", "name too long"])
+def test_a_picture_that_cannot_be_saved_is_refused_at_once(
+    service: ScriptedService, pdserve: Any, tmp_path: Path, command: str, case: str
+) -> None:
+    path, message = picture_paths(tmp_path)[case]
+    arguments = ["x"] if command == "generate" else []
+    ran = pdserve(command, *arguments, "--target", service.target, "--png", str(path))
+    assert ran.code == 2
+    assert ran.err.startswith("error: --png: ")
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+    assert not ran.out
+    assert not service.servicer.requests
+
+
+def test_checking_a_picture_changes_nothing(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.png", tmp_path / "sub" / "new.png"
+    old.write_bytes(b"as it was")
+    for path in (old, new):
+        ran = pdserve("generate", "fail UNAVAILABLE no", "--target", service.target, "--png", str(path))
+        assert ran.code == 1
+    assert old.read_bytes() == b"as it was"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_picture_of_each_format(service: ScriptedService, pdserve: Any, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"w{suffix}"
+    ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
+    assert ran.code == 0, ran.err
+    assert path.stat().st_size > 1000
+    assert f"saved {path}" in ran.err
+
+
+def test_a_full_disk_is_one_line(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "w.png"
+    path.symlink_to("/dev/full")
+    ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
+    assert ran.code == 1
+    assert "ttft_decode" in ran.out  # what was asked for is shown all the same
+    assert ran.err == f"error: the picture '{path}' cannot be written: No space left on device\n"
+    with open("/dev/full", "w") as full:
+        config = subprocess.run([*PDSERVE, "config"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert config.returncode == 1
+    assert config.stderr == "error: the output: No space left on device\n"
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run([*PDSERVE, "model-info", "tiny"], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "? vocabulary 4096" in ran.stdout
+
+
+def test_bench_counts_refusals(service: ScriptedService, pdserve: Any) -> None:
+    service.servicer.refuse_ms = "250"
+    options = ("--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
+    ran = pdserve("bench", *options)
+    assert ran.code == 1
+    assert "refused     4 requests; to be tried again after 250 ms (median)" in ran.out
+    ran = pdserve("bench", *options, "--json")
+    assert ran.json["refused"] == {"requests": 4, "retry_after_ms": 250}
+
+
+def test_bench_reports_even_if_the_service_goes_before_its_blocks_are_counted(
+    service: ScriptedService, pdserve: Any
+) -> None:
+    service.servicer.status_after_requests = False
+    ran = pdserve("bench", "--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
+    assert ran.code == 1
+    assert "KV blocks could not be counted: the service at" in ran.err
+    assert "TTFT_DECODE" in ran.out
+    assert "leaked      not known" in ran.out
+
+
+def interrupted_bench(service: ScriptedService, *options: str) -> subprocess.Popen[str]:
+    """A bench of very many requests that got Ctrl-C when a few had finished, and has said so."""
+    bench = subprocess.Popen(
+        [*PDSERVE, "bench", "--target", service.target, "--requests", "100000", "--concurrency", "4", "--input-len",
+         "20", "--output-len", "3", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline_s = time.monotonic() + 60
+    while len(service.servicer.requests) < 20:
+        assert bench.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    service.servicer.free_blocks -= 2  # to be waited for
+    bench.send_signal(signal.SIGINT)
+    assert bench.stderr is not None
+    assert any("interrupted" in line for line in iter(bench.stderr.readline, ""))
+    return bench
+
+
+def test_ctrl_c_in_bench_reports_what_had_finished(service: ScriptedService) -> None:
+    with interrupted_bench(service) as bench:
+        service.servicer.free_blocks += 2
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in err
+    partial = re.search(r"partial +interrupted when (\d+) of 100000 requests had finished", out)
+    assert partial is not None
+    assert 16 <= int(partial[1]) <= len(service.servicer.requests)
+    for word in ("TTFT_DECODE", "throughput", "failures    none", "leaked      0 blocks"):
+        assert word in out
+
+
+def test_a_second_ctrl_c_waits_for_nothing(service: ScriptedService) -> None:
+    with interrupted_bench(service, "--json") as bench:
+        bench.send_signal(signal.SIGINT)
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in err
+    result = json.loads(out)
+    assert (result["partial"], result["planned"], result["failed"]) == (True, 100_000, 0)
+    assert 16 <= result["requests"] <= len(service.servicer.requests)
+    assert result["ttft_ms"]["count"] == result["requests"]
+    assert result["leaked_blocks"] is None  # not waited for
 
 
 def test_no_service_and_unknown_options(pdserve: Any) -> None:
@@ -134,8 +281,11 @@ def test_status(service: ScriptedService, pdserve: Any) -> None:
     assert "64/64" in ran.out
     assert "37" in ran.out
     assert "75 %" in ran.out
+    assert "scripted (float32 from bfloat16, context 2048)" in ran.out
+    assert "note: decode-0: core 3 is shared [with another]" in ran.out
     plain = pdserve("status", "--target", service.target, "--json").json
     assert plain["ready"] is True
+    assert plain["notes"] == ["decode-0: core 3 is shared [with another]"]
     assert [worker["worker_id"] for worker in plain["workers"]] == ["prefill-0", "decode-0"]
     (figures,) = {
         (w["prompt_tokens_looked_up"], w["prompt_tokens_cached"], w["cached_blocks"]) for w in plain["workers"]
@@ -175,8 +325,38 @@ def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
         assert all(f"# {field.description}" in ran.out for field in fields.values())
 
 
-def test_model_info(pdserve: Any) -> None:
-    ran = pdserve("model-info", "dummy:8b", "--memory", "24")
+def plant_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, cpuinfo: str) -> None:
+    """Have this host's CPU be another."""
+    (folder / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr("engine.device_dtypes.CPUINFO", folder / "cpuinfo")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_model_info_counts_in_what_the_device_computes(
+    pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_cpu(monkeypatch, tmp_path, AVX2)
+    ran = pdserve("model-info", "dummy:8b", "--device", "cpu")
+    assert "32.1 GB in float32 (stored in bfloat16)" in ran.out
+    assert "auto converts the bfloat16 weights to float32: bfloat16 is emulated on this host (a CPU without" in ran.out
+    named = pdserve("model-info", "dummy:8b", "--device", "cpu", "--dtype", "bfloat16", "--json").json
+    assert (named["dtype"], named["checkpoint_dtype"]) == ("bfloat16", "bfloat16")
+    assert "model.dtype: bfloat16 is emulated on" in named["notes"][0]
+    plant_cpu(monkeypatch, tmp_path, ZEN4)
+    native = pdserve("model-info", "dummy:8b", "--device", "cpu", "--json").json
+    assert (native["dtype"], native["notes"]) == ("bfloat16", [])
+    assert pdserve("model-info", "tiny", "--device", "tpu").err.startswith("error: device: 'tpu' is none of")
+
+
+def test_model_info_tells_of_a_missing_tokenizer(pdserve: Any, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path, "gqa")
+    assert f"note: {folder} has no tokenizer.json: prompts must be token ids" in pdserve("model-info", str(folder)).out
+
+
+def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_cpu(monkeypatch, tmp_path, ZEN4)
+    ran = pdserve("model-info", "dummy:8b", "--device", "cpu", "--memory", "24")
     assert ran.code == 0, ran.err
     for word in (
         "8,030,261,248",

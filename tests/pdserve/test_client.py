@@ -36,7 +36,7 @@ STATUSES = [
     ("RESOURCE_EXHAUSTED", CapacityExceeded),
     ("UNAVAILABLE", NotReady),
     ("DEADLINE_EXCEEDED", DeadlineExceeded),
-    ("CANCELLED", RequestAborted),
+    ("CANCELLED", NotReady),
     ("FAILED_PRECONDITION", LaunchError),
     ("INTERNAL", PdserveError),
     ("UNIMPLEMENTED", PdserveError),
@@ -176,6 +176,7 @@ async def test_each_status_becomes_its_error(service: ScriptedService, code: str
         ("UNAVAILABLE", "ChecksumMismatch", ChecksumMismatch),
         ("UNAVAILABLE", "NotReady", NotReady),
         ("RESOURCE_EXHAUSTED", "AnErrorOfALaterVersion", CapacityExceeded),
+        ("CANCELLED", "RequestAborted", NotReady),  # not by this client
         ("INTERNAL", "PdserveError", PdserveError),
     ],
 )
@@ -238,6 +239,116 @@ async def test_async_cancel_reaches_the_service(service: ScriptedService) -> Non
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+async def test_a_cancelled_reader_cancels_the_request(service: ScriptedService) -> None:
+    """The service hears of it, whichever way the stream is left (tests/e2e/test_cancellation.py has all of them)."""
+    async with AsyncClient(service.target) as client:
+        for whole in (True, False):
+            stream = client.generate("hang")
+            await anext(stream)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.result() if whole else anext(stream), 0.1)
+            assert await asyncio.to_thread(service.servicer.cancelled.wait, 5)
+            service.servicer.cancelled.clear()
+            with pytest.raises(RequestAborted, match="was cancelled or interrupted"):
+                await stream.result()
+
+
+async def test_a_loop_that_ends_early_says_so_afterwards(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        stream = client.generate("hello", max_tokens=3)
+        for _ in stream:
+            break
+        with pytest.raises(RequestAborted, match=r"use next\(stream\)"):
+            stream.result()
+        assert next(iter(client.generate("hello"))).index == 0
+        whole = client.generate("hello", max_tokens=3)
+        for _ in whole:
+            pass
+        assert len(whole.result().token_ids) == 3
+    async with AsyncClient(service.target) as async_client:
+        assert (await anext(aiter(async_client.generate("hello")))).index == 0
+        async_stream = async_client.generate("hello", max_tokens=3)
+        async for _ in async_stream:
+            break
+        with pytest.raises(RequestAborted, match=r"use anext\(stream\)"):
+            await async_stream.result()
+
+
+async def test_two_readers_share_one_request(service: ScriptedService) -> None:
+    """Whichever comes first starts it, and both see its end."""
+    with Client(service.target) as client:
+        stream = client.generate("hello", max_tokens=5)
+        first, second = await asyncio.gather(*(asyncio.to_thread(stream.result) for _ in range(2)))
+        assert first is second
+    async with AsyncClient(service.target) as async_client:
+        async_stream = async_client.generate("hello", max_tokens=5)
+        first, second = await asyncio.gather(async_stream.result(), async_stream.result())
+        assert first is second
+    assert len(service.servicer.requests) == 2
+
+
+async def test_streams_that_begin_together_connect_once(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        await asyncio.gather(*(asyncio.to_thread(client.generate(f"prompt {i}").result) for i in range(16)))
+        assert service.health.checks == 1
+        client.connect()  # when it is asked for by itself, it is done
+        assert service.health.checks == 2
+
+
+async def test_a_closed_client_says_so(service: ScriptedService) -> None:
+    client = Client(service.target)
+    client.connect()
+    running, unused = client.generate("hang"), client.generate("x")
+    next(running)
+    client.close()
+    for use in (running.result, unused.result, client.status, client.ready, client.connect, client.wait_ready):
+        with pytest.raises(RequestAborted, match="was closed"):
+            use()
+    async_client = AsyncClient(service.target)
+    async_running, async_unused = async_client.generate("hang"), async_client.generate("x")
+    await anext(async_running)
+    await async_client.close()
+    for async_use in (
+        async_running.result,
+        async_unused.result,
+        async_client.status,
+        async_client.ready,
+        async_client.connect,
+        async_client.wait_ready,
+    ):
+        with pytest.raises(RequestAborted, match="was closed"):
+            await async_use()
+
+
+@pytest.mark.parametrize("leave", ["close", "cancel"])
+async def test_given_up_while_connecting(leave: str) -> None:
+    """A listener that says nothing: the client waits for its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = f"127.0.0.1:{listener.getsockname()[1]}"
+        client = Client(target)
+        stream = client.generate("x", timeout_s=1.0)
+        reading = asyncio.create_task(asyncio.to_thread(stream.result))
+        await asyncio.sleep(0.1)
+        if leave == "close":
+            client.close()
+        else:
+            stream.cancel()
+        with pytest.raises(RequestAborted, match="cancelled by the client"):
+            await reading
+        client.close()
+        async_client = AsyncClient(target)
+        async_stream = async_client.generate("x", timeout_s=1.0)
+        reading = asyncio.create_task(async_stream.result())
+        await asyncio.sleep(0.1)
+        if leave == "close":
+            await async_client.close()
+        else:
+            async_stream.cancel()
+        with pytest.raises(RequestAborted, match="cancelled by the client"):
+            await reading
+        await async_client.close()
 
 
 @pytest.mark.parametrize(

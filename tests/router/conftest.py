@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from core.worker import Role, WorkerLoad
 from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
 from router.router import Router
-from router.waiting_line import RunMode
+from router.waiting_line import WaitMode
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 
 
@@ -67,6 +68,12 @@ class Cluster:
         """The requests that a worker was told to drop."""
         return [name.partition("#")[0] for name in self.fleet[worker_id].aborted]
 
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Return once ``holds``; TimeoutError if it does not."""
+        async with asyncio.timeout(10.0):
+            while not holds():  # noqa: ASYNC110 - fakes tell nobody what they hold
+                await asyncio.sleep(0.001)
+
     def check_idle(self) -> None:
         """Everything given back: load accounts at zero, nothing held by any worker."""
         for worker in self.registry.workers:
@@ -85,12 +92,13 @@ def make_cluster() -> MakeCluster:
         prefill: int = 1,
         decode: int = 1,
         delay_s: dict[str, float] | None = None,
-        auto_mode: RunMode = Mode.PD,
+        auto_mode: WaitMode = Mode.AUTO,
         on_kv_failure: KVFailurePolicy = "retry",
         **config: object,
     ) -> Cluster:
         clock = LoopClock()
         registry = WorkerRegistry(clock, heartbeat_timeout_s=3.0)
+        config = {"retry_pause_s": 0.0, "patience_s": 0.0, **config}
         router = Router(registry, RouterConfig.model_validate(config), clock, delay_s, auto_mode, on_kv_failure)
         cluster = Cluster(router, registry, clock)
         decoders = tuple(f"d{i}" for i in range(decode))

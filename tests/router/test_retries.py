@@ -13,6 +13,7 @@ from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LayoutMismatch,
+    NotReady,
     PdserveError,
     TransferError,
     TransferTimeout,
@@ -20,7 +21,9 @@ from core.errors import (
 )
 from core.request import Mode, RequestStatus
 from core.timeline import EventKind, Figure
+from router.deadline import Deadline
 from router.fakes import Point
+from router.retry_budget import MIN_RETRIES
 
 if TYPE_CHECKING:
     from tests.router.conftest import MakeCluster
@@ -109,7 +112,7 @@ async def test_a_retry_goes_to_the_prefill_worker_that_has_computed_the_prompt(m
 async def test_colocated_goes_on_elsewhere(make_cluster: MakeCluster, point: Point) -> None:
     cluster = make_cluster(prefill=1, decode=1)
     cluster.fleet["d0"].fail(point, WorkerLost("gone"))
-    cluster.fleet["p0"].fail(point, WorkerLost("gone"))
+    cluster.fleet["p0"].fail(point, NotReady("starting"))
     cluster.registry.begin("p0", 1).end()
     request = cluster.request(mode=Mode.COLOCATED)
     task = asyncio.create_task(cluster.tokens(request))
@@ -165,7 +168,7 @@ async def test_a_continuation_stopped_at_its_first_token_expects_no_hand_off(mak
     cluster.check_idle()
 
 
-@pytest.mark.parametrize("error", [LayoutMismatch("dtype"), InvalidRequest("prompt: bad"), CapacityExceeded("full")])
+@pytest.mark.parametrize("error", [LayoutMismatch("dtype"), InvalidRequest("prompt: bad")])
 @pytest.mark.parametrize(("role", "point"), PD_POINTS)
 async def test_final_errors_are_final(make_cluster: MakeCluster, role: str, point: Point, error: PdserveError) -> None:
     cluster = make_cluster(prefill=2, decode=2)
@@ -177,13 +180,136 @@ async def test_final_errors_are_final(make_cluster: MakeCluster, role: str, poin
     cluster.check_idle()
 
 
+@pytest.mark.parametrize(("role", "point"), PD_POINTS)
+async def test_a_worker_that_is_too_small_is_not_the_last_word(
+    make_cluster: MakeCluster, role: str, point: Point
+) -> None:
+    cluster = make_cluster(prefill=2, decode=2)
+    cluster.fleet[f"{role}0"].fail(point, CapacityExceeded("full"))
+    assert await cluster.tokens(cluster.request()) == ALL
+    assert all(worker.is_ready for worker in cluster.registry.workers), "it is not suspected of anything"
+    for worker_id in ("p0", "p1"):
+        cluster.fleet[worker_id].fail("prefill", *(CapacityExceeded("full everywhere") for _ in range(3)))
+    request = cluster.request()
+    with pytest.raises(CapacityExceeded, match="full everywhere"):
+        await cluster.tokens(request)
+    assert request.attempts == 3, "each worker once, and then the one that is left to be asked again"
+    cluster.check_idle()
+
+
 async def test_attempts_are_bounded(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(max_attempts=2)
-    cluster.fleet["d0"].fail("decode", TransferError("one"), TransferError("two"))
+    for worker_id in ("p0", "d0"):
+        cluster.fleet[worker_id].fail("run", NotReady("two"))
+    cluster.fleet["d0"].fail("reserve", TransferError("one"))
     request = cluster.request()
-    with pytest.raises(TransferError, match="two"):
+    with pytest.raises(NotReady, match="two"):
         await cluster.tokens(request)
     assert (request.status, request.attempts) == (RequestStatus.FAILED, 2)
+    cluster.check_idle()
+
+
+async def test_the_last_attempt_after_failed_transfers_needs_none(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(max_attempts=3)
+    cluster.fleet["d0"].fail("reserve", *(TransferError(f"{i}") for i in range(9)))
+    generation = cluster.router.generate(cluster.request())
+    assert [t.token_id async for t in generation] == ALL
+    result = generation.result
+    assert (result.mode, result.attempts, result.kv_bytes_expected) == (Mode.COLOCATED, 3, 0)
+    cluster.check_idle()
+
+
+async def test_tokens_begin_the_count_of_attempts_anew(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(max_attempts=3)
+    cluster.fleet["d0"].fail("decode", *(TransferError(f"{i}") for i in range(5)))
+    request = cluster.request(max_tokens=8)
+    assert await cluster.tokens(request) == [6, 7, 8, 9, 10, 11, 12, 13]
+    assert request.attempts == 6, "each of the five failed ones gave token 1 of what was left"
+    cluster.check_idle()
+
+
+async def test_an_error_of_a_worker_that_is_not_ready_is_its_own(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=2, decode=1)
+    for _ in range(3):
+        cluster.fleet["p0"].fail("prefill", NotReady("its engine has just died"))
+    for _ in range(3):
+        assert await cluster.tokens(cluster.request()) == ALL
+    assert len(cluster.fleet["p0"].works) == 1, "suspect until its next heartbeat"
+    cluster.beat("p0")
+    cluster.fleet["d0"].fail("decode", TransferError("broken"))
+    cluster.check_idle()
+
+
+async def test_a_request_that_loses_two_workers_in_a_row_ends(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=4, decode=1, policy="round_robin")
+    for worker_id in ("p0", "p1", "p2", "p3"):
+        cluster.fleet[worker_id].fail("prefill", WorkerLost(f"{worker_id} is lost"))
+    with pytest.raises(WorkerLost, match="p1 is lost; it is the second worker in a row"):
+        await cluster.tokens(cluster.request())
+    assert not cluster.fleet["p2"].works
+    cluster.check_idle()
+
+
+async def test_retries_pause_and_share_a_budget(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make_cluster(retry_pause_s=0.01, max_attempts=4)
+    slept: list[float] = []
+    real = Deadline.sleep
+
+    async def sleep(self: Deadline, seconds: float, doing: str) -> None:
+        if doing == "waiting to be tried again":
+            slept.append(seconds)
+        await real(self, seconds, doing)
+
+    monkeypatch.setattr(Deadline, "sleep", sleep)
+    cluster.fleet["d0"].fail("reserve", *(TransferError(f"{i}") for i in range(3)))
+    assert await cluster.tokens(cluster.request()) == ALL
+    assert len(slept) == 3
+    assert all(0.5 * base <= pause <= 1.5 * base for base, pause in zip((0.01, 0.02, 0.04), slept, strict=True))
+    cluster.check_idle()
+
+
+async def test_an_outage_does_not_multiply_the_load(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(retry_share=0.5, prefill_backlog_tokens=10**6)
+    cluster.fleet["d0"].fail("reserve", *(TransferError(f"{i}") for i in range(10_000)))
+    cluster.fleet["d0"].fail("run", *(TransferError(f"{i}") for i in range(10_000)))
+    cluster.fleet["p0"].fail("run", *(TransferError(f"{i}") for i in range(10_000)))
+    requests = [cluster.request(name=f"r{i}", timeout_s=0.3) for i in range(100)]
+    outcomes = await asyncio.gather(*(cluster.tokens(request) for request in requests), return_exceptions=True)
+    assert all(isinstance(outcome, PdserveError) for outcome in outcomes)
+    assert sum(request.attempts for request in requests) == 100 + MIN_RETRIES + 50
+    assert any("router.retry_share" in str(outcome) for outcome in outcomes)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED])
+async def test_a_client_that_does_not_read_pauses_its_request(make_cluster: MakeCluster, mode: Mode) -> None:
+    cluster = make_cluster(max_unread_tokens=4)
+    request = cluster.request(max_tokens=30, mode=mode)
+    generation = cluster.router.generate(request)
+    tokens = aiter(generation)
+    got = [(await anext(tokens)).token_id]
+    await cluster.until(lambda: cluster.aborted("d0") == ["r"] and not any(w.held for w in cluster.fleet.values()))
+    assert [worker.outstanding_tokens for worker in cluster.registry.workers] == [0, 0], "it holds no load meanwhile"
+    got += [token.token_id async for token in tokens]
+    assert got == list(range(6, 36)), "and goes on where it was once the client reads"
+    assert request.status is RequestStatus.FINISHED
+    cluster.check_idle()
+
+
+async def test_load_is_what_is_still_to_be_computed(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    generation = cluster.router.generate(cluster.request(max_tokens=1))
+    tokens = aiter(generation)
+    await anext(tokens)
+    assert [worker.outstanding_requests for worker in cluster.registry.workers] == [0, 0], "one token: nothing is left"
+    await generation.aclose()
+    for mode in (Mode.PD, Mode.COLOCATED):
+        generation = cluster.router.generate(cluster.request(max_tokens=9, mode=mode))
+        await anext(aiter(generation))
+        # All is computed, though the client has read one token only.
+        await cluster.until(lambda: not any(worker.outstanding_requests for worker in cluster.registry.workers))
+        assert [worker.outstanding_tokens for worker in cluster.registry.workers] == [0, 0]
+        await generation.aclose()
     cluster.check_idle()
 
 
@@ -215,11 +341,11 @@ async def test_a_retry_waits_for_a_worker_to_come_back(make_cluster: MakeCluster
     cluster.fleet["d0"].hangs = {"decode_more"}
     request = cluster.request()
     task = asyncio.create_task(cluster.tokens(request))
-    await asyncio.sleep(0.02)
+    await cluster.until(lambda: len(request.output_token_ids) == 2)
     cluster.fleet["d0"].crash()
     cluster.registry.lost("d0")
-    await asyncio.sleep(0.02)
-    assert (request.status, request.output_token_ids) == (RequestStatus.QUEUED, [6, 7])
+    await cluster.until(lambda: request.status is RequestStatus.QUEUED)
+    assert request.output_token_ids == [6, 7]
     fake = type(cluster.fleet["d0"])(cluster.fleet["d0"].info, cluster.fleet)
     cluster.registry.add(fake)
     cluster.registry.connected("p0", "d0")

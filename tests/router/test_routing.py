@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -119,16 +120,72 @@ async def test_colocated_takes_the_least_loaded_of_all(make_cluster: MakeCluster
     cluster.check_idle()
 
 
-async def test_auto_is_pd_and_never_silently_something_else(make_cluster: MakeCluster) -> None:
+async def test_auto_is_pd_and_says_so_where_it_cannot_be(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     generation = cluster.router.generate(cluster.request(mode=Mode.AUTO))
     assert [t.token_id async for t in generation] == [6, 7, 8, 9]
     assert generation.result.mode is Mode.PD
     cluster = make_cluster(decode=0)
-    for mode in (Mode.AUTO, Mode.PD):
-        with pytest.raises(NotReady, match="no decode worker is ready"):
+    generation = cluster.router.generate(cluster.request(mode=Mode.AUTO))
+    assert [t.token_id async for t in generation] == [6, 7, 8, 9]
+    assert generation.result.mode is Mode.COLOCATED, "any ready worker is enough"
+    with pytest.raises(NotReady, match="no decode worker is ready"):
+        await cluster.tokens(cluster.request(mode=Mode.PD))
+
+
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+async def test_auto_runs_where_a_worker_is_left(make_cluster: MakeCluster, lost: str) -> None:
+    cluster = make_cluster(patience_s=5.0, prefill_backlog_tokens=1)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    first, queued = (asyncio.create_task(cluster.tokens(cluster.request(name=n, mode=Mode.AUTO))) for n in "ab")
+    await asyncio.sleep(0.01)
+    assert cluster.router.queued == 1
+    cluster.fleet["p0"].hangs.clear()
+    cluster.fleet[lost].crash()
+    cluster.registry.lost(lost)
+    assert await first == await queued == [6, 7, 8, 9]
+    assert await cluster.tokens(cluster.request(mode=Mode.AUTO)) == [6, 7, 8, 9]
+    cluster.check_idle()
+
+
+async def test_a_service_that_was_ready_waits_for_its_workers(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(patience_s=5.0)
+    cluster.registry.lost("p0")
+    waiting = asyncio.create_task(cluster.tokens(cluster.request()))
+    await asyncio.sleep(0.01)
+    assert cluster.router.queued == 1
+    cluster.registry.add(cluster.fleet["p0"])
+    cluster.registry.connected("p0", "d0")
+    assert await waiting == [6, 7, 8, 9]
+    cluster.check_idle()
+
+
+async def test_patience_ends(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(patience_s=0.05)
+    cluster.registry.lost("p0")
+    with pytest.raises(NotReady, match="no prefill worker is ready"):
+        await asyncio.wait_for(cluster.tokens(cluster.request(timeout_s=60.0)), 5.0)
+    cluster.check_idle()
+
+
+async def test_a_request_goes_where_its_kv_fits(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(decode=2)
+    small = cluster.registry.get("d0")
+    assert small is not None
+    small.info = replace(small.info, num_blocks=1)
+    for mode in (Mode.PD, Mode.COLOCATED):
+        for _ in range(4):
+            generation = cluster.router.generate(cluster.request(mode=mode))
+            assert [t.token_id async for t in generation] == [6, 7, 8, 9]
+            assert generation.result.decode_worker != "d0"
+    for name in ("p0", "d1"):
+        worker = cluster.registry.get(name)
+        assert worker is not None
+        worker.info = replace(worker.info, num_blocks=2)
+    for mode in (Mode.PD, Mode.COLOCATED, Mode.AUTO):
+        with pytest.raises(CapacityExceeded, match=r"5 \+ 4 tokens exceed what any worker's KV pool holds \(8 tokens"):
             await cluster.tokens(cluster.request(mode=mode))
-    assert await cluster.tokens(cluster.request(mode=Mode.COLOCATED)) == [6, 7, 8, 9]
+    cluster.check_idle()
 
 
 async def test_auto_is_colocated_where_the_deployment_says_so(make_cluster: MakeCluster) -> None:

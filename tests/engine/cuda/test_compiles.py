@@ -21,11 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 # Shared memory that one program may have, by compute capability.
-SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+SHARED_BYTES = {75: 64 * 1024, 80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 MODELS = {  # heads, KV heads, head dim, hidden, intermediate, block size, dtype
     "llama-3-8b": (32, 8, 128, 4096, 14_336, 64, torch.bfloat16),
     "smollm-135m": (9, 3, 64, 576, 1536, 16, torch.bfloat16),
+    "llama-3-8b-float16": (32, 8, 128, 4096, 14_336, 64, torch.float16),
+    "smollm-135m-float16": (9, 3, 64, 576, 1536, 16, torch.float16),
     "odd": (4, 4, 24, 96, 100, 20, torch.float32),
 }
 
@@ -70,6 +72,7 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         recorders.append(Recorder(getattr(module, name), capability))
         monkeypatch.setattr(module, name, recorders[-1])
 
+    monkeypatch.setattr(triton_prefill, "capability_of", lambda device: divmod(capability, 10))
     stand_in(triton_decode, "_attend_split")
     stand_in(triton_decode, "_combine_splits")
     stand_in(triton_prefill, "_attend_tile")
@@ -79,7 +82,15 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("model", "capability"), [("llama-3-8b", 80), ("llama-3-8b", 90), ("smollm-135m", 89), ("odd", 90)]
+    ("model", "capability"),
+    [
+        ("llama-3-8b", 80),
+        ("llama-3-8b", 90),
+        ("smollm-135m", 89),
+        ("odd", 90),
+        ("llama-3-8b-float16", 75),
+        ("smollm-135m-float16", 75),
+    ],
 )
 def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
     heads, kv_heads, head_dim, hidden, intermediate, block_size, dtype = MODELS[model]

@@ -1,0 +1,181 @@
+"""What one client's abuse costs others, and what a burst of streams gets: `python -m benchmarks.abuse`.
+
+Abuse: four clients stream answers while a fifth, in a process of its own, sends prompts of 4 MiB, 12 million stop ids,
+never reads, or resets thousands of streams. Windows with and without it alternate; the figure is the longest gap
+between two tokens of a window, as a median over the windows. Burst: 3,000 streams at once, with a queue for fewer and
+for more of them. Tables, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.abuse_client import KINDS
+from core.config import PdserveConfig
+from core.errors import CapacityExceeded, PdserveError
+from pdserve import AsyncClient, Client
+from pdserve.launch.detach import start_detached, stop_detached
+
+INNOCENTS = 4
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
+DRAWN: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+STREAMS = 3_000
+CONNECTIONS = 8
+SETTLE_S = 30.0
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="windows with and without each abuse")] = 3,
+    window_s: Annotated[float, typer.Option(min=1.0, help="length of a window")] = 8.0,
+) -> None:
+    """Measure both."""
+    console = Console()
+    result = {"abuse": _abuse(console, rounds, window_s), "burst": _bursts(console)}
+    print(json.dumps(result))  # noqa: T201 - the last line is for programs
+
+
+# --- abuse -----------------------------------------------------------------------------------------------------------
+
+
+def _abuse(console: Console, rounds: int, window_s: float) -> dict[str, Any]:
+    tiny = {"model.path": "tiny", "model.dtype": "float32", "gateway.port": 0}
+    settings = PdserveConfig.load(None, {**tiny, "router.max_unread_tokens": 64})
+    port = start_detached(settings, lambda stage: None)
+    target = f"localhost:{port}"
+    table = Table("abuse", "longest gap, ms", "without, ms", "ratio", "answers", "first attempt", "wrong")
+    result: dict[str, Any] = {}
+    try:
+        with Client(target) as client:
+            expected = client.generate(PROMPT, **DRAWN).result().token_ids
+        for kind in KINDS:
+            with_s, without_s, answers = [], [], []
+            for _ in range(rounds):
+                gap_s, _ = asyncio.run(_window(target, window_s))
+                without_s.append(gap_s)
+                abuser = subprocess.Popen([sys.executable, "-m", "benchmarks.abuse_client", kind, target])
+                try:
+                    gap_s, found = asyncio.run(_window(target, window_s))
+                finally:
+                    abuser.terminate()
+                    abuser.wait(30)
+                with_s.append(gap_s)
+                answers += found
+            figures = result[kind] = {
+                "longest_gap_ms": round(statistics.median(with_s) * 1e3, 1),
+                "without_ms": round(statistics.median(without_s) * 1e3, 1),
+                "ratio": round(statistics.median(with_s) / statistics.median(without_s), 2),
+                "answers": len(answers),
+                "first_attempt": sum(attempts == 1 for _, attempts in answers),
+                "wrong": sum(tokens != expected for tokens, _ in answers),
+            }
+            table.add_row(kind, *(str(figure) for figure in figures.values()))
+    finally:
+        stop_detached(port)
+    console.print(table)
+    return result
+
+
+async def _window(target: str, window_s: float) -> tuple[float, list[tuple[tuple[int, ...], int]]]:
+    """The longest gap between tokens in a window, and each answer's tokens and attempts."""
+    answers: list[tuple[tuple[int, ...], int]] = []
+    longest_s = 0.0
+    until_s = time.monotonic() + window_s
+
+    async def innocent() -> None:
+        nonlocal longest_s
+        async with AsyncClient(target) as client:
+            while time.monotonic() < until_s:
+                stream = client.generate(PROMPT, **DRAWN)
+                last_s = 0.0
+                async for _ in stream:
+                    now_s = time.monotonic()
+                    if last_s:
+                        longest_s = max(longest_s, now_s - last_s)
+                    last_s = now_s
+                result = await stream.result()
+                answers.append((result.token_ids, result.attempts))
+
+    await asyncio.gather(*(innocent() for _ in range(INNOCENTS)))
+    return longest_s, answers
+
+
+# --- bursts ----------------------------------------------------------------------------------------------------------
+
+
+def _bursts(console: Console) -> dict[str, Any]:
+    columns = ("answered", "refused", "other", "refused p50, ms", "p99, ms", "memory, MB", "30 s after", "growth")
+    table = Table(f"{STREAMS} streams, max_queue", *columns)
+    result: dict[str, Any] = {}
+    for max_queue in (STREAMS // 6, 2 * STREAMS):
+        settings = PdserveConfig.load(None, {"model.path": "tiny", "gateway.port": 0, "router.max_queue": max_queue})
+        port = start_detached(settings, lambda stage: None)
+        try:
+            figures = result[str(max_queue)] = asyncio.run(_burst(f"localhost:{port}"))
+        finally:
+            stop_detached(port)
+        table.add_row(str(max_queue), *(str(figures[name]) for name in figures if name != "errors"))
+    console.print(table)
+    return result
+
+
+async def _burst(target: str) -> dict[str, Any]:
+    clients = [AsyncClient(target) for _ in range(CONNECTIONS)]
+    gateway = psutil.Process((await clients[0].status()).pid)
+    for client in clients:  # every connection is there, and the gateway has its buffers
+        await asyncio.gather(*(client.generate(PROMPT, max_tokens=2).result() for _ in range(16)))
+    before = gateway.memory_info().rss
+    refused_ms: list[float] = []
+    errors: list[str] = []
+    answered = 0
+
+    async def one(index: int) -> None:
+        nonlocal answered
+        started_s = time.monotonic()
+        try:
+            await clients[index % CONNECTIONS].generate(PROMPT, max_tokens=8, timeout_s=300).result()
+            answered += 1
+        except CapacityExceeded as error:
+            if error.retry_after_s is None:
+                errors.append(str(error))
+            else:
+                refused_ms.append((time.monotonic() - started_s) * 1e3)
+        except PdserveError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    tasks = []
+    for index in range(STREAMS):
+        tasks.append(asyncio.create_task(one(index)))
+        if index % 8 == 7:
+            await asyncio.sleep(0)  # else this process would measure how long it takes to make its tasks
+    await asyncio.gather(*tasks)
+    for client in clients:
+        await client.close()
+    await asyncio.sleep(SETTLE_S)
+    after = gateway.memory_info().rss
+    refused_ms.sort()
+    return {
+        "answered": answered,
+        "refused": len(refused_ms),
+        "other": len(errors),
+        "refused_p50_ms": round(statistics.median(refused_ms), 1) if refused_ms else None,
+        "refused_p99_ms": round(refused_ms[int(len(refused_ms) * 0.99)], 1) if refused_ms else None,
+        "memory_before_mb": round(before / 2**20, 1),
+        "memory_after_mb": round(after / 2**20, 1),
+        "memory_growth": round(after / before - 1, 3),
+        "errors": sorted(set(errors))[:5],
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,116 @@
+"""The request to end a service, and how much time is left for what is in progress."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+DRAIN_S = 30.0
+"""How long requests in progress may go on after SIGTERM, Ctrl-C, or `pdserve down` without --drain."""
+
+FOLLOW_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Shutdown:
+    """Asked for by signals (see `caught`) and by the operator's `Stop`. ``report`` gets what `tell` says.
+
+    A signal's handler runs between any two instructions of the main thread, so it takes no lock: it counts, and
+    `is_requested` draws the conclusions. The first signal leaves `DRAIN_S`, the second none.
+    """
+
+    def __init__(self, report: Callable[[str], None] = lambda stage: None) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._deadline_s: float | None = None
+        self._signals = 0
+        self._heeded = 0
+        self._ended = False
+        self._followers: list[queue.SimpleQueue[str | None]] = []
+        self.signum = 0
+        """The last signal; 0: none has come."""
+
+    def is_requested(self) -> bool:
+        """Whether the service is to end."""
+        while self._heeded < self._signals:
+            self._heeded += 1
+            self.request(DRAIN_S if self._heeded == 1 else 0.0)
+        return self._deadline_s is not None
+
+    @property
+    def time_left_s(self) -> float:
+        """For requests in progress, once `is_requested`."""
+        return (
+            max(0.0, self._deadline_s - time.monotonic())
+            if self.is_requested() and self._deadline_s is not None
+            else 0.0
+        )
+
+    def request(self, drain_s: float) -> None:
+        """End the service. Asked more than once, the shorter time counts."""
+        deadline_s = time.monotonic() + drain_s
+        with self._lock:
+            self._deadline_s = deadline_s if self._deadline_s is None else min(deadline_s, self._deadline_s)
+
+    def tell(self, stage: str) -> None:
+        """Report, also to those who `follow`."""
+        self._report(stage)
+        with self._lock:
+            for follower in self._followers:
+                follower.put(stage)
+
+    def end(self) -> None:
+        """Nothing more will be told."""
+        with self._lock:
+            self._ended = True
+            for follower in self._followers:
+                follower.put(None)
+
+    def follow(self) -> Iterator[str]:
+        """What is told from now on, until `end`; an empty string every second in which it is nothing."""
+        told: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        with self._lock:
+            self._followers.append(told)
+            if self._ended:
+                told.put(None)
+        try:
+            while True:
+                try:
+                    stage = told.get(timeout=FOLLOW_S)
+                except queue.Empty:
+                    stage = ""
+                if stage is None:
+                    return
+                yield stage
+        finally:
+            with self._lock:
+                self._followers.remove(told)
+
+    @contextmanager
+    def caught(self) -> Iterator[Callable[[], None]]:
+        """Within this, SIGTERM, SIGINT and SIGHUP only ask for the end. Gives a function that has to be called while
+        Ray connects, and after it: Ray puts a handler of its own in the place of ours, which lets the first signal
+        through but has the process abort three seconds later. Only on the main thread."""
+
+        def on_signal(signum: int, frame: FrameType | None) -> None:
+            signal.alarm(0)  # with which that handler would abort the process
+            self.signum = signum
+            self._signals += 1
+
+        def renew() -> None:
+            for number in previous:
+                signal.signal(number, on_signal)
+
+        handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
+        previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        renew()
+        try:
+            yield renew
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -1,0 +1,195 @@
+"""Starting, losing and ending a service on a Ray of its own: nothing is left that is not noted, and nothing at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from core.errors import NotReady
+from pdserve import Client
+from pdserve.launch.leftovers import clear_leftovers
+from pdserve.launch.state import ServiceState
+from tests.e2e.conftest import Cli
+from tests.local_cluster import ROOT, free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+WAIT_S = 90.0
+NOTICE_S = 10.0
+
+
+class Host:
+    """What a user's services are on this host, in a state folder of its own. What still runs in the end is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cli = Cli({**os.environ, "XDG_STATE_HOME": str(folder), "PYTHONPATH": str(ROOT), "COLUMNS": "200"})
+        self.port = free_port()
+        self.target = f"127.0.0.1:{self.port}"
+        self.config = folder / "pdserve.yaml"
+        self.config.write_text("gateway: {host: 127.0.0.1}\nengine: {hang_timeout_s: 60, num_blocks: 64}\n")
+        self._states = folder / "pdserve"
+        self._sessions: set[int] = set()
+
+    def begin_up(self, *arguments: str) -> subprocess.Popen[str]:
+        """`pdserve up --detach` that is on its way."""
+        code = "from pdserve.cli.main import main; main()"
+        command = [sys.executable, "-c", code, "up", "-c", str(self.config), "--port", str(self.port), "--detach"]
+        return subprocess.Popen(
+            [*command, *arguments], env=self.cli.env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def up(self, *arguments: str) -> ServiceState:
+        """The service once it is ready."""
+        with self.begin_up(*arguments) as up:
+            _, told = up.communicate(timeout=WAIT_S)
+        assert up.returncode == 0, told
+        return self.state()
+
+    def state(self) -> ServiceState:
+        """What is noted of the service."""
+        state = ServiceState.load(self._states / f"{self.port}.json")
+        self._sessions.add(state.pid)  # a detached service is a session of its own, whatever becomes of its processes
+        return state
+
+    def noted(self) -> list[ServiceState]:
+        """All services that are noted still."""
+        return [ServiceState.load(path) for path in self._states.glob("*.json")]
+
+    def until(self, what: str, condition: Callable[[], bool]) -> None:
+        """Return once it holds."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline_s, what
+            time.sleep(0.05)
+
+    def starting(self) -> ServiceState | None:
+        """What is noted of a service that has begun to start its Ray."""
+        if not (self._states / f"{self.port}.json").exists():
+            return None
+        state = self.state()
+        return state if state.phase == "starting" and Path(state.ray_folder, "session_latest").exists() else None
+
+    def processes(self) -> list[psutil.Process]:
+        """All that any service of this test has running."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) in self._sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+    def check_gone(self, *states: ServiceState) -> None:
+        """AssertionError if anything is left of these services."""
+        assert not self.processes()
+        for state in states:
+            assert not Path(state.ray_folder).exists()
+            assert not Path(state.socket).parent.exists()
+        assert not self.noted()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    for process in host.processes():
+        process.kill()
+    for state in host.noted():
+        clear_leftovers(state.ray_folder)
+        shutil.rmtree(Path(state.socket).parent, ignore_errors=True)
+
+
+def test_up_that_is_told_to_stop_leaves_nothing(host: Host) -> None:
+    """Told by SIGTERM to the command while Ray comes up, and by `down` while workers are placed, which never ends."""
+    host.config.write_text("gateway: {host: 127.0.0.1}\ncluster: {autoscale: true, prefill_resources: {nothing: 1}}\n")
+    states = []
+    for tell in ("SIGTERM", "down"):
+        with host.begin_up() as up:
+            host.until("noted before Ray is started", lambda: host.starting() is not None)
+            states.append(state := host.state())
+            if tell == "down":
+                waiting = "waiting for room: {CPU: 1, nothing: 1} for prefill-0; now free: "
+                host.until("it says what it waits for", lambda: waiting in Path(state.log).read_text())  # noqa: B023
+                listed = json.loads(host.cli.run("list", "--json").stdout)["services"]
+                assert [(each["port"], each["pid"], each["state"]) for each in listed] == [
+                    (host.port, state.pid, "starting")
+                ]
+                down = host.cli.run("down", "--target", host.target)
+                assert down.returncode == 0, down.stderr
+                host.check_gone(*states)
+            else:
+                up.terminate()
+            _, told = up.communicate(timeout=WAIT_S)
+        assert up.returncode == (1 if tell == "down" else 143)
+        assert ("error: the service was told to stop while it started" in told) == (tell == "down")
+        host.check_gone(*states)
+
+
+def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> None:
+    first = host.up()
+    assert len(host.processes()) > 8
+    again = host.cli.run("up", "--port", str(host.port), "--detach")
+    assert again.returncode == 1
+    assert "cannot listen" in again.stderr or "has port" in again.stderr
+
+    # Without its raylet no worker would be started again. It is noticed, and all comes up anew, on the same port.
+    raylet = next(process for process in host.processes() if process.name() == "raylet")
+    raylet.kill()
+    killed_s = time.monotonic()
+    host.until("the loss is noticed", lambda: host.state().phase == "restarting")
+    assert time.monotonic() - killed_s < NOTICE_S
+    host.until("ready again", lambda: host.state().phase == "ready")
+    second = host.state()
+    assert (second.pid, second.port) == (first.pid, first.port)
+    assert second.ray_folder != first.ray_folder
+    assert not Path(first.ray_folder).exists()
+    with Client(host.target) as client:
+        assert len(client.generate([5] * 20, max_tokens=3, ignore_eos=True, timeout_s=60).result().token_ids) == 3
+        assert {worker.state for worker in client.status().workers} == {"ready"}
+
+    # The supervisor is killed; the next `up` removes what it left.
+    psutil.Process(second.pid).kill()
+    listed = json.loads(host.cli.run("list", "--json").stdout)["services"]
+    assert [service["state"] for service in listed] == ["killed"]
+    third = host.up()
+    assert not Path(second.ray_folder).exists()
+    assert not Path(second.socket).parent.exists()
+    assert not [process for process in host.processes() if os.getsid(process.pid) == second.pid]
+
+    # `down` waits for what is in progress, and refuses what is new meanwhile.
+    with Client(host.target) as client:
+        decode = next(worker for worker in client.status().workers if worker.worker_id == "decode-0")
+        stream = client.generate([5] * 20, max_tokens=50, ignore_eos=True, mode="pd", timeout_s=120)
+        tokens = [next(stream)]
+        os.kill(decode.engine_pid, signal.SIGSTOP)
+        try:
+            code = f"from pdserve.cli.main import main; main(['down', '--target', '{host.target}', '--drain', '60'])"
+            down = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=host.cli.env,
+                stderr=subprocess.PIPE,
+                text=True,
+                stdin=subprocess.DEVNULL,
+            )
+            host.until("it is about to end", lambda: host.state().phase == "stopping")
+            host.until("the gateway drains", lambda: not client.status().ready)
+            with pytest.raises(NotReady, match="is being stopped"):
+                client.generate([5], max_tokens=1, timeout_s=20).result()
+        finally:
+            os.kill(decode.engine_pid, signal.SIGCONT)
+        tokens += stream
+        assert len(tokens) == 50
+    _, told = down.communicate(timeout=WAIT_S)
+    assert down.returncode == 0, told
+    assert "waiting for requests in progress: 1" in told
+    host.check_gone(second, third)

@@ -1,0 +1,335 @@
+"""Connections whose peer never says who it is, or says something else: they are few, brief and small, and leave nothing
+behind. Every transport that accepts connections, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import importlib.util
+import logging
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from core.clock import MonotonicClock
+from core.errors import PeerLost, TransferError
+from core.handoff import KVEndpoint
+from core.kv_layout import KVLayout
+from kv_transfer.base import KVLink, KVTransport
+from kv_transfer.factory import create_transport
+from kv_transfer.integrity import Hello, Open, encode
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+from kv_transfer.source import Source
+from kv_transfer.transports.acceptor import Acceptor
+from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
+from tests.kv_transfer.end import End, until
+
+importlib.import_module("kv_transfer.transports.torch_store")  # here, where no timeout runs: it takes seconds
+
+LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+)
+ALL = ["shm", "tcp", "grpc_stream", "torch_dist", NIXL]
+AT_ONCE_S = 4.0  # less than a silent peer has
+IN_TIME_S = 15.0
+FRAME = struct.Struct("<BIQI")  # kind, bytes of the header, of the payload, references
+GREETING = b"pdserve-kv/tcp/1"
+
+
+class Ends:
+    """A receiver "d" that listens, and the sender's transport."""
+
+    def __init__(self, name: str) -> None:
+        self.source, self.target = MemoryStore(LAYOUT, 4), MemoryStore(LAYOUT, 4)
+        self.listening: KVTransport = create_transport(name, timeout_s=5.0, memory=self.target.memory)
+        self.calling: KVTransport = create_transport(name, timeout_s=5.0, memory=self.source.memory)
+        self.receiver = KVReceiver(
+            self.target, [self.listening], worker_id="d", epoch="e", checksum=True, clock=MonotonicClock(), lease_s=60.0
+        )
+        self.endpoint = KVEndpoint(name, "")
+
+    @property
+    def strangers(self) -> Strangers:
+        """Those of the receiver's transport."""
+        inside: Any = self.listening
+        strangers: Strangers = inside._strangers if inside.name == "grpc_stream" else inside._acceptor._strangers
+        return strangers
+
+    async def call(self) -> KVLink:
+        """A link, over which nothing has been said yet."""
+        return await self.calling.connect(self.endpoint, 10.0)
+
+    async def check_works(self) -> None:
+        """A worker that introduces itself is let in."""
+        sender = KVSender(
+            self.source,
+            [self.calling],
+            worker_id="p",
+            checksum=True,
+            message_bytes=2**20,
+            max_inflight_bytes=2**24,
+            clock=MonotonicClock(),
+            lease_s=60.0,
+            connect_timeout_s=20.0,
+        )
+        try:
+            await sender.connect("d", "e", [self.endpoint])
+            assert [link.worker_id for link in sender.links()] == ["d"]
+        finally:
+            await sender.aclose()
+
+
+@contextlib.asynccontextmanager
+async def listening(name: str) -> AsyncIterator[Ends]:
+    """`Ends`, closed afterwards."""
+    ends = Ends(name)
+    try:
+        (ends.endpoint,) = await ends.receiver.start("127.0.0.1")
+        yield ends
+    finally:
+        await asyncio.gather(ends.calling.aclose(), ends.receiver.aclose())
+        await ends.listening.aclose()
+
+
+async def hung_up(link: KVLink) -> float:
+    """After how many seconds the peer ended the link."""
+    started_s = time.monotonic()
+    async with asyncio.timeout(IN_TIME_S):
+        with pytest.raises(PeerLost):
+            await link.recv()
+    return time.monotonic() - started_s
+
+
+async def empty(strangers: Strangers) -> None:
+    """Wait until there are none."""
+    async with asyncio.timeout(IN_TIME_S):
+        while len(strangers):  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.01)
+
+
+async def silent(name: str) -> None:
+    """One that connects as a worker does, and one that only connects: both are hung up on in time, and no sooner."""
+    async with listening(name) as ends:
+        started_s = time.monotonic()
+        link = await ends.call()
+        raw: socket.socket | None = None
+        if name != "shm":
+            host, _, port = ends.endpoint.address.rpartition(":")
+            raw = socket.create_connection((host, int(port)))
+            raw.setblocking(False)
+        await hung_up(link)
+        assert time.monotonic() - started_s >= INTRODUCTION_S
+        if raw is not None:
+            with raw:
+                async with asyncio.timeout(IN_TIME_S):
+                    with contextlib.suppress(OSError):  # closed already, perhaps with data unread
+                        while await asyncio.get_running_loop().sock_recv(raw, 4096):
+                            continue
+        await link.aclose()
+        await empty(ends.strangers)
+        await ends.check_works()
+
+
+async def test_silent_peers_are_hung_up_on_within_seconds() -> None:
+    names = ["shm", "tcp", "grpc_stream", "torch_dist"]
+    await asyncio.gather(*(silent(name) for name in names))
+
+
+HELLO = encode(Hello("p", "e", LAYOUT.to_wire(), True, []))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [(HELLO, 2**20), (b"\0" * (16 * 2**10 + 1), 0), (b"junk", 0), (encode(Open("n", "e", "r")), 0)],
+    ids=["a payload", "a large header", "no message", "another message"],
+)
+async def test_whoever_says_something_else_first_is_hung_up_on_at_once(name: str, header: bytes, size: int) -> None:
+    async with listening(name) as ends:
+        link = await ends.call()
+        async with asyncio.timeout(AT_ONCE_S):
+            with contextlib.suppress(TransferError):
+                await link.send(header, [bytes(size)] if size else [])
+                await link.recv()  # the reason, or the end
+        await link.aclose()
+        await empty(ends.strangers)
+        await ends.check_works()
+
+
+@pytest.mark.parametrize("name", ["shm", NIXL])
+async def test_references_before_a_hello_are_not_read(name: str) -> None:
+    """They would be a mebibyte for a header that announces no more than that."""
+    async with listening(name) as ends:
+        link: Any = await ends.call()
+        await link._stream.write([FRAME.pack(0, len(HELLO), 2**26, 2**16) + HELLO])
+        assert await hung_up(link) < AT_ONCE_S
+        await link.aclose()
+        await empty(ends.strangers)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("tcp", MAX_STRANGERS), ("grpc_stream", 16)])
+async def test_many_silent_peers_keep_no_worker_out(name: str, limit: int) -> None:
+    async with listening(name) as ends:
+        callers = [asyncio.create_task(ends.call()) for _ in range(limit + 20)]
+        seen = 0
+
+        async def watch() -> None:
+            nonlocal seen
+            while True:
+                seen = max(seen, len(ends.strangers))
+                await asyncio.sleep(0.005)
+
+        watching = asyncio.create_task(watch())
+        while len(ends.strangers) < limit:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(15):
+            await ends.check_works()
+        watching.cancel()
+        assert seen == limit
+        links = await asyncio.gather(*callers, return_exceptions=True)
+        await asyncio.gather(*(link.aclose() for link in links if isinstance(link, KVLink)))
+
+
+async def test_the_oldest_has_to_go_once_it_had_its_time_and_no_sooner() -> None:
+    strangers = Strangers("test", limit=2)
+    first, second = strangers.enter(), strangers.enter()
+    gone: list[str] = []
+
+    def cut(why: str) -> None:
+        gone.append(why)
+        first.leave()
+
+    first.cut = cut
+    waiting = asyncio.create_task(strangers.room())
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    assert not gone
+    await waiting
+    assert gone == ["others wait, and the peer has not introduced itself for 1 s"]
+    second.leave()
+    third, fourth = strangers.enter(), strangers.enter()
+    waiting = asyncio.create_task(strangers.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    third.leave()
+    async with asyncio.timeout(0.5):
+        await waiting
+    fourth.leave()
+    assert not len(strangers)
+
+
+async def test_what_was_not_dealt_with_yet_is_closed_with_the_rest() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    met: list[socket.socket] = []
+
+    async def welcome(connection: socket.socket, _: str, __: Stranger) -> None:
+        met.append(connection)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            connection.close()
+
+    strangers = Strangers("test")
+    acceptor = Acceptor(server, strangers, welcome)
+    with socket.create_connection(acceptor.address), socket.create_connection(acceptor.address):
+        while len(strangers) < 2:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0)
+        await acceptor.aclose()
+        assert all(connection.fileno() < 0 for connection in met)
+        await asyncio.sleep(0)
+        assert not len(strangers)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Without the garbage collector, cycles stay. Nothing is logged: pytest keeps the errors that are."""
+    gc.collect()
+    gc.disable()
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+    gc.enable()
+
+
+KEPT = (KVLink, SocketStream, Source, Stranger)
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("name", ["shm", "tcp", "torch_dist", "grpc_stream"])
+async def test_a_connection_that_fails_leaves_no_object_socket_or_task(name: str) -> None:
+    async with listening(name) as ends:
+
+        def left() -> int:
+            return sum(issubclass(type(each), KEPT) for each in gc.get_objects())
+
+        async def settled() -> None:
+            await empty(ends.strangers)
+            async with asyncio.timeout(IN_TIME_S):
+                while left():  # noqa: ASYNC110 - threads end on their own
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # and close their descriptors
+
+        async def fail(header: bytes, size: int) -> None:
+            link = await ends.call()
+            with contextlib.suppress(TransferError):
+                await link.send(header, [bytes(size)] if size else [])
+                await link.recv()
+            await link.aclose()
+
+        await fail(b"junk", 0)
+        await settled()
+        before = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            await fail(b"junk", 0)
+            await fail(HELLO, 2**16)
+        await settled()
+        assert len(asyncio.all_tasks()) <= before[0]
+        assert len(os.listdir("/proc/self/fd")) <= before[1]
+
+
+MALFORMED = {
+    "greeting": b"\x16\x03\x01" + bytes(100),
+    "header": GREETING + FRAME.pack(0, 100, 0, 0) + random.Random(1).randbytes(100),
+    "frame": GREETING + random.Random(2).randbytes(200),
+    "references": GREETING + FRAME.pack(0, 10, 2**26, 2**16) + bytes(10),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_connections_do_not_grow_a_process(kind: str) -> None:
+    """It was some 100 KiB to 1 MiB for each of them. What the first ones need is not given back, and used again."""
+    end = End("receiver", ["tcp"])
+    try:
+        ((_, address),) = end.about["endpoints"]
+        host, _, port = address.rpartition(":")
+        process = psutil.Process(end._process.pid)
+
+        def connect(count: int) -> None:
+            for _ in range(count):
+                # Closed already, perhaps with data unread: then the kernel resets it.
+                with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as connection:
+                    connection.sendall(MALFORMED[kind])
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(4096):
+                        continue
+
+        connect(100)
+        before_bytes, before_fds = process.memory_info().rss, process.num_fds()
+        connect(300)
+        assert until(lambda: process.num_fds() <= before_fds)
+        assert process.memory_info().rss - before_bytes < 8 * 2**20
+    finally:
+        end.close()
