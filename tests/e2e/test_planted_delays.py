@@ -1,9 +1,8 @@
-"""A delay planted in one stage shows up in that stage of the breakdown, and in no other."""
+"""Delays planted in all stages, each of another length: every stage of the breakdown shows its own, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -13,56 +12,63 @@ from pdserve.client.generation import Generation
 from tests.local_cluster import local_cluster, undisturbed
 from tests.random_models import save_random_model
 
-DELAY_MS = 80.0
-REQUESTS = 4
 HANDOFF = ("kv_exposed", "decode_queue", "first_decode")
 IN_TTFT = [stage.name for stage in STAGES[Figure.TTFT]]
+DELAYS_MS = {stage: 50.0 + 10 * i for i, stage in enumerate(("network", *IN_TTFT, *HANDOFF))}
+SLACK_MS = 25.0  # half of the shortest: one that leaks into another stage makes it too long
+REQUESTS = 4
+Ask = Callable[[str], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
-
-
-def least_ms(results: Sequence[Generation], figure: Figure) -> dict[str, float]:
-    """The least that any of the results took for each stage of a figure; of what is unattributed, its least size."""
-    breakdowns = [result.breakdowns[figure].stages_ms for result in results]
-    return {stage: min((each[stage] for each in breakdowns), key=abs) for stage in breakdowns[0]}
-
-
-@pytest.mark.parametrize("stage", ["network", *IN_TTFT, *HANDOFF])
-def test_delay_shows_in_its_stage_alone(model: Path, stage: str) -> None:
-    """A planted delay is in its stage of every request, and a busy machine adds to any stage of some requests. So a
-    stage has none of the delay if one request got through it quicker than that."""
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Has some more requests of a mode served; returns all of that mode so far."""
     settings = {
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(save_random_model(tmp_path_factory.mktemp("models"), "gqa")), "dtype": "float32"},
         "engine": {"block_size": 16, "num_blocks": 64},
-        "testing": {"delay_ms": {stage: DELAY_MS}},
+        "testing": {"delay_ms": DELAYS_MS},
     }
+    answers: dict[str, list[Generation]] = {"pd": [], "colocated": []}
     with local_cluster(settings) as cluster, Client(cluster.target) as client:
-        for mode in ("pd", "colocated"):
-            if mode == "colocated" and stage in ("reserve", "kv_exposed"):
-                continue  # it has no such stage
-            results: list[Generation] = []
 
-            def measure(mode: str = mode, results: list[Generation] = results) -> list[Generation]:
-                results += [client.generate([7] * 50, max_tokens=3, mode=mode).result() for _ in range(REQUESTS)]
-                return results
+        def ask(mode: str) -> list[Generation]:
+            answers[mode] += [client.generate([7] * 50, max_tokens=3, mode=mode).result() for _ in range(REQUESTS)]
+            return answers[mode]
 
-            def check(results: list[Generation]) -> None:
-                for figure in results[0].breakdowns:
-                    planted = stage if figure is Figure.TTFT_DECODE or stage not in HANDOFF else None
-                    times = 2 if stage == "network" else 1  # there and back
-                    for name, value_ms in least_ms(results, figure).items():
-                        if name == planted:
-                            assert DELAY_MS - 0.5 <= value_ms < DELAY_MS * (times + 0.5), (figure, value_ms)
-                        elif name == UNATTRIBUTED:
-                            assert abs(value_ms) <= 2.0, (figure, value_ms)
-                        else:
-                            assert value_ms < DELAY_MS / 4, (figure, name, value_ms)
+        yield ask
 
-            undisturbed(measure, check)
-            for result in results:
-                for figure, breakdown in result.breakdowns.items():
-                    if figure is Figure.TTFT_DECODE or stage not in HANDOFF:
-                        assert breakdown.stages_ms[stage] + 0.5 >= DELAY_MS, breakdown
+
+@pytest.fixture(scope="module")
+def first(ask: Ask) -> dict[str, list[Generation]]:
+    """What nothing may have disturbed."""
+    return {mode: ask(mode) for mode in ("pd", "colocated")}
+
+
+def lengths_ms(results: Sequence[Generation], figure: Figure, stage: str) -> list[float]:
+    return [result.breakdowns[figure].stages_ms[stage] for result in results]
+
+
+@pytest.mark.parametrize("stage", DELAYS_MS)
+def test_delay_shows_in_its_stage_alone(ask: Ask, first: dict[str, list[Generation]], stage: str) -> None:
+    """A planted delay is in its stage of every request, and a busy machine adds to any stage of some requests. So a
+    stage has none of another's delay if one request got through it quicker than that."""
+    delay_ms = DELAYS_MS[stage]
+    most_ms = delay_ms * (2 if stage == "network" else 1) + SLACK_MS  # a network has two directions
+    for mode, results in first.items():
+        if mode == "colocated" and stage in ("reserve", "kv_exposed"):
+            assert all(stage not in shown.stages_ms for result in results for shown in result.breakdowns.values())
+            continue
+        figures = [figure for figure in Figure if figure is Figure.TTFT_DECODE or stage not in HANDOFF]
+
+        def check(results: list[Generation], figures: list[Figure] = figures) -> None:
+            for figure in figures:
+                lengths = lengths_ms(results, figure, stage)
+                assert min(lengths) < most_ms, (figure, lengths)
+                assert min(abs(ms) for ms in lengths_ms(results, figure, UNATTRIBUTED)) <= 2.0
+
+        try:
+            check(results)
+        except AssertionError:
+            results = undisturbed(lambda mode=mode: ask(mode), check)  # type: ignore[misc]
+        for figure in figures:
+            assert min(lengths_ms(results, figure, stage)) + 0.5 >= delay_ms, (mode, figure)
