@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from pathlib import Path
 import psutil
 
 from tests.local_cluster import ROOT, free_port
+
+START_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,23 @@ class RayNode:
 
 @contextlib.contextmanager
 def ray_head(home: Path, *options: str) -> Iterator[RayNode]:
-    """A head node with a token of its own below ``home``, 2 CPUs unless ``options`` say otherwise."""
+    """A head node with a token of its own below ``home``, 2 CPUs unless ``options`` say otherwise. It can be asked, but
+    may have no node yet."""
     port = free_port()
     options = (f"--port={port}", "--head", "--include-dashboard=false", *(options or ("--num-cpus=2",)))
     with _ray_node(home, f"127.0.0.1:{port}", *options) as node:
+        deadline_s = time.monotonic() + START_S
+        while not _listens(port):
+            assert node.process.poll() is None, "Ray's head ended while starting"
+            assert time.monotonic() < deadline_s, f"Ray's head does not listen after {START_S} s"
+            time.sleep(0.1)
         yield node
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Cli
-from tests.local_cluster import ROOT, free_port
+from tests.local_cluster import ROOT, free_port, free_ports
 from tests.ray_nodes import ray_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -47,7 +47,9 @@ def test_a_joined_ray(at_home: Cli, tmp_path: Path) -> None:
     home = Path(at_home.env["HOME"])
     port = str(free_port())
     with ray_head(home, "--num-cpus=2", "--num-gpus=2") as head:
-        where = ("--address", head.address, "--port", port)
+        config = tmp_path / "pdserve.yaml"
+        config.write_text(f"cluster: {{port_base: {free_ports(12)}}}\n")
+        where = ("-c", str(config), "--address", head.address, "--port", port)
         deadline_s = time.monotonic() + 180
         while "join" in failed(report := told(at_home.run("doctor", *where, "--device", "cpu", "--json"))):
             assert time.monotonic() < deadline_s, report["findings"]  # the head is still coming up

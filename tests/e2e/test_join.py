@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.launch.state import ServiceState
 from tests.e2e.conftest import Cli
-from tests.local_cluster import free_port
+from tests.local_cluster import free_port, free_ports
 from tests.ray_nodes import ray_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -29,9 +29,12 @@ def runs(process: psutil.Process) -> bool:
 def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
     at_home = Cli({**cli.env, "HOME": str(tmp_path)})
     port = free_port()
+    config = tmp_path / "pdserve.yaml"
+    config.write_text(f"cluster: {{port_base: {free_ports(12)}}}\n")
+    up_here = ("up", "-c", str(config))
     with ray_head(tmp_path) as head:
         deadline_s = time.monotonic() + 180
-        while (up := at_home.run("up", "--address", head.address, "--port", str(port), "--detach")).returncode:
+        while (up := at_home.run(*up_here, "--address", head.address, "--port", str(port), "--detach")).returncode:
             assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
             assert time.monotonic() < deadline_s, up.stderr
         answer = at_home.run("generate", "import os", "--target", f"localhost:{port}", "--max-tokens", "3", "--json")
@@ -56,11 +59,11 @@ def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
         assert "is gone already" in gone.stderr
         assert not [process for process in noted if runs(process)]
         again = at_home.run(
-            "up", "--address", head.address, "--port", str(port), "--detach"
+            *up_here, "--address", head.address, "--port", str(port), "--detach"
         )  # all resources are free again
         assert again.returncode == 0, again.stderr
         assert at_home.run("down", "--target", f"localhost:{port}").returncode == 0
-        again = at_home.run("up", "--address", head.address, "--port", str(port), "--detach")
+        again = at_home.run(*up_here, "--address", head.address, "--port", str(port), "--detach")
         assert again.returncode == 0, again.stderr
         # And when Ray goes, as with `ray down`, nothing of the service stays behind.
         state = ServiceState.load(Path(at_home.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json")

@@ -46,6 +46,7 @@ class SlowStore(MemoryStore):
             """The blocks, after a while."""
             if self.landing_mark:
                 Path(self.landing_mark).touch()
+                self.landing_mark = ""
             time.sleep(self.landing_s)
             return super().land(block_ids, layers, on_device=on_device)
 

@@ -18,7 +18,7 @@ from engine.device_dtypes import native_dtypes
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from tests.e2e.conftest import Cli
-from tests.local_cluster import ROOT, free_port, local_cluster
+from tests.local_cluster import ROOT, free_port, free_ports, local_cluster
 from tests.ray_nodes import ray_head, ray_node
 from worker.cores import claim_cores
 from worker.spec import WorkerSpec
@@ -87,7 +87,7 @@ def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folde
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_git_lfs_pointer_is_refused_before_anything_starts(cli: Cli, folder: Path, name: str) -> None:
     (folder / name).write_text(LFS_POINTER)
-    up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=30)
+    up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=120)
     assert up.returncode != 0
     assert f"{folder / name}: is a Git LFS pointer instead of the file; run `git lfs pull`" in up.stderr
     assert "Traceback" not in up.stderr
@@ -97,7 +97,7 @@ def test_a_git_lfs_pointer_is_refused_before_anything_starts(cli: Cli, folder: P
 def test_a_missing_shard_is_refused_before_anything_starts(cli: Cli, folder: Path) -> None:
     shards = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
-    up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=30)
+    up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=120)
     assert up.returncode != 0
     assert "model-2-of-2.safetensors: missing, but model.safetensors.index.json names it" in up.stderr
     assert "starting Ray" not in up.stderr
@@ -109,7 +109,7 @@ def test_workers_of_unlike_hosts_agree_before_they_load(cli: Cli, tmp_path: Path
     with ray_head(home, "--num-cpus=1") as head, ray_node(home, head.address, env=NO_BFLOAT16):
         ports.append(free_port())
         config = tmp_path / "pdserve.yaml"
-        config.write_text(f"cluster: {{port_base: {free_port() % 20_000 + 30_000}, device: cpu}}\n")
+        config.write_text(f"cluster: {{port_base: {free_ports(12)}, device: cpu}}\n")
         arguments = ("--address", head.address, "--nodes", "2", "--placement", "spread")
         up = cli.run("up", "-c", str(config), *arguments, "--port", str(ports[0]), "--detach")
         assert up.returncode == 0, up.stderr
