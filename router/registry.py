@@ -194,6 +194,14 @@ class WorkerRegistry:
         """Seconds since its last heartbeat."""
         return self._clock.now() - worker.heartbeat_s
 
+    def late(self) -> frozenset[str]:
+        """Workers whose heartbeat is overdue: they may well be dead, though it is too early to say so."""
+        return frozenset(
+            worker.worker_id
+            for worker in self._workers.values()
+            if not worker.lost and self.age_s(worker) > self._heartbeat_timeout_s / 2
+        )
+
     def ready(self, role: Role | None = None) -> list[RegisteredWorker]:
         """Ready workers, of one role or all."""
         return [w for w in self._workers.values() if w.is_ready and (role is None or w.role == role)]

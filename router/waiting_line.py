@@ -234,7 +234,7 @@ class WaitingLine:
         free = [worker for worker in self._registry.ready() if worker.is_free(backlog) and worker.fits(tokens)]
         if not free:
             return None
-        worker = self._any_policy.choose(_rather_not(free, waiting.avoid))
+        worker = self._any_policy.choose(_rather_not(free, waiting.avoid | self._registry.late()))
         return Placement(self._registry.begin(worker.worker_id, tokens, waiting.prompt_tokens), None)
 
     def _choose_pair(self, waiting: Waiting) -> Placement | None:
@@ -248,12 +248,13 @@ class WaitingLine:
                     pairs[prefill] = peers
         if not pairs:
             return None
+        avoid = waiting.avoid | self._registry.late()
         # Skip prefill workers whose decode peers all failed this request.
-        usable = [p for p, peers in pairs.items() if any(peer.worker_id not in waiting.avoid for peer in peers)]
-        candidates = _rather_not(usable or list(pairs), waiting.avoid)
+        usable = [p for p, peers in pairs.items() if any(peer.worker_id not in avoid for peer in peers)]
+        candidates = _rather_not(usable or list(pairs), avoid)
         again = next((worker for worker in candidates if worker.worker_id == waiting.prefer), None)
         prefill = again or self._prefill_policy.choose(candidates)
-        decode = self._decode_policy.choose(_rather_not(pairs[prefill], waiting.avoid))
+        decode = self._decode_policy.choose(_rather_not(pairs[prefill], avoid))
         return Placement(
             self._registry.begin(prefill.worker_id, prompt_tokens, prompt_tokens),
             self._registry.begin(decode.worker_id, waiting.output_tokens),

@@ -1,14 +1,16 @@
 """Notices an engine that hangs: alive as a process, but neither answering nor computing.
 
-Every few seconds the engine is pinged; it answers between steps. A step may rightly take long, so that a late answer
-proves nothing by itself: an engine is taken for hung when it owes an answer *and* has used no processor time for
-``timeout_s``. It is killed then, and the worker goes on as after any death of an engine.
+Every second the engine is pinged; it answers between steps. A step may rightly take long, so that a late answer proves
+nothing by itself: an engine is silent while it owes an answer *and* uses no processor time. After half of ``timeout_s``
+its worker is told, so that requests leave it; after ``timeout_s`` it is killed, and the worker goes on as after any
+death of an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import psutil
 
@@ -18,13 +20,14 @@ from engine.messages import Ping
 
 log = logging.getLogger(__name__)
 
-PING_EVERY_S = 2.0
+PING_EVERY_S = 1.0
 
 
 class Watchdog:
-    """Watches one engine. ``pong`` is to be called for each `Pong`."""
+    """Watches one engine. ``pong`` is to be called for each `Pong`. ``is_silent`` says that it may well hang."""
 
     def __init__(self, engine: EngineClient, worker_id: str, clock: Clock, timeout_s: float) -> None:
+        self.is_silent = False
         self._engine = engine
         self._worker_id = worker_id
         self._clock = clock
@@ -39,25 +42,28 @@ class Watchdog:
         self._owed = 0
         self._alive_s = self._clock.now()
 
-    async def run(self) -> None:
-        """Ping until cancelled, or until the engine is gone or had to be killed."""
-        pause_s = min(PING_EVERY_S, self._timeout_s / 4)
+    async def run(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """Ping until cancelled, or until the engine is gone or had to be killed. ``on_change`` is called whenever
+        `is_silent` has changed."""
+        pause_s = min(PING_EVERY_S, self._timeout_s / 6)
         try:
-            while not self._hangs():
+            while (silence_s := self._silence_s()) < self._timeout_s:
+                if self.is_silent != (silence_s >= self._timeout_s / 2):
+                    self.is_silent = not self.is_silent
+                    on_change()
                 self._owed += 1
                 self._engine.send(Ping())
                 await asyncio.sleep(pause_s)
+            log.error("%s: the engine has hung for %.0f s; it is killed", self._worker_id, silence_s)
             self._process.kill()
         except psutil.NoSuchProcess:
             return
 
-    def _hangs(self) -> bool:
+    def _silence_s(self) -> float:
+        """Seconds since the engine last answered or computed; 0 while it owes nothing."""
         times = self._process.cpu_times()
         cpu_s = times.user + times.system
         now_s = self._clock.now()
         if cpu_s != self._cpu_s:
             self._cpu_s, self._alive_s = cpu_s, now_s
-        if not self._owed or now_s - self._alive_s < self._timeout_s:
-            return False
-        log.error("%s: the engine has hung for %.0f s; it is killed", self._worker_id, now_s - self._alive_s)
-        return True
+        return now_s - self._alive_s if self._owed else 0.0

@@ -148,7 +148,7 @@ class Worker:
             self.started.set_result(self._info)
 
     async def _serve(self, incarnation: Incarnation) -> None:
-        watching = asyncio.create_task(incarnation.watchdog.run())
+        watching = asyncio.create_task(incarnation.watchdog.run(lambda: self._on_silence(incarnation)))
         following = asyncio.create_task(self._follow(incarnation))
         try:
             await asyncio.wait((following, self._superseded), return_when=asyncio.FIRST_COMPLETED)
@@ -158,6 +158,13 @@ class Worker:
         finally:
             watching.cancel()
             following.cancel()
+
+    def _on_silence(self, incarnation: Incarnation) -> None:
+        """The engine has been silent for some time, or has come back: its requests need not wait until it is killed."""
+        self._heartbeat.wake()
+        if incarnation.watchdog.is_silent:
+            for flow in list(self._flows.values()):
+                self.fail(flow, WorkerLost(f"the engine of worker {self.spec.worker_id} does not answer"))
 
     async def _follow(self, incarnation: Incarnation) -> None:
         async for event in incarnation.engine.events():
@@ -182,7 +189,8 @@ class Worker:
         """This worker, as it is now; NotReady before its first engine is ready."""
         if self._info is None:
             raise NotReady(f"worker {self.spec.worker_id} has never been ready")
-        return replace(self._info, ready=self._incarnation is not None)
+        ready = self._incarnation is not None and not self._incarnation.watchdog.is_silent
+        return replace(self._info, ready=ready)
 
     @property
     def load(self) -> WorkerLoad:
@@ -235,6 +243,8 @@ class Worker:
         kind = self._flow_types.get(kv_role)
         if kind is None:
             raise InvalidRequest(f"worker {self.spec.worker_id} is a {self.spec.role} worker and cannot do {kv_role}")
+        if self.incarnation.watchdog.is_silent:
+            raise NotReady(f"the engine of worker {self.spec.worker_id} does not answer")
         if work.request_id in self._flows:
             raise InvalidRequest(f"request_id: {work.request_id!r} is running on worker {self.spec.worker_id} already")
         flow = kind(self, work, outbox, received_s, destination)

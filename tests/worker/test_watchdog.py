@@ -77,3 +77,20 @@ def test_an_idle_engine_that_answers_is_left_alone(engines: list[Engine]) -> Non
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(watch())
+
+
+def test_an_engine_is_silent_before_it_is_killed_and_may_come_back(engines: list[Engine]) -> None:
+    async def watch() -> None:
+        engine, watchdog = start(engines, IDLE, timeout_s=6.0, clock=LoopClock())
+        changes: list[bool] = []
+        running = asyncio.create_task(watchdog.run(lambda: changes.append(watchdog.is_silent)))
+        await asyncio.sleep(4.5)
+        assert changes == [True]
+        watchdog.pong()
+        await asyncio.sleep(1.5)
+        assert changes == [True, False]
+        assert engine.process.poll() is None
+        running.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(watch())
