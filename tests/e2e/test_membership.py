@@ -49,6 +49,7 @@ class Load:
                 if text != self._expected[prompt]:
                     self.failures.append(f"{prompt!r}: {text!r}")
                 self.count += 1
+                self._stop.wait(0.05)  # the machine has more to do than to answer
 
     def close(self) -> None:
         """End it."""
