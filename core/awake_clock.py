@@ -1,8 +1,7 @@
 """A clock for timeouts: it stands still while its event loop is blocked or its process is stopped.
 
-A peer's silence proves something only while somebody listens. When a loop was blocked for three seconds (or the process
-was stopped, or the machine paused), the answers of those seconds wait unread, and a timer on the host's clock would
-fire before the loop reads them.
+When a loop was blocked for three seconds (or its process was stopped, or the machine paused), the peers' answers of
+those seconds wait unread in sockets. A timer on the host's clock would fire before the loop reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MOST_S = 0.25
 
 
 class AwakeClock:
-    """Seconds for which an event loop ran. Call `tick` every `TICK_S` on that loop, or use `awake_clock`."""
+    """Seconds for which an event loop ran. Read it every `TICK_S` on that loop, or use `awake_clock`, which does."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
@@ -32,10 +31,6 @@ class AwakeClock:
         self._awake_s += min(now_s - self._read_s, MOST_S)
         self._read_s = now_s
         return self._awake_s
-
-    def tick(self) -> None:
-        """The loop runs."""
-        self.now()
 
 
 _CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, AwakeClock] = WeakKeyDictionary()
@@ -52,12 +47,12 @@ def awake_clock() -> AwakeClock:
 
 
 def _tick(loop: asyncio.AbstractEventLoop, clock: AwakeClock) -> None:
-    clock.tick()
+    clock.now()
     loop.call_later(TICK_S, _tick, loop, clock)
 
 
-class LoopClock:
-    """The `awake_clock` of whichever event loop asks."""
+class RunningAwakeClock:
+    """A `Clock` that reads the `awake_clock` of the running event loop: it can be made before there is a loop."""
 
     def now(self) -> float:
         """Seconds for which the running loop has run."""

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from core.awake_clock import LoopClock
+from core.awake_clock import RunningAwakeClock
 from core.clock import Clock, MonotonicClock
 from core.config import PdserveConfig
 from core.errors import LaunchError, NotReady, PdserveError
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
 STOPPING = "the service is being stopped; send the request to another one"
 
-DEFAULT_CONTEXT = 131_072
 MAX_PENDING_CALLS = 1_000_000
 MAX_PENDING_S = 3600
 INTERNAL_MESSAGE_BYTES = 2**20
@@ -68,7 +67,7 @@ class Gateway:
         *,
         model_name: str,
         model_folder: Path | None,
-        context_length: int = DEFAULT_CONTEXT,
+        context_length: int,
         checkpoint_dtype: str = "",
         connect: Connect,
         registry_address: str = "127.0.0.1:0",
@@ -83,7 +82,7 @@ class Gateway:
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         # Workers' silence counts only while this loop reads what they say.
-        self.registry = WorkerRegistry(LoopClock(), config.router.heartbeat_timeout_s, config.router.forget_s)
+        self.registry = WorkerRegistry(RunningAwakeClock(), config.router.heartbeat_timeout_s, config.router.forget_s)
         both_roles = config.cluster.prefill and config.cluster.decode
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)

@@ -103,7 +103,7 @@ class InferenceService:
         self.in_progress += 1
         try:
             if self.draining is not None:
-                raise self.draining
+                raise NotReady(*self.draining.args)
             self._router.check_room()
             deadline = Deadline(received_s + timeout_s, self._clock)
             async with aclosing(self._respond(read_message(data), received_s + timeout_s, received_s)) as responses:
@@ -113,7 +113,7 @@ class InferenceService:
                     async for response in written:
                         # A client that stops reading holds up the write: its deadline ends the request all the same.
                         has_begun = True
-                        await deadline.bound(context.write(response), "the client was to read the answer")
+                        await deadline.bound(context.write(response), "the client was reading the answer")
             return
         except PdserveError as error:
             failure: Exception = error

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 MAX_PAUSE_S = 2.0
 MAX_LOST_IN_A_ROW = 2
 LOST_AT_ONCE_S = 1.0
-"""A request is suspected of breaking workers when so many in a row were lost within this time of getting it, before
-they gave a token of it."""
+"""A request ends when `MAX_LOST_IN_A_ROW` workers in a row were lost within `LOST_AT_ONCE_S` of getting it, before its
+first token: it may be what breaks them."""
 
 _BEFORE_ROUTER = frozenset({EventKind.RECEIVED, EventKind.TOKENIZED})
 _ALL_ATTEMPT = frozenset(EventKind) - _BEFORE_ROUTER
@@ -54,7 +54,7 @@ class Generation:
         auto_mode: WaitMode,
         on_kv_failure: KVFailurePolicy,
         budget: RetryBudget,
-        on_active: Callable[[int], int],
+        on_active: Callable[[int], None],
     ) -> None:
         self.request = request
         self.result = RoutingResult()
@@ -116,9 +116,7 @@ class Generation:
                             yield token
                     return
                 except ReaderStalled as stalled:
-                    log.info(
-                        "request %s: it left its workers until its client has read: %s", request.request_id, stalled
-                    )
+                    log.info("request %s: paused until its client reads: %s", request.request_id, stalled)
                     failures.reset()
                 except PdserveError as error:
                     if attempt.hands_off and self._on_kv_failure == "fail":
@@ -148,7 +146,7 @@ class Generation:
         doing = "waiting to be tried again"
         pause_s = min(self._config.retry_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
         await deadline.sleep(pause_s * random.uniform(0.5, 1.5), doing)
-        while not self._budget.take(self._on_active(0)):
+        while not self._budget.take():
             await deadline.sleep(self._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing} (router.retry_share)")
 
     async def _place(self, deadline: Deadline, failures: _Failures) -> Placement:
@@ -191,11 +189,11 @@ class _Failures:
         return self.in_a_row + 1 >= self._max_attempts
 
     def reset(self) -> None:
-        """The last attempt was not a failure."""
+        """Begin the counts anew."""
         self.in_a_row = self._lost_in_a_row = 0
 
     def add(self, error: PdserveError, attempt: Attempt, placement: Placement) -> PdserveError | None:
-        """Count a failed attempt; returns what the request ends with, if it is not to be tried again."""
+        """Count a failed attempt. Returns the error that ends the request, or None if it may be tried again."""
         # Another worker may have more room; the placement knows, and refuses what none can take.
         elsewhere = isinstance(error, CapacityExceeded) and not attempt.failed <= self.avoid
         if attempt.gave_tokens:

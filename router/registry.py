@@ -195,7 +195,7 @@ class WorkerRegistry:
         return self._clock.now() - worker.heartbeat_s
 
     def late(self) -> frozenset[str]:
-        """Workers whose heartbeat is overdue: they may well be dead, though it is too early to say so."""
+        """Ids of the workers that have been silent for half of the heartbeat timeout; choose them last."""
         return frozenset(
             worker.worker_id
             for worker in self._workers.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.clock import Clock
@@ -20,28 +21,32 @@ class _Second:
 
 
 class RetryBudget:
-    """At most `MIN_RETRIES` plus ``share`` times the requests of the last `WINDOW_S` seconds may be retries."""
+    """At most `MIN_RETRIES` plus ``share`` times the requests of the last `WINDOW_S` seconds may be retries.
 
-    def __init__(self, share: float, clock: Clock) -> None:
+    ``running`` tells how many requests the router has now; those that came before the window count while they run.
+    """
+
+    def __init__(self, share: float, clock: Clock, running: Callable[[], int]) -> None:
         self._share = share
         self._clock = clock
+        self._running = running
         self._seconds: deque[_Second] = deque()
 
     def note_request(self) -> None:
-        """A request has come; what is counted of it is that it came."""
+        """Count a new request."""
         self._now().requests += 1
 
-    def take(self, running: int) -> bool:
-        """Take one retry, if there is one left. ``running`` requests are on their way now, whenever they came."""
+    def take(self) -> bool:
+        """Take one retry; False if none is left."""
         now = self._now()
-        requests = max(running, sum(second.requests for second in self._seconds))
+        requests = max(self._running(), sum(second.requests for second in self._seconds))
         if sum(second.retries for second in self._seconds) >= MIN_RETRIES + self._share * requests:
             return False
         now.retries += 1
         return True
 
     def wait_s(self) -> float:
-        """Seconds until the oldest retries of the window no longer count."""
+        """Seconds until the oldest retries leave the window; 0 if it has none."""
         now_s = self._clock.now()
         oldest = next((second for second in self._seconds if second.retries), None)
         return 0.0 if oldest is None else max(0.0, oldest.number + WINDOW_S - now_s)

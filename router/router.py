@@ -35,7 +35,7 @@ class Router:
         self._delay_s = dict(delay_s or {})
         self._on_kv_failure = on_kv_failure
         self._line = WaitingLine(registry, config, clock)
-        self._budget = RetryBudget(config.retry_share, clock)
+        self._budget = RetryBudget(config.retry_share, clock, lambda: self._active)
         self._orders = itertools.count()
         self._active = 0
 
@@ -74,6 +74,5 @@ class Router:
             self._count,
         )
 
-    def _count(self, change: int) -> int:
+    def _count(self, change: int) -> None:
         self._active += change
-        return self._active

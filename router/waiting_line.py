@@ -17,8 +17,6 @@ from router.policies import LeastOutstandingTokens, create_policy
 from router.registered_worker import RegisteredWorker
 from router.registry import Share, WorkerRegistry
 
-RunMode = Literal[Mode.PD, Mode.COLOCATED]
-"""How a request runs."""
 WaitMode = Literal[Mode.PD, Mode.COLOCATED, Mode.AUTO]
 """How a request is to run; ``auto``: apart where prefill and decode workers are ready, else on any ready worker."""
 
@@ -114,7 +112,7 @@ class WaitingLine:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more request would be refused, unless a worker is free for it."""
+        """Whether ``router.max_queue`` requests wait."""
         return self.length >= self._config.max_queue
 
     def refusal(self) -> CapacityExceeded:
@@ -203,11 +201,11 @@ class WaitingLine:
             asyncio.get_running_loop().call_later(next_s - now_s + 0.001, self._serve)
 
     def _may_come_back(self, mode: WaitMode, error: PdserveError) -> bool:
-        """What was there before may come back; workers that do not fit together stay what they are."""
+        """Whether waiting may help: workers that were ready may come back; a layout mismatch does not go away."""
         return self._registry.was_available(mode) and not isinstance(error, LayoutMismatch)
 
     def _retry_after_s(self) -> float:
-        """Until a quarter of the line has left, at the rate at which requests leave it now."""
+        """Seconds until a quarter of the line has left, at the rate at which requests leave it now."""
         if not self._placed_s:
             return 1.0
         rate = len(self._placed_s) / max(self._clock.now() - self._placed_s[0], 1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ settings.load_profile("repeatable")
 # Folders whose files take longest: they come first, so that no process is left alone with one of them in the end.
 ROOT = Path(__file__).parents[1]
 LONG = ("tests/engine/test_triton_interpreted.py", "tests/e2e/", "tests/engine/", "tests/doctor/", "tests/kv_transfer/")
+
+
+@pytest.fixture(autouse=True)
+def environment_kept() -> Iterator[None]:
+    """Environment variables that a test sets, or has the product set in this process, end with it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ PING_EVERY_S = 1.0
 
 
 class Watchdog:
-    """Watches one engine. ``pong`` is to be called for each `Pong`. ``is_silent`` says that it may well hang."""
+    """Watches one engine; call ``pong`` for each `Pong`. ``is_silent``: nothing came for half of ``timeout_s``."""
 
     def __init__(self, engine: EngineClient, worker_id: str, clock: Clock, timeout_s: float) -> None:
         self.is_silent = False

@@ -63,10 +63,13 @@ def new_socket() -> str:
 
 class OperatorServer(operator_pb2_grpc.OperatorServicer):
     """Serves one service's operator calls at ``socket`` until `stop`. ``log`` is the supervisor's own log; empty: it
-    writes to its terminal."""
+    writes to its terminal. ``on_scaled`` is called when workers may have come or gone, before the caller is told."""
 
-    def __init__(self, service: Operable, shutdown: Shutdown, socket: str, log: str = "") -> None:
+    def __init__(
+        self, service: Operable, shutdown: Shutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
+    ) -> None:
         self._service, self._shutdown, self._log = service, shutdown, log
+        self._on_scaled = on_scaled
         self.socket = socket
         self._folder = Path(socket).parent
         self._folder.mkdir(mode=0o700)
@@ -120,9 +123,12 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
         if request.HasField("decode"):
             wanted[Role.DECODE] = request.decode
         try:
-            waiting = self._service.scale(
-                wanted, request.drain_s, lambda stage: tell(pb.ScaleEvent(stage=stage)), request.oversubscribe
-            )
+            try:
+                waiting = self._service.scale(
+                    wanted, request.drain_s, lambda stage: tell(pb.ScaleEvent(stage=stage)), request.oversubscribe
+                )
+            finally:
+                self._on_scaled()
             counts = self._service.counts
             scaled = pb.Scaled(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], waiting=waiting)
             tell(pb.ScaleEvent(scaled=scaled))

@@ -115,6 +115,8 @@ def supervise(
 
 
 class _Supervisor:
+    """One run of a service: notes it, starts it, watches its Ray, drains it, and clears up."""
+
     def __init__(
         self,
         service: Service,
@@ -127,6 +129,7 @@ class _Supervisor:
 
         self._service, self._shutdown, self._restart = service, shutdown, restart
         self._renew_handlers = renew_handlers
+        self._noting = threading.Lock()
         config = service.config
         host = config.gateway.host
         self._state = ServiceState(
@@ -146,7 +149,7 @@ class _Supervisor:
         )
         self._state.claim()  # before anything is begun, so that nothing can be left that is not noted
         try:
-            self._operator = OperatorServer(service, shutdown, self._state.socket, log_path)
+            self._operator = OperatorServer(service, shutdown, self._state.socket, self._note_members, log_path)
         except BaseException:
             self._state.clear()
             raise
@@ -217,10 +220,7 @@ class _Supervisor:
                 except RayLost as error:
                     lost.append(error)
                     return
-                counts = self._service.counts
-                self._note(
-                    workers=f"{counts[Role.PREFILL]}P{counts[Role.DECODE]}D", processes=self._service.processes()
-                )
+                self._note_members()
                 ending.wait(TEND_EVERY_S)
 
         tending = threading.Thread(target=tend, name="tend", daemon=True)
@@ -243,11 +243,16 @@ class _Supervisor:
         if running:
             self._shutdown.tell(f"ending requests in progress: {running}")
 
+    def _note_members(self) -> None:
+        counts = self._service.counts
+        self._note(workers=f"{counts[Role.PREFILL]}P{counts[Role.DECODE]}D", processes=self._service.processes())
+
     def _note(self, **changes: object) -> None:
-        try:
-            self._state = self._state.update(**changes)
-        except LaunchError as error:
-            log.warning("%s", error)
+        with self._noting:
+            try:
+                self._state = self._state.update(**changes)
+            except LaunchError as error:
+                log.warning("%s", error)
 
 
 def main() -> None:

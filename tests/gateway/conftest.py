@@ -151,7 +151,9 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
         async def connect(info: WorkerInfo) -> FakeWorker:
             return await service.connect(info)
 
-        gateway = Gateway(config, model_name="fake", model_folder=folder, connect=connect, version="1.2.3")
+        gateway = Gateway(
+            config, model_name="fake", model_folder=folder, context_length=256, connect=connect, version="1.2.3"
+        )
         await gateway.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}")
         registries.append(grpc.aio.insecure_channel(gateway.registry_address))

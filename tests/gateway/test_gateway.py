@@ -163,7 +163,7 @@ async def test_a_port_in_use_is_named(start_service: StartService) -> None:
 
     port = service.gateway.port
     config = PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": port}})
-    second = Gateway(config, model_name="x", model_folder=None, connect=never)
+    second = Gateway(config, model_name="x", model_folder=None, context_length=256, connect=never)
     with pytest.raises(LaunchError, match=rf"^gateway\.port: {port} is in use"):
         await second.start()
     await second.stop()
@@ -171,6 +171,7 @@ async def test_a_port_in_use_is_named(start_service: StartService) -> None:
         PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}}),
         model_name="x",
         model_folder=None,
+        context_length=256,
         connect=never,
         registry_address=service.gateway.registry_address,
     )

@@ -30,8 +30,9 @@ LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
+    """A user with an empty home. What other tests have made of this process's Ray and oneDNN settings is left out."""
     (tmp_path / "home").mkdir()
-    env = {name: value for name, value in os.environ.items() if not name.endswith("MAX_CPU_ISA")}
+    env = {n: v for n, v in os.environ.items() if not n.endswith("MAX_CPU_ISA") and not n.startswith("RAY_")}
     places = {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     return Cli({**env, **places, "COLUMNS": "120"})
 

@@ -250,7 +250,7 @@ async def test_a_request_that_loses_two_workers_in_a_row_ends(make_cluster: Make
     cluster.check_idle()
 
 
-async def test_retries_pause_and_share_a_budget(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retries_pause_longer_each_time(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make_cluster(retry_pause_s=0.01, max_attempts=4)
     slept: list[float] = []
     real = Deadline.sleep
