@@ -104,7 +104,7 @@ class InferenceService:
         try:
             if self.draining is not None:
                 raise NotReady(*self.draining.args)
-            self._router.check_room()
+            self._router.arrived()
             deadline = Deadline(received_s + timeout_s, self._clock)
             async with aclosing(self._respond(read_message(data), received_s + timeout_s, received_s)) as responses:
                 network_s = self._delay_s.get("network", 0.0)

@@ -16,6 +16,7 @@ from core.request import Mode, Request
 from core.sampling import FinishReason
 from core.timeline import GATEWAY, Event, EventKind
 from core.worker import TokenOutput, Work
+from router.arrivals import Arrivals
 from router.deadline import Deadline
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
@@ -49,6 +50,7 @@ class Attempt:
         deadline: Deadline,
         delay_s: Mapping[str, float],
         max_unread: int,
+        arrivals: Arrivals,
     ) -> None:
         self.failed: set[str] = set()
         self._request = request
@@ -59,6 +61,7 @@ class Attempt:
         self._deadline = deadline
         self._delay_s = delay_s
         self._max_unread = max_unread
+        self._arrivals = arrivals
         self._delivered_before = len(request.output_token_ids)
         # No two attempts ever have the same name on a worker, not even if a client uses an id again: what a worker or
         # its engine still says of, or does for, an earlier one cannot be taken for this one's.
@@ -250,6 +253,7 @@ class Attempt:
             share.worker,
             self._clock,
             self._deadline,
+            self._arrivals,
             max_unread=self._max_unread,
             on_arrival=arrived,
             on_stall=self._leave,

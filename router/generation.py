@@ -13,6 +13,7 @@ from core.config import KVFailurePolicy, RouterConfig
 from core.errors import CapacityExceeded, PdserveError, TransferError, WorkerLost
 from core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus
 from core.timeline import EventKind
+from router.arrivals import Arrivals
 from router.attempt import Attempt
 from router.deadline import Deadline
 from router.registry import WorkerRegistry
@@ -54,6 +55,7 @@ class Generation:
         auto_mode: WaitMode,
         on_kv_failure: KVFailurePolicy,
         budget: RetryBudget,
+        arrivals: Arrivals,
         on_active: Callable[[int], None],
     ) -> None:
         self.request = request
@@ -67,6 +69,7 @@ class Generation:
         self._mode: WaitMode = auto_mode if request.mode is Mode.AUTO else request.mode
         self._on_kv_failure = on_kv_failure
         self._budget = budget
+        self._arrivals = arrivals
         self._on_active = on_active
         self._stopped = False
         self._attempt: Attempt | None = None
@@ -107,6 +110,7 @@ class Generation:
                     deadline,
                     self._delay_s,
                     self._config.max_unread_tokens,
+                    self._arrivals,
                 )
                 try:
                     async with attempt, aclosing(attempt.tokens()) as tokens:
@@ -160,7 +164,14 @@ class Generation:
             avoid=failures.avoid,
             prefer=failures.prefer,
         )
-        return await deadline.bound(self._line.place(waiting), "waiting for a free worker")
+        placement = await deadline.bound(self._line.place(waiting), "waiting for a free worker")
+        if self._arrivals.is_burst:
+            try:
+                await deadline.bound(self._arrivals.settled(), "other requests were taken in")
+            except BaseException:
+                placement.end()
+                raise
+        return placement
 
     def _forget_attempt(self) -> None:
         """Events of tokens that were delivered stay, those of tokens that never came go."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from core.clock import Clock
 from core.config import KVFailurePolicy, RouterConfig
 from core.request import Mode, Request
+from router.arrivals import Arrivals
 from router.generation import Generation
 from router.registry import WorkerRegistry
 from router.retry_budget import RetryBudget
@@ -37,6 +38,7 @@ class Router:
         self._line = WaitingLine(registry, config, clock)
         self._budget = RetryBudget(config.retry_share, clock, lambda: self._active)
         self._orders = itertools.count()
+        self._arrivals = Arrivals()
         self._active = 0
 
     @property
@@ -49,8 +51,9 @@ class Router:
         """Requests that are on workers."""
         return max(0, self._active - self._line.length)
 
-    def check_room(self) -> None:
-        """Raise `CapacityExceeded` if a new request would find the queue full."""
+    def arrived(self) -> None:
+        """Note a new request, before anything is done for it. `CapacityExceeded` if it would find the queue full."""
+        self._arrivals.note()
         if self._line.is_full:
             raise self._line.refusal()
 
@@ -71,6 +74,7 @@ class Router:
             self.auto_mode,
             self._on_kv_failure,
             self._budget,
+            self._arrivals,
             self._count,
         )
 

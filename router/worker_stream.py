@@ -11,6 +11,7 @@ from typing import NamedTuple
 from core.clock import Clock
 from core.errors import PdserveError, WorkerLost
 from core.worker import TokenOutput
+from router.arrivals import Arrivals
 from router.deadline import Deadline
 from router.registered_worker import RegisteredWorker
 
@@ -28,7 +29,7 @@ class ReaderStalled(Exception):
 
 class WorkerStream:
     """Reads a handle's iterator in a task of its own, so that an arrival is timed and counted when it happens, not when
-    the client takes it.
+    the client takes it. Arrivals of outputs are held while `Arrivals` of requests take in a burst.
 
     ``on_arrival`` is called for each output. When ``max_unread`` outputs wait, reading ends: ``on_stall`` is called,
     and `next` raises `ReaderStalled` after the last of them.
@@ -40,6 +41,7 @@ class WorkerStream:
         worker: RegisteredWorker,
         clock: Clock,
         deadline: Deadline,
+        arrivals: Arrivals,
         *,
         max_unread: int,
         on_arrival: Callable[[TokenOutput], None],
@@ -49,6 +51,7 @@ class WorkerStream:
         self._outputs = outputs
         self._clock = clock
         self._deadline = deadline
+        self._arrivals = arrivals
         self._max_unread = max_unread
         self._on_arrival = on_arrival
         self._on_stall = on_stall
@@ -102,7 +105,10 @@ class WorkerStream:
     async def _read(self) -> None:
         try:
             async for output in self._outputs:
-                self._unread.append(Arrival(output, self._clock.now()))
+                arrived_s = self._clock.now()
+                if self._arrivals.is_burst:
+                    await self._arrivals.settled()
+                self._unread.append(Arrival(output, arrived_s))
                 self._changed.set()
                 self._on_arrival(output)
                 if output.finish_reason is not None:

@@ -35,6 +35,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Virtual seconds."""
         return self._virtual.now_s
 
+    def compute(self, seconds: float) -> None:
+        """Let time pass as if the running callback computed for so long."""
+        self._virtual.now_s += seconds
+
 
 class LoopClock:
     """`core.clock.Clock` of the running loop."""
