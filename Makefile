@@ -59,7 +59,7 @@ bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of t
 bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP, NIXL and Mooncake (about 8 minutes)
 	$(BIN)/python -m benchmarks.transfer
 
-bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a burst of streams gets (about 5 minutes)
+bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a burst of streams gets (about 9 minutes)
 	$(BIN)/python -m benchmarks.abuse
 
 proto:  ## regenerate pb/ from proto/pb/

@@ -1,19 +1,22 @@
 """What one client's abuse costs others, and what a burst of streams gets: `python -m benchmarks.abuse`.
 
 Abuse: four clients stream answers while a fifth, in a process of its own, sends prompts of 4 MiB, 12 million stop ids,
-never reads, or resets thousands of streams. Windows with and without it alternate; the figure is the longest gap
-between two tokens of a window, as a median over the windows. Burst: 3,000 streams at once, with a queue for fewer and
-for more of them. Tables, then one JSON line.
+never reads, or resets thousands of streams. Windows without it, with the same abuse of another server beside (what the
+load alone costs this machine), and with it alternate; the figure is the longest gap between two tokens of a window, as
+a median over the windows. Burst: 3,000 streams at once, with a queue for fewer and for more of them, and what the same
+streams get from a bare gRPC server that refuses all. Tables, then one JSON line.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import psutil
@@ -36,8 +39,8 @@ SETTLE_S = 30.0
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="windows with and without each abuse")] = 3,
-    window_s: Annotated[float, typer.Option(min=1.0, help="length of a window")] = 8.0,
+    rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 5,
+    window_s: Annotated[float, typer.Option(min=1.0, help="length of a window")] = 6.0,
 ) -> None:
     """Measure both."""
     console = Console()
@@ -53,37 +56,50 @@ def _abuse(console: Console, rounds: int, window_s: float) -> dict[str, Any]:
     settings = PdserveConfig.load(None, {**tiny, "router.max_unread_tokens": 64})
     port = start_detached(settings, lambda stage: None)
     target = f"localhost:{port}"
-    table = Table("abuse", "longest gap, ms", "without, ms", "ratio", "answers", "first attempt", "wrong")
+    columns = ("without, ms", "beside, ms", "with / without", "with / beside", "answers", "first attempt", "wrong")
+    table = Table("abuse", "longest gap with it, ms", *columns)
     result: dict[str, Any] = {}
     try:
-        with Client(target) as client:
+        with _refusing_server() as elsewhere, Client(target) as client:
             expected = client.generate(PROMPT, **DRAWN).result().token_ids
-        for kind in KINDS:
-            with_s, without_s, answers = [], [], []
-            for _ in range(rounds):
-                gap_s, _ = asyncio.run(_window(target, window_s))
-                without_s.append(gap_s)
-                abuser = subprocess.Popen([sys.executable, "-m", "benchmarks.abuse_client", kind, target])
-                try:
-                    gap_s, found = asyncio.run(_window(target, window_s))
-                finally:
-                    abuser.terminate()
-                    abuser.wait(30)
-                with_s.append(gap_s)
-                answers += found
-            figures = result[kind] = {
-                "longest_gap_ms": round(statistics.median(with_s) * 1e3, 1),
-                "without_ms": round(statistics.median(without_s) * 1e3, 1),
-                "ratio": round(statistics.median(with_s) / statistics.median(without_s), 2),
-                "answers": len(answers),
-                "first_attempt": sum(attempts == 1 for _, attempts in answers),
-                "wrong": sum(tokens != expected for tokens, _ in answers),
-            }
-            table.add_row(kind, *(str(figure) for figure in figures.values()))
+            for kind in KINDS:
+                gaps_s: dict[str, list[float]] = {"with": [], "without": [], "beside": []}
+                answers = []
+                for _ in range(rounds):
+                    for name, abused in (("without", None), ("beside", elsewhere), ("with", target)):
+                        gap_s, found = _window_beside(abused, kind, target, window_s)
+                        gaps_s[name].append(gap_s)
+                        answers += found if name == "with" else []
+                middle_s = {name: statistics.median(measured) for name, measured in gaps_s.items()}
+                figures = result[kind] = {
+                    "longest_gap_ms": round(middle_s["with"] * 1e3, 1),
+                    "without_ms": round(middle_s["without"] * 1e3, 1),
+                    "beside_ms": round(middle_s["beside"] * 1e3, 1),
+                    "ratio": round(middle_s["with"] / middle_s["without"], 2),
+                    "ratio_beside": round(middle_s["with"] / middle_s["beside"], 2),
+                    "answers": len(answers),
+                    "first_attempt": sum(attempts == 1 for _, attempts in answers),
+                    "wrong": sum(tokens != expected for tokens, _ in answers),
+                }
+                table.add_row(kind, *(str(figure) for figure in figures.values()))
     finally:
         stop_detached(port)
     console.print(table)
     return result
+
+
+def _window_beside(
+    abused: str | None, kind: str, target: str, window_s: float
+) -> tuple[float, list[tuple[tuple[int, ...], int]]]:
+    """A window while a client behaves badly towards the server at ``abused`` (None: nobody does)."""
+    if abused is None:
+        return asyncio.run(_window(target, window_s))
+    abuser = subprocess.Popen([sys.executable, "-m", "benchmarks.abuse_client", kind, abused])
+    try:
+        return asyncio.run(_window(target, window_s))
+    finally:
+        abuser.terminate()
+        abuser.wait(30)
 
 
 async def _window(target: str, window_s: float) -> tuple[float, list[tuple[tuple[int, ...], int]]]:
@@ -125,6 +141,8 @@ def _bursts(console: Console) -> dict[str, Any]:
         finally:
             stop_detached(port)
         table.add_row(str(max_queue), *(str(figures[name]) for name in figures if name != "errors"))
+    figures = result["floor"] = _floor()
+    table.add_row("floor: refuses all", *(str(figures[name]) for name in figures if name != "errors"))
     console.print(table)
     return result
 
@@ -135,6 +153,41 @@ async def _burst(target: str) -> dict[str, Any]:
     for client in clients:  # every connection is there, and the gateway has its buffers
         await asyncio.gather(*(client.generate(PROMPT, max_tokens=2).result() for _ in range(16)))
     before = gateway.memory_info().rss
+    figures = await _streams(clients)
+    errors = figures.pop("errors")
+    await asyncio.sleep(SETTLE_S)
+    after = gateway.memory_info().rss
+    memory = {"memory_before_mb": round(before / 2**20, 1), "memory_after_mb": round(after / 2**20, 1)}
+    return {**figures, **memory, "memory_growth": round(after / before - 1, 3), "errors": errors}
+
+
+def _floor() -> dict[str, Any]:
+    """What the same burst gets from a server that does nothing but refuse, on a machine that does nothing else."""
+    with _refusing_server() as target:
+        return asyncio.run(_refused_at_once(target))
+
+
+@contextlib.contextmanager
+def _refusing_server() -> Iterator[str]:
+    server = subprocess.Popen([sys.executable, "-m", "benchmarks.refusing_server"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield f"localhost:{int(server.stdout.readline())}"
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+async def _refused_at_once(target: str) -> dict[str, Any]:
+    clients = [AsyncClient(target) for _ in range(CONNECTIONS)]
+    for client in clients:
+        with contextlib.suppress(CapacityExceeded):
+            await client.generate(PROMPT, max_tokens=2).result()
+    return await _streams(clients)
+
+
+async def _streams(clients: list[AsyncClient]) -> dict[str, Any]:
+    """Open all streams at once, and close the clients when they have ended."""
     refused_ms: list[float] = []
     errors: list[str] = []
     answered = 0
@@ -161,8 +214,6 @@ async def _burst(target: str) -> dict[str, Any]:
     await asyncio.gather(*tasks)
     for client in clients:
         await client.close()
-    await asyncio.sleep(SETTLE_S)
-    after = gateway.memory_info().rss
     refused_ms.sort()
     return {
         "answered": answered,
@@ -170,9 +221,6 @@ async def _burst(target: str) -> dict[str, Any]:
         "other": len(errors),
         "refused_p50_ms": round(statistics.median(refused_ms), 1) if refused_ms else None,
         "refused_p99_ms": round(refused_ms[int(len(refused_ms) * 0.99)], 1) if refused_ms else None,
-        "memory_before_mb": round(before / 2**20, 1),
-        "memory_after_mb": round(after / 2**20, 1),
-        "memory_growth": round(after / before - 1, 3),
         "errors": sorted(set(errors))[:5],
     }
 

@@ -26,7 +26,8 @@ def main(kind: str, target: str) -> None:
             asked = pb.Sampling(max_tokens=1900, ignore_eos=True, logprobs=20)
             calls = [generate(pb.GenerateRequest(text="x", sampling=asked).SerializeToString()) for _ in range(4)]
             for call in calls:
-                next(call)
+                with contextlib.suppress(grpc.RpcError):
+                    next(call)
             signal.pause()
         if kind == "resets":
             asked = pb.Sampling(max_tokens=8)
