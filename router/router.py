@@ -14,6 +14,9 @@ from router.registry import WorkerRegistry
 from router.retry_budget import RetryBudget
 from router.waiting_line import WaitingLine, WaitMode
 
+MAX_TAKEN_IN = 1024
+"""Requests in the line above which bursts are left to gRPC: it keeps one that waits in less memory."""
+
 
 class Router:
     """``auto_mode`` is what mode ``auto`` means here: ``auto`` itself, or ``colocated`` in a deployment of one role.
@@ -53,7 +56,8 @@ class Router:
 
     def arrived(self) -> None:
         """Note a new request, before anything is done for it. `CapacityExceeded` if it would find the queue full."""
-        self._arrivals.note()
+        if self._line.length < MAX_TAKEN_IN:
+            self._arrivals.note()
         if self._line.is_full:
             raise self._line.refusal()
 
