@@ -22,7 +22,15 @@ settings.load_profile("repeatable")
 
 # Folders whose files take longest: they come first, so that no process is left alone with one of them in the end.
 ROOT = Path(__file__).parents[1]
-LONG = ("tests/engine/test_triton_interpreted.py", "tests/e2e/", "tests/engine/", "tests/doctor/", "tests/kv_transfer/")
+RAY = "all that start a Ray"
+LONG = (
+    RAY,
+    "tests/engine/test_triton_interpreted.py",
+    "tests/e2e/",
+    "tests/engine/",
+    "tests/doctor/",
+    "tests/kv_transfer/",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +46,12 @@ def environment_kept() -> Iterator[None]:
 @functools.cache
 def _unit_of(file: str) -> str:
     """What is run by one process, in its order: a file, whose tests share fixtures; all files that start a Ray, since
-    each takes seconds and memory, and a host's second finds some of its usual ports taken."""
-    return "ray" if "pytest.mark.ray" in (ROOT / file).read_text() else file
+    each takes seconds and memory, and two that start at once can be too slow for Ray's own time limits."""
+    return RAY if "pytest.mark.ray" in (ROOT / file).read_text() else file
 
 
 def _rank(unit: str) -> int:
-    if unit == "ray":
-        return 0
-    return next((rank for rank, folder in enumerate(LONG, 1) if unit.startswith(folder)), len(LONG) + 1)
+    return next((rank for rank, folder in enumerate(LONG) if unit.startswith(folder)), len(LONG))
 
 
 @pytest.hookimpl(optionalhook=True)

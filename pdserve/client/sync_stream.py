@@ -136,8 +136,14 @@ class Stream:
 
     def result(self) -> Generation:
         """Read what is left and return the whole generation."""
-        while self._advance() is not None:
-            pass
+        try:
+            while self._advance() is not None:
+                pass
+        except PdserveError:
+            raise
+        except BaseException:  # between two tokens, too
+            self._abort("reading its stream was interrupted")
+            raise
         assert self._result is not None
         return self._result
 

@@ -17,7 +17,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
-from core.errors import LaunchError
+from core.errors import LaunchError, PdserveError
 from pdserve.launch.discovery import find_ray
 from pdserve.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS, clear_leftovers
 from pdserve.launch.plan import Node
@@ -93,7 +93,9 @@ class RaySession:
                     object_store_memory=OBJECT_STORE_BYTES,
                     _temp_dir=str(self.folder),
                 )
-            except _INIT_ERRORS as error:
+            except PdserveError:
+                raise
+            except Exception as error:  # noqa: BLE001 - Ray raises a plain one when its processes start too slowly
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise LaunchError(f"cannot start a Ray of our own (cluster.address: local): {why}") from None
         here = ray.get_runtime_context()

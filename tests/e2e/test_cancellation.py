@@ -236,8 +236,18 @@ async def test_the_end_of_the_event_loop_stops_its_requests(cluster: LocalCluste
 
 
 INTERRUPTED = """
-import sys, time
+import os, signal, sys, threading, time
 from pdserve import Client
+
+def interrupt_in_result(thread=threading.get_ident()):
+    reading = False
+    while not reading:
+        frame = sys._current_frames()[thread]
+        while frame is not None and not reading:
+            reading = frame.f_code.co_name == "result"
+            frame = frame.f_back
+    os.kill(os.getpid(), signal.SIGINT)
+
 client = Client(sys.argv[1])
 stream = client.generate([5, 6, 7] * 10, max_tokens=100_000, ignore_eos=True)
 try:
@@ -246,6 +256,7 @@ try:
             print(token.index, flush=True)
     else:
         print(next(stream).index, flush=True)
+        threading.Thread(target=interrupt_in_result, daemon=True).start()
         stream.result()
 except KeyboardInterrupt as error:
     kept = error
@@ -264,7 +275,8 @@ def test_ctrl_c_in_a_stream_stops_its_request(cluster: LocalCluster, where: str)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "0\n"
-        process.send_signal(signal.SIGINT)
+        if where == "loop":
+            process.send_signal(signal.SIGINT)
         lines = iter(process.stdout.readline, "")
         assert "interrupted\n" in lines
         asyncio.run(assert_idle(cluster))
