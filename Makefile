@@ -23,8 +23,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## serve the tiny model on a local Ray, 1 prefill + 1 decode worker, and show what the hand-off costs
 	$(BIN)/pdserve demo
 
-# On 2 cores four processes are quickest, as many tests wait. The checks run beside them.
-TEST_PROCESSES ?= 4
+# On 2 cores three processes are quickest, as many tests wait. The checks run beside them.
+TEST_PROCESSES ?= 3
 unexport PYTHONDONTWRITEBYTECODE  # they start hundreds of processes that import the same modules
 
 test: $(INSTALLED)  ## lint, types, floors and all tests

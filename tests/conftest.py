@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,21 @@ def environment_kept() -> Iterator[None]:
     os.environ.update(before)
 
 
-@functools.cache
-def _unit_of(file: str) -> str:
-    """What is run by one process, in its order: a file, whose tests share fixtures; all files that start a Ray, since
+def _unit_of(nodeid: str) -> str:
+    """What is run by one process, in its order: a file, whose tests share fixtures; all tests that start a Ray, since
     each takes seconds and memory, and two that start at once can be too slow for Ray's own time limits."""
-    return RAY if "pytest.mark.ray" in (ROOT / file).read_text() else file
+    file, _, test = nodeid.partition("::")
+    marked = _start_ray(file)
+    return RAY if marked is None or test.partition("[")[0] in marked else file
+
+
+@functools.cache
+def _start_ray(file: str) -> frozenset[str] | None:
+    """The tests of a file that are marked as starting a Ray; None: all."""
+    text = (ROOT / file).read_text()
+    if re.search(r"^pytestmark\b.*pytest\.mark\.ray\b", text, re.MULTILINE):
+        return None
+    return frozenset(re.findall(r"^@pytest\.mark\.ray\n(?:@.*\n)*(?:async )?def (\w+)", text, re.MULTILINE))
 
 
 def _rank(unit: str) -> int:
@@ -61,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         def _split_scope(self, nodeid: str) -> str:
-            return _unit_of(nodeid.partition("::")[0])
+            return _unit_of(nodeid)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
@@ -70,4 +81,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `-n`: what takes long first."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _rank(_unit_of(item.nodeid.partition("::")[0])))
+        items.sort(key=lambda item: _rank(_unit_of(item.nodeid)))

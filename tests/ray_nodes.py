@@ -17,6 +17,8 @@ import psutil
 from tests.local_cluster import ROOT, free_port
 
 START_S = 180.0
+HEALTH = {"RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000"}
+"""A head notices a dead node within about 5 s; Ray's default is 15 s and more."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def _ray_node(home: Path, address: str, *options: str, env: Mapping[str, str] | 
             command.append(f"--temp-dir={folder}")
         process = subprocess.Popen(
             [*command, "--object-store-memory=100000000"],
-            env={"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **(env or {})},
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **HEALTH, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

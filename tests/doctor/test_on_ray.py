@@ -14,7 +14,7 @@ from tests.e2e.conftest import Cli
 from tests.local_cluster import ROOT, free_port, free_ports
 from tests.ray_nodes import ray_head
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ def failed(report: dict[str, Any]) -> list[str]:
     return sorted({each["check"] for each in report["findings"] if each["level"] == "fail"})
 
 
+@pytest.mark.ray
 def test_a_joined_ray(at_home: Cli, tmp_path: Path) -> None:
     home = Path(at_home.env["HOME"])
     port = str(free_port())

@@ -43,7 +43,7 @@ def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
 
         # Another one finds no room, and says what it waits for.
         config = tmp_path / "other.yaml"
-        config.write_text("cluster: {port_base: 22000, start_timeout_s: 4}\n")
+        config.write_text(f"cluster: {{port_base: {free_ports(12)}, start_timeout_s: 4}}\n")
         other = at_home.run("up", "-c", str(config), "--address", head.address, "--port", str(free_port()), "--detach")
         assert other.returncode == 1
         assert "could not place prefill-0, decode-0 within 4 s: no node has {CPU: 1} for" in other.stderr

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import Cli
 from tests.local_cluster import ROOT, free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 def check(cli: Cli, expected: str, *arguments: str) -> None:
@@ -47,6 +47,7 @@ def test_unknown_config_key(cli: Cli, tmp_path: Path) -> None:
     check(cli, "engine.blok_size", "-c", str(config))
 
 
+@pytest.mark.ray
 def test_more_workers_than_slots(cli: Cli) -> None:
     check(cli, "--oversubscribe", "--prefill", "40", "--decode", "40")
 

@@ -23,7 +23,7 @@ from tests.ray_nodes import ray_head, ray_node
 from worker.cores import claim_cores
 from worker.spec import WorkerSpec
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 NO_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n"
 
@@ -60,6 +60,7 @@ def status_of(port: int) -> ServiceStatus:
         return client.status()
 
 
+@pytest.mark.ray
 def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folder: Path, ports: list[int]) -> None:
     """All are told by `up` and by the status, and token ids are served."""
     (folder / "tokenizer.json").unlink()
@@ -104,6 +105,7 @@ def test_a_missing_shard_is_refused_before_anything_starts(cli: Cli, folder: Pat
     assert "starting Ray" not in up.stderr
 
 
+@pytest.mark.ray
 def test_workers_of_unlike_hosts_agree_before_they_load(cli: Cli, tmp_path: Path, ports: list[int]) -> None:
     """One node has bfloat16 instructions (as far as this machine has), the other is kept from using them."""
     home = Path(cli.env["HOME"])
