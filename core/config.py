@@ -196,7 +196,7 @@ class RouterConfig(_Section):
         description="how long a request waits for a worker to be ready again, within its deadline, in a service that "
         "was ready; then it is refused (UNAVAILABLE)",
     )
-    max_unread_tokens: Positive = Field(
+    max_unread_tokens: Annotated[int, Field(ge=2)] = Field(
         1024,
         description="tokens of a request that may wait for its client to read; beyond that the request leaves its "
         "workers, and goes on from there once the client has read them",

@@ -242,7 +242,7 @@ def _told_if_it_fails(doing: str) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("%s failed in a way nobody foresaw", doing)
+        log.exception("unexpected error while %s", doing)
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:

@@ -74,6 +74,7 @@ class InferenceService:
         self._in_use: set[str] = set()
         self.draining: NotReady | None = None
         """What new requests are refused with; None: they are served."""
+        self._being_read = 0
         self.in_progress = 0
         """Requests that have begun and not ended."""
 
@@ -104,7 +105,7 @@ class InferenceService:
         try:
             if self.draining is not None:
                 raise NotReady(*self.draining.args)
-            self._router.arrived()
+            self._router.arrived(self._being_read)
             deadline = Deadline(received_s + timeout_s, self._clock)
             async with aclosing(self._respond(read_message(data), received_s + timeout_s, received_s)) as responses:
                 network_s = self._delay_s.get("network", 0.0)
@@ -118,7 +119,7 @@ class InferenceService:
         except PdserveError as error:
             failure: Exception = error
         except Exception as error:
-            log.exception("a request failed in a way nobody foresaw")
+            log.exception("unexpected error in a request")
             failure = error
         finally:
             self.in_progress -= 1
@@ -143,7 +144,12 @@ class InferenceService:
         request_id = read_request_id(message, self._in_use)
         self._in_use.add(request_id)
         try:
-            request = await self._read(message, request_id, deadline_s)
+            reading = Deadline(deadline_s, self._clock)
+            self._being_read += 1
+            try:
+                request = await reading.bound(self._read(message, request_id, deadline_s), "its prompt was tokenized")
+            finally:
+                self._being_read -= 1
             request.timeline.record(EventKind.RECEIVED, GATEWAY, received_s)
             if (delay_s := self._delay_s.get("gateway", 0.0)) > 0:
                 await asyncio.sleep(delay_s)

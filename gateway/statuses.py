@@ -44,7 +44,7 @@ RETRY_AFTER_KEY = "retry-after-ms"
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """The status for an error: its own class's, or the nearest base class's; INTERNAL for what nobody foresaw."""
+    """The status for an error: its own class's, or the nearest base class's; INTERNAL for unexpected ones."""
     for kind in type(error).__mro__:
         if kind in STATUSES:
             return STATUSES[kind]

@@ -103,13 +103,13 @@ class WorkerDirectory:
             await handle.aclose()
             return
         replaced = self._registry.get(info.worker_id)
-        self._spawn(self._mourn(self._registry.add(handle, load)))
+        self._spawn(self._watch_connection(self._registry.add(handle, load)))
         log.info("worker %s is there: %s on %s", info.worker_id, info.device, info.node)
         if replaced is not None:
             await replaced.handle.aclose()
         self._introduce(info.worker_id)
 
-    async def _mourn(self, worker: RegisteredWorker) -> None:
+    async def _watch_connection(self, worker: RegisteredWorker) -> None:
         await worker.handle.wait_closed()
         if self._are_current(worker):
             log.warning("worker %s is lost: its control connection broke", worker.worker_id)

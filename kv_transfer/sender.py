@@ -207,7 +207,7 @@ class KVSender:
             self._conclude(handoff, error)
         finally:
             peer = self._peer_of(handoff)
-            if peer is None:  # also after an error that nobody foresaw: the hand-off must not wait for its deadline
+            if peer is None:  # also after an unexpected error: the hand-off must not wait for its deadline
                 self._conclude(handoff, PeerLost(f"there is no KV link to {destination.worker_id}"))
             else:
                 peer.add(handoff)

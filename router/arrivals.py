@@ -11,7 +11,9 @@ SLOW_S = 0.0005
 average, show that more wait to be accepted."""
 QUIET_S = 0.02
 HOLD_S = 1.0
-REST_S = 0.03
+REST_SHARE = 2.0
+"""A hold lasts until nothing has arrived for `QUIET_S`, for `HOLD_S` at most. `REST_SHARE` times as long passes before
+the next."""
 LOOK_EVERY_S = 0.002
 
 
@@ -68,6 +70,6 @@ class Arrivals:
         if now_s - self._last_s < QUIET_S and now_s - self._held_s < HOLD_S:
             loop.call_later(LOOK_EVERY_S, self._look, loop)
             return
-        self._rest_until_s = now_s + REST_S
+        self._rest_until_s = now_s + REST_SHARE * (now_s - self._held_s)
         opened, self._opened = self._opened, None
         opened.set_result(None)

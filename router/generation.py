@@ -210,7 +210,7 @@ class _Failures:
         if attempt.gave_tokens:
             self.reset()
         self.in_a_row += 1
-        at_once = isinstance(error, WorkerLost) and attempt.age_s < LOST_AT_ONCE_S
+        at_once = isinstance(error, WorkerLost) and not attempt.gave_tokens and attempt.age_s < LOST_AT_ONCE_S
         self._lost_in_a_row = self._lost_in_a_row + 1 if at_once else 0
         if not (error.retryable or elsewhere) or self.in_a_row >= self._max_attempts:
             return error

@@ -15,7 +15,8 @@ from router.retry_budget import RetryBudget
 from router.waiting_line import WaitingLine, WaitMode
 
 MAX_TAKEN_IN = 1024
-"""Requests in the line above which bursts are left to gRPC: it keeps one that waits in less memory."""
+"""With so many requests in a line that is not full, the rest of a burst is left to gRPC, which needs less memory for
+each."""
 
 
 class Router:
@@ -54,11 +55,12 @@ class Router:
         """Requests that are on workers."""
         return max(0, self._active - self._line.length)
 
-    def arrived(self) -> None:
-        """Note a new request, before anything is done for it. `CapacityExceeded` if it would find the queue full."""
-        if self._line.length < MAX_TAKEN_IN:
+    def arrived(self, being_read: int) -> None:
+        """Note a new request, before anything is done for it. `CapacityExceeded` if it would find the queue full, or
+        ``router.max_queue`` requests (``being_read``) wait to be tokenized."""
+        if self._line.is_full or self._line.length < MAX_TAKEN_IN:
             self._arrivals.note()
-        if self._line.is_full:
+        if self._line.is_full or being_read >= self._config.max_queue:
             raise self._line.refusal()
 
     def generate(self, request: Request) -> Generation:

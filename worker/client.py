@@ -219,7 +219,7 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
         except Exception as error:
-            log.exception("worker %s says what this gateway does not understand", self.info.worker_id)
+            log.exception("unreadable message from worker %s", self.info.worker_id)
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._lose(reason)

@@ -105,7 +105,7 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
                 reply.destination.CopyFrom(destination_to_proto(destination))
         except Exception as error:
             if not isinstance(error, PdserveError):
-                log.exception("a control call failed in a way nobody foresaw")
+                log.exception("unexpected error in a control call")
             reply.error.CopyFrom(error_to_proto(error))
         reply.replied_s = self._worker.clock.now()
         outbox.reply(reply)

@@ -113,7 +113,7 @@ class Worker:
         """The gateway wants this worker no more: another has taken its name while it was cut off, it was retired, or it
         belongs to another service. `run` ends with WorkerLost."""
         if not self._superseded.done():
-            why = f"worker {self.spec.worker_id} is not the gateway's any more, and ends"
+            why = f"worker {self.spec.worker_id} was replaced or retired, and ends"
             self._superseded.set_exception(WorkerLost(why))
 
     def _announce(self, incarnation: Incarnation) -> None:

@@ -23,7 +23,7 @@ _SERVICE = re.compile(r"pdserve-(\d+)-")
 
 
 class RayHost:
-    """Joins the Ray at ``address``: `LaunchError` if that lets nobody in, or not within ``timeout_s``."""
+    """Joins the Ray at ``address``: `LaunchError` if it refuses, or does not answer within ``timeout_s``."""
 
     local = False
 

@@ -63,7 +63,7 @@ def start_detached(
                     process.wait(STOP_TIMEOUT_S)
                     raise from_wire(*message["error"])
                 else:
-                    process.returncode = 0  # it is nobody's child to wait for any more
+                    process.returncode = 0  # another process has waited for it
                     port: int = message["ready"]
                     return port
         except BaseException:  # Ctrl-C above all: it does not reach a session of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -40,6 +41,8 @@ PLACE_REPORT_S = 2.0
 """A worker that has no node for longer is reported, with what it waits for."""
 DRAIN_ANSWER_S = 10.0
 
+log = logging.getLogger(__name__)
+
 
 class RayLost(LaunchError):
     """The Ray that the service runs on is gone, or starts no workers any more."""
@@ -66,6 +69,7 @@ class Service:
         self._id = uuid.uuid4().hex
         self._changing = threading.Lock()
         self._cancelled = threading.Event()
+        self._draining = 0  # requests that were in progress when the gateway last told
         self._missed = 0  # checks in a row that did not find Ray
         self.port = config.gateway.port
         self._processes: tuple[ProcessId, ...] = ()
@@ -133,10 +137,13 @@ class Service:
         if self._gateway is None or not self._session.is_alive():
             return 0
         try:
-            running: int = ray.get(self._gateway.drain.remote(), timeout=DRAIN_ANSWER_S)
-        except ray.exceptions.RayError:
+            self._draining = ray.get(self._gateway.drain.remote(), timeout=DRAIN_ANSWER_S)
+        except ray.exceptions.RayActorError:
             return 0  # the gateway is dead, and its streams with it
-        return running
+        except ray.exceptions.RayError as error:
+            log.warning("the gateway does not answer: %s", one_line(error))
+            return max(1, self._draining)
+        return self._draining
 
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
         """End workers, gateway, placement and (if it is ours) Ray; afterwards no process of ours is left. Gateway and
@@ -163,7 +170,7 @@ class Service:
         go finish their requests first, for ``drain_s`` at most; those that come serve when this returns, except the
         ones returned by name: they wait for a node, which Ray has been asked for. With ``oversubscribe`` (or if the
         service was started with it) those that find no free slot share one. LaunchError if it cannot be: then
-        nobody has come, but those that were to go have gone."""
+        none was added, but those that were to go have gone."""
         if not self._changing.acquire(blocking=False):
             raise LaunchError("the service is starting, or being scaled already; try again when that is done")
         try:

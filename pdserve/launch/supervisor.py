@@ -217,10 +217,12 @@ class _Supervisor:
             while not ending.is_set():
                 try:
                     self._service.tend()
+                    self._note_members()
                 except RayLost as error:
                     lost.append(error)
                     return
-                self._note_members()
+                except Exception:  # Ray may fail at any of these calls; if it is lost, the next round tells
+                    log.exception("unexpected error while the service was looked after")
                 ending.wait(TEND_EVERY_S)
 
         tending = threading.Thread(target=tend, name="tend", daemon=True)

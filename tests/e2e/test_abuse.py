@@ -237,13 +237,15 @@ def _wait_ready(client: Client, worker_id: str) -> ServiceWorker:
         time.sleep(0.1)
 
 
-async def burst(target: str, count: int) -> tuple[int, list[Exception]]:
+async def burst(target: str, count: int, prompt_tokens: int = 1000) -> tuple[int, list[Exception]]:
     """So many streams at once, over a few connections: how many were answered, and what the others were told. Each has
     a salt of its own, so that nothing is cached."""
     clients = [AsyncClient(target) for _ in range(4)]
 
     async def one(index: int) -> bool | Exception:
-        stream = clients[index % 4].generate([7] * 1000, max_tokens=2, ignore_eos=True, salt=f"{index}", timeout_s=100)
+        stream = clients[index % 4].generate(
+            [7] * prompt_tokens, max_tokens=2, ignore_eos=True, salt=f"{index}", timeout_s=100
+        )
         try:
             return len((await stream.result()).token_ids) == 2
         except Exception as error:  # noqa: BLE001 - the test looks at all of them
@@ -264,3 +266,21 @@ def test_a_burst_beyond_the_queue_is_answered_or_refused() -> None:
         assert {type(error) for error in errors} == {CapacityExceeded}, {str(error) for error in errors}
         assert all("requests wait already (router.max_queue)" in str(error) for error in errors)
         assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+def test_a_burst_below_the_queue_is_answered(cluster: LocalCluster) -> None:
+    answered, errors = asyncio.run(burst(cluster.target, 600, prompt_tokens=8))
+    assert (answered, errors) == (600, [])
+    assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+def test_streams_that_are_reset_cost_nobody_a_request(cluster: LocalCluster, expected: tuple[int, ...]) -> None:
+    innocents = Innocents(cluster.target)
+    data = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=8)).SerializeToString()
+    with grpc.insecure_channel(cluster.target) as channel:
+        generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
+        for _ in range(20):
+            for call in [generate(data) for _ in range(200)]:
+                call.cancel()
+    innocents.stop(expected)
+    assert leaked_blocks(cluster.wait_idle()) == 0

@@ -8,6 +8,7 @@ afterwards every block is free.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -66,13 +67,17 @@ class Storm:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped: set[int] = set()
 
-    async def blow(self, kind: str) -> None:
-        """A fault every 2 to 5 s, until cancelled; then everything goes on."""
+    async def rage(self, kind: str) -> None:
+        """Cause a fault every 2 to 5 s, until cancelled; then let everything go on."""
         try:
             async with AsyncClient(self._cluster.target) as client:
                 while True:
                     await asyncio.sleep(self._draw.uniform(2.0, 5.0))
-                    ready = [worker for worker in (await client.status()).workers if worker.state == "ready"]
+                    try:
+                        status = await client.status()
+                    except PdserveError:
+                        continue
+                    ready = [worker for worker in status.workers if worker.state == "ready"]
                     if not ready:
                         continue
                     victim = self._draw.choice(ready)
@@ -84,7 +89,7 @@ class Storm:
                     elif part == "worker":
                         self._spawn(self._kill_worker(victim.worker_id))
                     else:
-                        os.kill(pid, signal.SIGKILL)
+                        _signal(pid, signal.SIGKILL)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -155,12 +160,13 @@ async def storm(cluster: LocalCluster, kind: str, seconds: float) -> Outcomes:
                 outcomes.equal += right
                 outcomes.wrong += not right
 
-    blowing = asyncio.create_task(Storm(cluster, outcomes, random.Random(SEED)).blow(kind))
+    raging = asyncio.create_task(Storm(cluster, outcomes, random.Random(SEED)).rage(kind))
     try:
         await asyncio.gather(*(requests(random.Random(SEED + index)) for index in range(CLIENTS)))
     finally:
-        blowing.cancel()
-        await asyncio.gather(blowing, return_exceptions=True)
+        raging.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await raging  # raises what ended it before
     return outcomes
 
 
@@ -183,6 +189,7 @@ def run(folder: Path, kind: str, transport: str, seconds: float) -> Outcomes:
     log.info("%s", json.dumps(figures))
     assert outcomes.wrong == 0, outcomes
     assert outcomes.equal > 0, outcomes
+    assert outcomes.faults.total() >= seconds / 10, outcomes
     return outcomes
 
 

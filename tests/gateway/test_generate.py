@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from core.errors import LayoutMismatch, TransferError, WorkerLost
 from core.logprobs import TokenLogprobs
 from core.timeline import EventKind
+from gateway.tokenizer import NUM_THREADS
 from pb import inference_pb2 as pb
 from pb import inference_pb2_grpc
 
@@ -237,7 +239,7 @@ async def test_a_bug_is_internal_and_the_service_lives_on(
     service.fleet["p0"]._next_token = lambda tokens: 1 // 0
     details, kind = await refused(service, grpc.StatusCode.INTERNAL, token_ids=PROMPT)
     assert (details, kind) == ("ZeroDivisionError: integer division or modulo by zero", "PdserveError")
-    assert "nobody foresaw" in caplog.text
+    assert "unexpected error in a request" in caplog.text
     service.fleet["p0"]._next_token = service.fleet["d0"]._next_token
     await service.generate(token_ids=PROMPT)
 
@@ -338,3 +340,30 @@ async def test_a_bias_outside_the_vocabulary_is_refused(start_service: StartServ
     )
     assert message.startswith("logit_bias: token id 1000 is not below the vocabulary's 1000")
     assert kind == "InvalidRequest"
+
+
+async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tokenizer.IN_THREAD_CHARACTERS", 8)
+    gateway = {"host": "127.0.0.1", "port": 0, "default_timeout_s": 0.5}
+    service = await start_service("p0", "d0", gateway=gateway, router={"max_queue": 1})
+    tokenizer = service.gateway._inference._tokenizer
+    assert tokenizer is not None
+    free = threading.Event()
+    try:
+        for _ in range(NUM_THREADS):
+            tokenizer._threads.submit(free.wait, 60.0)
+        waiting = service.stub.Generate(pb.GenerateRequest(text="a text of many characters"))
+        first = asyncio.create_task(waiting.read())
+        await service.until(lambda: service.gateway._inference._being_read == 1)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "1 requests wait already" in (await refused(service, code, text="another text of many characters"))[0]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await first
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "its prompt was tokenized" in str(caught.value.details())
+    finally:
+        free.set()
+    await service.generate(text="a text of many characters", sampling=pb.Sampling(max_tokens=1))
+    service.check_idle()

@@ -263,7 +263,7 @@ def test_a_changed_message_comes_again(get_pair: GetPair, transport: str, nth: i
     pair = get_pair(transport)
     if (transport, damage) == ("tcp", "flip"):  # on its way, within the payload of one of the three messages
         assert pair.relay is not None
-        handoff = pair.start(9, 5.0)
+        handoff = pair.start(9, 60.0)
         pair.wait_status(handoff, "waiting")
         for first in (0, 3, 6):
             if first == 3 * nth:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from core.errors import CapacityExceeded
 from router import arrivals
 from router.arrivals import Arrivals
 from tests.router.conftest import MakeCluster
@@ -76,11 +77,11 @@ async def test_requests_that_come_one_after_the_other_hold_nothing() -> None:
 
 async def test_an_endless_burst_holds_for_a_while_then_others_have_a_turn() -> None:
     noted = Arrivals()
-    arriving = asyncio.create_task(arrive(noted, 2000, 0.001))
+    arriving = asyncio.create_task(arrive(noted, 10_000, 0.001))
     await burst(noted)
     assert await held_s(noted) == pytest.approx(arrivals.HOLD_S, abs=0.01)
     rest_s = asyncio.get_running_loop().time()
-    assert await burst(noted) - rest_s >= 0.99 * arrivals.REST_S
+    assert await burst(noted) - rest_s >= 0.99 * arrivals.REST_SHARE * arrivals.HOLD_S
     arriving.cancel()
     await noted.settled()
 
@@ -91,7 +92,7 @@ async def test_a_request_placed_in_a_burst_waits_or_gives_its_place_back(
 ) -> None:
     cluster = make_cluster()
     for _ in range(arrivals.BURST + 1):
-        cluster.router.arrived()
+        cluster.router.arrived(0)
         compute(0.002)
         await asyncio.sleep(0)
     task = asyncio.create_task(cluster.tokens(cluster.request()))
@@ -103,4 +104,39 @@ async def test_a_request_placed_in_a_burst_waits_or_gives_its_place_back(
         await asyncio.gather(task, return_exceptions=True)
     else:
         assert len(await task) == 4
+    cluster.check_idle()
+
+
+async def test_a_steady_flow_holds_others_for_a_third_of_the_time_at_most() -> None:
+    noted = Arrivals()
+    loop = asyncio.get_running_loop()
+    begin_s, held = loop.time(), 0.0
+    arriving = asyncio.create_task(arrive(noted, 30_000, 0.001))
+    while not arriving.done():
+        await asyncio.sleep(0)
+        held += await held_s(noted)
+    assert 0.2 < held / (loop.time() - begin_s) < 0.36
+
+
+@pytest.mark.parametrize("max_queue", [2, 1024])
+async def test_a_full_line_and_prompts_that_wait_to_be_read_refuse_and_bursts_are_still_taken_in(
+    make_cluster: MakeCluster, max_queue: int
+) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=1, max_queue=max_queue)
+    cluster.fleet["p0"].hangs = {"prefill"}
+    with pytest.raises(CapacityExceeded, match=f"{max_queue} requests wait already"):
+        cluster.router.arrived(max_queue)
+    waiting = [cluster.request(name=f"r{index}") for index in range(max_queue + 1)]
+    tasks = [asyncio.create_task(cluster.tokens(request)) for request in waiting]
+    await asyncio.sleep(1.0)
+    assert cluster.router.queued == max_queue
+    for _ in range(arrivals.BURST + 1):
+        with pytest.raises(CapacityExceeded):
+            cluster.router.arrived(0)
+        compute(0.002)
+        await asyncio.sleep(0)
+    assert cluster.router._arrivals.is_burst
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     cluster.check_idle()

@@ -250,6 +250,16 @@ async def test_a_request_that_loses_two_workers_in_a_row_ends(make_cluster: Make
     cluster.check_idle()
 
 
+async def test_a_worker_lost_after_tokens_makes_no_suspect(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=1, decode=3, policy="round_robin")
+    cluster.fleet["d0"].fail("decode", WorkerLost("d0 is lost"))  # after token 1
+    cluster.fleet["d1"].fail("reserve", WorkerLost("d1 is lost"))
+    request = cluster.request()
+    assert await cluster.tokens(request) == ALL
+    assert request.attempts == 3
+    cluster.check_idle()
+
+
 async def test_retries_pause_longer_each_time(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make_cluster(retry_pause_s=0.01, max_attempts=4)
     slept: list[float] = []
