@@ -133,7 +133,7 @@ def _bursts(console: Console) -> dict[str, Any]:
     columns = ("answered", "refused", "other", "refused p50, ms", "p99, ms", "memory, MB", "30 s after", "growth")
     table = Table(f"{STREAMS} streams, max_queue", *columns)
     result: dict[str, Any] = {}
-    for max_queue in (STREAMS // 60, 2 * STREAMS):
+    for max_queue in (STREAMS // 60, 1024, 2 * STREAMS):
         settings = PdserveConfig.load(None, {"model.path": "tiny", "gateway.port": 0, "router.max_queue": max_queue})
         port = start_detached(settings, lambda stage: None)
         try:
