@@ -189,7 +189,7 @@ class RouterConfig(_Section):
     )
     retry_share: Annotated[float, Field(ge=0)] = Field(
         0.5,
-        description="retries are at most this share of the requests of the last 10 s, and 10; further ones wait",
+        description="retries are at most this share of the requests of the last 4 s, and 10; further ones wait",
     )
     patience_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         30.0,

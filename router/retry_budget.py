@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.clock import Clock
 
-WINDOW_S = 10
+WINDOW_S = 4
 MIN_RETRIES = 10
 """Retries that every window allows, however little traffic there is."""
 
