@@ -74,7 +74,7 @@ class InferenceService:
         self._in_use: set[str] = set()
         self.draining: NotReady | None = None
         """What new requests are refused with; None: they are served."""
-        self._being_read = 0
+        self._being_read = 0  # requests whose prompt is being tokenized, or waits to be
         self.in_progress = 0
         """Requests that have begun and not ended."""
 

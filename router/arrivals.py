@@ -26,7 +26,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._opened: asyncio.Future[None] | None = None  # done when the hold ends
-        self._held_s = 0.0
+        self._begun_s = 0.0
         self._rest_until_s = 0.0
         self._streak = 0
         self._streak_s = 0.0
@@ -51,7 +51,7 @@ class Arrivals:
         is_slow = now_s - self._streak_s > SLOW_S * self._streak
         if self._opened is None and self._streak >= BURST and is_slow and now_s >= self._rest_until_s:
             self._opened = loop.create_future()
-            self._held_s = now_s
+            self._begun_s = now_s
             loop.call_later(LOOK_EVERY_S, self._look, loop)
 
     async def settled(self) -> None:
@@ -67,9 +67,9 @@ class Arrivals:
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         assert self._opened is not None, "this runs while others are held"
         now_s = loop.time()
-        if now_s - self._last_s < QUIET_S and now_s - self._held_s < HOLD_S:
+        if now_s - self._last_s < QUIET_S and now_s - self._begun_s < HOLD_S:
             loop.call_later(LOOK_EVERY_S, self._look, loop)
             return
-        self._rest_until_s = now_s + REST_SHARE * (now_s - self._held_s)
+        self._rest_until_s = now_s + REST_SHARE * (now_s - self._begun_s)
         opened, self._opened = self._opened, None
         opened.set_result(None)

@@ -29,7 +29,7 @@ class ReaderStalled(Exception):
 
 class WorkerStream:
     """Reads a handle's iterator in a task of its own, so that an arrival is timed and counted when it happens, not when
-    the client takes it. Arrivals of outputs are held while `Arrivals` of requests take in a burst.
+    the client takes it. Outputs wait while a burst of requests is taken in (`router.arrivals`).
 
     ``on_arrival`` is called for each output. When ``max_unread`` outputs wait, reading ends: ``on_stall`` is called,
     and `next` raises `ReaderStalled` after the last of them.

@@ -142,7 +142,7 @@ class Service:
             return 0  # the gateway is dead, and its streams with it
         except ray.exceptions.RayError as error:
             log.warning("the gateway does not answer: %s", one_line(error))
-            return max(1, self._draining)
+            return max(1, self._draining)  # what is in progress goes on until the drain's own time is over
         return self._draining
 
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:

@@ -67,7 +67,7 @@ class Storm:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped: set[int] = set()
 
-    async def rage(self, kind: str) -> None:
+    async def cause_faults(self, kind: str) -> None:
         """Cause a fault every 2 to 5 s, until cancelled; then let everything go on."""
         try:
             async with AsyncClient(self._cluster.target) as client:
@@ -160,13 +160,13 @@ async def storm(cluster: LocalCluster, kind: str, seconds: float) -> Outcomes:
                 outcomes.equal += right
                 outcomes.wrong += not right
 
-    raging = asyncio.create_task(Storm(cluster, outcomes, random.Random(SEED)).rage(kind))
+    faults = asyncio.create_task(Storm(cluster, outcomes, random.Random(SEED)).cause_faults(kind))
     try:
         await asyncio.gather(*(requests(random.Random(SEED + index)) for index in range(CLIENTS)))
     finally:
-        raging.cancel()
+        faults.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await raging  # raises what ended it before
+            await faults  # raises what ended it before
     return outcomes
 
 
