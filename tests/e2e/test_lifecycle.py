@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -167,12 +168,13 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
     assert not [process for process in host.processes() if os.getsid(process.pid) == second.pid]
 
     # `down` waits for what is in progress, and refuses what is new meanwhile.
-    with Client(host.target) as client:
-        decode = next(worker for worker in client.status().workers if worker.worker_id == "decode-0")
-        stream = client.generate([5] * 20, max_tokens=50, ignore_eos=True, mode="pd", timeout_s=120)
-        tokens = [next(stream)]
-        os.kill(decode.engine_pid, signal.SIGSTOP)
+    with Client(host.target) as client, ThreadPoolExecutor(1) as threads:
+        prefill = next(worker for worker in client.status().workers if worker.worker_id == "prefill-0")
+        os.kill(prefill.engine_pid, signal.SIGSTOP)
         try:
+            stream = client.generate([5] * 20, max_tokens=50, ignore_eos=True, mode="pd", timeout_s=120)
+            result = threads.submit(stream.result)  # a stream begins when its first token is asked for
+            host.until("the request is in progress", lambda: client.status().running == 1)
             code = f"from pdserve.cli.main import main; main(['down', '--target', '{host.target}', '--drain', '60'])"
             down = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -186,9 +188,8 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
             with pytest.raises(NotReady, match="is being stopped"):
                 client.generate([5], max_tokens=1, timeout_s=20).result()
         finally:
-            os.kill(decode.engine_pid, signal.SIGCONT)
-        tokens += stream
-        assert len(tokens) == 50
+            os.kill(prefill.engine_pid, signal.SIGCONT)
+        assert len(result.result().token_ids) == 50
     _, told = down.communicate(timeout=WAIT_S)
     assert down.returncode == 0, told
     assert "waiting for requests in progress: 1" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -33,7 +34,10 @@ class Interrupted:
     def __call__(self, stage: str) -> None:
         if stage.startswith(self.at):
             self.family = psutil.Process().children(recursive=True)
-            arguments = " ".join(part for process in self.family for part in process.cmdline())
+            arguments = ""
+            for process in self.family:
+                with contextlib.suppress(psutil.NoSuchProcess):  # a short-lived helper of Ray that has just ended
+                    arguments += " ".join(process.cmdline()) + " "
             found = re.search(r"/tmp/pdserve-ray-\w+", arguments)
             self.ray_folder = found.group() if found else ""
             raise KeyboardInterrupt
