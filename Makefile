@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := core pb engine kv_transfer worker router prefill_worker decode_worker gateway pdserve tests scripts benchmarks
+SOURCES := pdserve engine kv_transfer worker router prefill_worker decode_worker gateway ops tests scripts benchmarks
 
 .PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer bench-abuse proto tiny clean
 
@@ -62,7 +62,7 @@ bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP
 bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a burst of streams gets (about 9 minutes)
 	$(BIN)/python -m benchmarks.abuse
 
-proto:  ## regenerate pb/ from proto/pb/
+proto:  ## regenerate pb/ from proto/pdserve/pb/
 	scripts/gen_proto.sh
 
 tiny: $(INSTALLED)  ## train models/tiny again (about 40 minutes on one core)

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.abuse_client import KINDS
-from core.config import PdserveConfig
-from core.errors import CapacityExceeded, PdserveError
+from ops.launch.detach import start_detached, stop_detached
 from pdserve import AsyncClient, Client
-from pdserve.launch.detach import start_detached, stop_detached
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import CapacityExceeded, PdserveError
 
 INNOCENTS = 4
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n"

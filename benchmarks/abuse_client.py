@@ -9,7 +9,7 @@ import time
 
 import grpc
 
-from pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2 as pb
 
 KINDS = ("long-text", "stop-ids", "never-reads", "resets")
 METHOD = "/pdserve.v1.Inference/Generate"

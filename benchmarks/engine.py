@@ -48,7 +48,7 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
     from benchmarks.engine_process import process_costs
     from benchmarks.engine_transformers import TransformersSide
     from benchmarks.isolation import measure_isolation
-    from engine.model_source import resolve_model
+    from engine.model.source import resolve_model
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -141,7 +141,7 @@ def _pin(core: int | None, cuda: bool) -> None:
     """Start this program anew with the settings of an engine process, which must be there before Python starts."""
     if os.environ.get(_CORES):
         return
-    from engine.client import ALLOCATOR_SETTINGS
+    from engine.process.client import ALLOCATOR_SETTINGS
 
     cores = sorted(os.sched_getaffinity(0))
     if core is not None:

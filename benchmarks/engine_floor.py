@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.engine_cases import Case, Decode, Mixed, Prefill
-from core.model_shape import ModelShape
-from engine.linear import Linear, linear
+from engine.model.linear import Linear, linear
+from engine.model.shape import ModelShape
 
 _READ_BYTES = 400 * 2**20
 _PRODUCT = 2048

@@ -9,10 +9,10 @@ import time
 import torch
 
 from benchmarks.engine_cases import STEPS, WARM_STEPS, Case, Decode, Mixed, Prefill
-from core import memory_file
-from engine.batch import SamplerParams, ScheduledSeq
-from engine.build import build_engine
+from engine.process.build import build_engine
+from engine.scheduling.batch import SamplerParams, ScheduledSeq
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
+from pdserve.core import memory_file
 
 _GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

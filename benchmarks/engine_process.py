@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from core.kv_layout import KVLayout
-from core.model_shape import ModelShape
-from engine.client import EngineClient
 from engine.messages import KVRole, Step, Submit
+from engine.model.shape import ModelShape
+from engine.process.client import EngineClient
 from engine.spec import EngineSpec
+from pdserve.core.kv_layout import KVLayout
 
 _TIMEOUT_S = 300.0
 _PROMPT_TOKENS = 2048

@@ -11,13 +11,13 @@ from typing import Any
 
 from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from benchmarks.peers.buffer import Buffer
-from core.clock import MonotonicClock
-from core.handoff import KVDestination, KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.factory import create_transport
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 
 SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
 _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size

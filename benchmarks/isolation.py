@@ -27,13 +27,13 @@ import grpc
 import numpy as np
 
 import worker.incarnation
-from core.config import PdserveConfig
-from core.worker import Role
 from decode_worker.flow import FLOWS
-from engine.client import EngineClient
 from engine.messages import EngineEvent, Step
-from pb import worker_pb2 as pb
-from pb import worker_pb2_grpc
+from engine.process.client import EngineClient
+from pdserve.core.config import PdserveConfig
+from pdserve.core.worker import Role
+from pdserve.pb import worker_pb2 as pb
+from pdserve.pb import worker_pb2_grpc
 from worker.cores import leave_engine_cores
 from worker.host import WorkerHost
 from worker.spec import WorkerSpec

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from benchmarks.peers.endpoint import Endpoint
 from benchmarks.peers.pinning import pin
-from core.config import TransferConfig
+from pdserve.core.config import TransferConfig
 
 TRANSPORT_VARIABLE = "PDSERVE_BENCH_TRANSPORT"
 TIMEOUT_S = 60.0

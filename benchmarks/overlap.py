@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from core.config import PdserveConfig
-from core.timeline import Figure
+from ops.launch.detach import start_detached, stop_detached
 from pdserve.client.async_client import AsyncClient
-from pdserve.launch.detach import start_detached, stop_detached
+from pdserve.core.config import PdserveConfig
+from pdserve.core.timeline import Figure
 
 PROMPT_TOKENS = 2048
 ROUNDS = 7

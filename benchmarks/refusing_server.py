@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from gateway.statuses import ERROR_KIND_KEY, RETRY_AFTER_KEY
+from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY
 
 PENDING = [("grpc.server.max_pending_requests", 10**6), ("grpc.server.max_pending_requests_hard_limit", 10**6)]
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from benchmarks.peers.buffer import Buffer
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sink import Sink
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 
 
 class FileBuffer(Buffer):

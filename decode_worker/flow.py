@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import msgpack
 
-from core.errors import PdserveError, TransferRefused
-from core.handoff import KVDestination
-from core.sampling import FinishReason
-from core.timeline import Event, EventKind
-from core.worker import TokenOutput, Work
 from engine.messages import KVReady, KVRole, Reserved, Step, TokenOut
 from kv_transfer.incoming import ReceivedKV
+from pdserve.core.errors import PdserveError, TransferRefused
+from pdserve.core.handoff import KVDestination
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import Event, EventKind
+from pdserve.core.worker import TokenOutput, Work
 from worker.flow import Flow, LocalFlow, finish_reason
 from worker.outbox import Outbox
 from worker.worker import Worker

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from core.logprobs import TokenLogprobs
+from pdserve.core.logprobs import TokenLogprobs
 
 
 class KVRole(StrEnum):
@@ -112,7 +112,7 @@ class Ready:
 
 @dataclass(slots=True)
 class Failed:
-    """The engine cannot go on (bad model folder, out of memory, a bug): `core.errors.to_wire` of why. It then exits."""
+    """The engine cannot go on (bad model folder, out of memory, a bug) and exits. See `pdserve.core.errors.to_wire`."""
 
     kind: str
     message: str
@@ -140,7 +140,7 @@ class PrefixFound:
 
 @dataclass(slots=True)
 class Rejected:
-    """The engine will not take (or go on with) a request; its blocks are free. `core.errors.to_wire` of why."""
+    """The engine will not take (or go on with) a request; its blocks are free. `pdserve.core.errors.to_wire` of why."""
 
     request_id: str
     kind: str
@@ -150,7 +150,7 @@ class Rejected:
 @dataclass(slots=True)
 class Finished:
     """A request ended, and no `TokenOut` says so: the first token of a RECEIVE request, which came with its KV, was its
-    last. ``finish_reason`` is a `core.sampling.FinishReason` value; its blocks are free."""
+    last. ``finish_reason`` is a `pdserve.core.sampling.FinishReason` value; its blocks are free."""
 
     request_id: str
     finish_reason: str
@@ -178,7 +178,7 @@ class LayersDone:
 @dataclass(slots=True)
 class TokenOut:
     """A token a step sampled; a step may have several of a request, in order. ``finish_reason`` is a
-    `core.sampling.FinishReason` value or empty, ``logprobs`` are there if the request asked for them."""
+    `pdserve.core.sampling.FinishReason` value or empty, ``logprobs`` are there if the request asked for them."""
 
     request_id: str
     token_id: int

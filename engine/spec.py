@@ -16,12 +16,12 @@ DEFAULT_CPU_KV_BYTES = 512 * 2**20
 class EngineSpec:
     """One engine. Fields that are None get their default in the engine, which knows the model and the device.
 
-    ``model`` is what `engine.model_source.resolve_model` takes; ``dtype`` is a value of `ModelConfig.dtype`, of which
+    ``model`` is what `engine.model.source.resolve_model` takes; ``dtype`` is a value of `ModelConfig.dtype`, of which
     auto is decided by this engine's device alone; ``device`` is cpu or cuda. The engine binds itself to ``cores``
     (none: it is not bound, and uses one thread). ``num_blocks`` wins over ``kv_memory_bytes``. ``device_share`` is the
     part of its device that is its own: of a GPU's free memory it takes no more by default. ``delay_s`` plants delays
-    for tests (see `engine.planted`). ``cuda_graphs`` has a GPU run decode steps as recorded graphs. ``layer_groups``:
-    in how many groups of layers a step tells that KV to be pushed is in place (0: only when all are).
+    for tests (see `engine.process.planted`). ``cuda_graphs`` has a GPU run decode steps as recorded graphs.
+    ``layer_groups``: in how many groups of layers a step tells that KV to be pushed is in place (0: only when all are).
     """
 
     model: str

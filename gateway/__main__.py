@@ -8,10 +8,10 @@ import signal
 import sys
 import threading
 
-from core.config import PdserveConfig
-from core.errors import PdserveError
-from core.process import end_with_parent
 from gateway.host import GatewayHost
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.process import end_with_parent
 
 
 def main() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.request import Mode, Request
-from core.sampling import FinishReason
-from core.timeline import EventKind, Figure, Timeline
 from gateway.output_text import OutputText
-from pb import inference_pb2 as pb
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import EventKind, Figure, Timeline
+from pdserve.pb import inference_pb2 as pb
 from router.routed import RoutingResult
 
 _MODES: dict[Mode | None, pb.Mode.ValueType] = {Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}

@@ -14,20 +14,20 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from core.awake_clock import RunningAwakeClock
-from core.clock import Clock, MonotonicClock
-from core.config import PdserveConfig
-from core.errors import LaunchError, NotReady, PdserveError
-from core.request import Mode
-from core.worker import Role
-from engine.model_folder import tokenizer_note
+from engine.model.folder import tokenizer_note
 from gateway.inference_service import SERVICE, InferenceService
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
 from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
-from pb import worker_pb2_grpc
+from pdserve.core.awake_clock import RunningAwakeClock
+from pdserve.core.clock import Clock, MonotonicClock
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError, NotReady, PdserveError
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role
+from pdserve.pb import worker_pb2_grpc
 from router.registry import WorkerRegistry
 from router.router import Router
 from router.waiting_line import WaitMode

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
-from core.config import PdserveConfig
-from core.errors import LaunchError
-from core.worker import Role
-from engine.model_source import resolve_model
+from engine.model.source import resolve_model
 from gateway.gateway import Gateway
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError
+from pdserve.core.worker import Role
 from worker.client import WorkerClient
 
 START_TIMEOUT_S = 30.0

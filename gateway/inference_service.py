@@ -10,16 +10,10 @@ from typing import Any, NoReturn
 
 import grpc
 
-from core.awake_clock import wait_awake
-from core.clock import Clock
-from core.errors import CapacityExceeded, NotReady, PdserveError, to_wire
-from core.request import Mode, Request
-from core.sampling import FinishReason
-from core.timeline import GATEWAY, EventKind
 from gateway.completion import completion_to_proto
 from gateway.late_writes import late_writes
 from gateway.output_text import OutputText
-from gateway.statuses import ERROR_KIND_KEY, RETRY_AFTER_KEY, status_of
+from gateway.statuses import status_of
 from gateway.token_message import token_to_proto
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
@@ -34,7 +28,13 @@ from gateway.validation import (
     read_salt,
     read_sampling,
 )
-from pb import inference_pb2 as pb
+from pdserve.core.awake_clock import wait_awake
+from pdserve.core.clock import Clock
+from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY, CapacityExceeded, NotReady, PdserveError, to_wire
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import GATEWAY, EventKind
+from pdserve.pb import inference_pb2 as pb
 from router.deadline import Deadline
 from router.router import Router
 

@@ -7,8 +7,8 @@ import logging
 import grpc
 
 from gateway.worker_directory import WorkerDirectory
-from pb import worker_pb2 as pb
-from pb import worker_pb2_grpc
+from pdserve.pb import worker_pb2 as pb
+from pdserve.pb import worker_pb2_grpc
 from worker.wire import info_from_proto, load_from_proto
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from core.clock import Clock
-from core.worker import Role, WorkerLoad
 from gateway.validation import Limits
-from pb import inference_pb2 as pb
+from pdserve.core.clock import Clock
+from pdserve.core.worker import Role, WorkerLoad
+from pdserve.pb import inference_pb2 as pb
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
 from router.router import Router

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from core.errors import (
+from pdserve.core.errors import (
     CapacityExceeded,
     ConfigError,
     DeadlineExceeded,
@@ -35,12 +35,6 @@ STATUSES: Mapping[type[BaseException], grpc.StatusCode] = {
     RequestAborted: grpc.StatusCode.CANCELLED,
     PdserveError: grpc.StatusCode.INTERNAL,
 }
-
-ERROR_KIND_KEY = "pdserve-error"
-"""Trailing metadata of a failed call: the class in `core.errors`, which is finer than the status."""
-
-RETRY_AFTER_KEY = "retry-after-ms"
-"""Trailing metadata of a refused call: decimal milliseconds after which the service expects to take the request."""
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.tokenizer import Tokenizer
-from pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2 as pb
 from router.routed import RoutedToken
 
 

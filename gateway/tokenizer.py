@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from core.errors import InvalidRequest, ModelError
 from gateway.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_of_character
+from pdserve.core.errors import InvalidRequest, ModelError
 
 IN_THREAD_CHARACTERS = 2048
 """Shorter texts are encoded on the event loop, which they hold up for some 2 ms at most."""

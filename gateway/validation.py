@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
-from core.errors import CapacityExceeded, InvalidRequest
-from core.request import Mode
-from core.sampling import MAX_BIAS, MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
 from gateway.tokenizer import Tokenizer
-from pb import inference_pb2 as pb
+from pdserve.core.errors import CapacityExceeded, InvalidRequest
+from pdserve.core.request import Mode
+from pdserve.core.sampling import MAX_BIAS, MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from pdserve.pb import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 128
 MAX_STOP_CHARACTERS = 1024
@@ -57,7 +57,7 @@ def read_message(data: bytes) -> pb.GenerateRequest:
     except DecodeError as error:
         raise InvalidRequest(
             f"message: it is no GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by "
-            "proto/pb/inference.proto"
+            "proto/pdserve/pb/inference.proto"
         ) from None
 
 

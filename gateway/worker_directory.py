@@ -8,8 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
-from core.errors import PdserveError
-from core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.errors import PdserveError
+from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.sink import Sink, Stretch
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """Every transport carries payloads up to this; a bigger one is a ValueError of `KVLink.send`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from core.errors import TransferRefused
 from kv_transfer.sink import Stretch
+from pdserve.core.errors import TransferRefused
 
 if TYPE_CHECKING:
     import torch

@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.errors import ConfigError
-from core.handoff import KVEndpoint
 from kv_transfer.base import KVTransport
 from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.shared_memory import SharedMemory
+from pdserve.core.errors import ConfigError
+from pdserve.core.handoff import KVEndpoint
 
 TRANSPORTS = ("loopback", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
-from core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from kv_transfer.base import MAX_PAYLOAD_BYTES, BlockStore, Buffer, KVLink, Message
 from kv_transfer.integrity import (
     MAX_EOS_TOKEN_IDS,
@@ -26,6 +24,8 @@ from kv_transfer.integrity import (
     encode,
     peer_error,
 )
+from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
+from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 
 _FIRST_PROBE_BYTES = 64 * 2**10
 _SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at all

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from core.errors import PdserveError
-from core.handoff import TransferProof
-from core.kv_layout import KVLayout
 from kv_transfer.integrity import Blocks, Reason, Refusal
 from kv_transfer.sink import Sink
 from kv_transfer.status import TransferStatus
+from pdserve.core.errors import PdserveError
+from pdserve.core.handoff import TransferProof
+from pdserve.core.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from kv_transfer.source import Source

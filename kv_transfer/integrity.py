@@ -21,9 +21,9 @@ from typing import Any
 import msgpack
 import xxhash
 
-from core.errors import ChecksumMismatch, LayoutMismatch, TransferError, TransferRefused, from_wire
-from core.kv_layout import DTYPE_BYTES, KVLayout
 from kv_transfer.base import Buffer
+from pdserve.core.errors import ChecksumMismatch, LayoutMismatch, TransferError, TransferRefused, from_wire
+from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout
 
 MAX_TRAILER_BYTES = 4096
 MAX_EOS_TOKEN_IDS = 1024
@@ -102,7 +102,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A message changed nothing; ``kind`` and ``message`` are of `core.errors.to_wire`. Nonce "" means the link."""
+    """A message changed nothing; ``kind`` and ``message`` are of `pdserve.core.errors.to_wire`. Nonce "": the link."""
 
     nonce: str
     seq: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from core.clock import Clock
+from pdserve.core.clock import Clock
 
 
 class Lease:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from core import memory_file
-from core.kv_layout import KVLayout, blank_memory
 from kv_transfer.shared_memory import SharedMemory
 from kv_transfer.sink import Stretch
+from pdserve.core import memory_file
+from pdserve.core.kv_layout import KVLayout, blank_memory
 
 
 class _Place(NamedTuple):

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from core.errors import PdserveError
-from core.handoff import KVDestination
-from core.kv_layout import KVLayout
 from kv_transfer.integrity import MAX_RESENDS, MAX_TRAILER_BYTES
 from kv_transfer.status import TransferStatus
+from pdserve.core.errors import PdserveError
+from pdserve.core.handoff import KVDestination
+from pdserve.core.kv_layout import KVLayout
 
 _FIRST_MESSAGE_BYTES = 2**20
 

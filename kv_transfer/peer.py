@@ -9,14 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from core.clock import Clock
-from core.errors import ChecksumMismatch, PdserveError, PeerLost, TransferError, TransferRefused, to_wire
-from core.handoff import KVEndpoint, PeerLink
 from kv_transfer.base import BlockStore, KVLink
 from kv_transfer.integrity import Abort, Ack, Blocks, Header, Open, Refused, checksum, decode, encode, peer_error
 from kv_transfer.outgoing import Outgoing, Part
 from kv_transfer.sink import Stretch
 from kv_transfer.status import TransferStatus
+from pdserve.core.clock import Clock
+from pdserve.core.errors import ChecksumMismatch, PdserveError, PeerLost, TransferError, TransferRefused, to_wire
+from pdserve.core.handoff import KVEndpoint, PeerLink
 
 _SETTLE_S = 0.5
 _MESSAGE_S = 0.1  # what one message should take at most

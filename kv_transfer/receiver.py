@@ -15,9 +15,6 @@ from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from core.clock import Clock
-from core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
-from core.handoff import KVDestination, KVEndpoint
 from kv_transfer.base import BlockStore, KVTransport
 from kv_transfer.handoff_over import HandoffOver
 from kv_transfer.handshake import check_block_size, sorted_eos
@@ -26,6 +23,9 @@ from kv_transfer.integrity import Abort, Header, Hello, Reason
 from kv_transfer.lease import Lease
 from kv_transfer.source import Source
 from kv_transfer.status import TransferStatus
+from pdserve.core.clock import Clock
+from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
+from pdserve.core.handoff import KVDestination, KVEndpoint
 
 
 class KVReceiver:

@@ -7,9 +7,6 @@ import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from core.clock import Clock
-from core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
-from core.handoff import KVDestination, KVEndpoint, PeerLink
 from kv_transfer.base import BlockStore, KVTransport
 from kv_transfer.factory import Choice, choose
 from kv_transfer.handoff_over import HandoffOver
@@ -19,6 +16,9 @@ from kv_transfer.lease import Lease
 from kv_transfer.outgoing import Outgoing, SentKV
 from kv_transfer.peer import Peer
 from kv_transfer.status import TransferStatus
+from pdserve.core.clock import Clock
+from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
+from pdserve.core.handoff import KVDestination, KVEndpoint, PeerLink
 
 _HEARTBEATS_PER_LEASE = 3
 _IDLE_TIMEOUT_S = 60.0  # longer than any transport takes to give a send up

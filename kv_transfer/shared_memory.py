@@ -9,9 +9,9 @@ import os
 
 import numpy as np
 
-from core.errors import TransferRefused
-from core.memory_file import is_sealed
 from kv_transfer.base import Buffer
+from pdserve.core.errors import TransferRefused
+from pdserve.core.memory_file import is_sealed
 
 _PAGE = 4096
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from core.errors import PdserveError, PeerLost, TransferError, to_wire
-from core.kv_layout import MAX_PROBE_BYTES
 from kv_transfer.base import KVLink, Message
 from kv_transfer.handshake import dismiss, greet, is_telling, parse
 from kv_transfer.incoming import Incoming
@@ -31,6 +29,8 @@ from kv_transfer.integrity import (
 )
 from kv_transfer.sink import Sink
 from kv_transfer.transports.strangers import INTRODUCTION_S
+from pdserve.core.errors import PdserveError, PeerLost, TransferError, to_wire
+from pdserve.core.kv_layout import MAX_PROBE_BYTES
 
 if TYPE_CHECKING:
     from kv_transfer.receiver import KVReceiver

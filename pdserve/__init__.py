@@ -16,7 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from core.errors import (
+    from pdserve.client.async_client import AsyncClient
+    from pdserve.client.async_stream import AsyncStream
+    from pdserve.client.generation import Generation, Token, TopLogprob, TransferDetails
+    from pdserve.client.status import ServiceStatus, ServiceWorker
+    from pdserve.client.sync_client import Client
+    from pdserve.client.sync_stream import Stream
+    from pdserve.core.errors import (
         CapacityExceeded,
         ConfigError,
         DeadlineExceeded,
@@ -30,41 +36,38 @@ if TYPE_CHECKING:
         TransferError,
         WorkerLost,
     )
-    from core.request import Mode
-    from core.timeline import Breakdown, Figure
-    from pdserve.client.async_client import AsyncClient
-    from pdserve.client.async_stream import AsyncStream
-    from pdserve.client.generation import Generation, Token, TopLogprob, TransferDetails
-    from pdserve.client.status import ServiceStatus, ServiceWorker
-    from pdserve.client.sync_client import Client
-    from pdserve.client.sync_stream import Stream
+    from pdserve.core.request import Mode
+    from pdserve.core.timeline import Breakdown, ClockOffset, Event, EventKind, Figure
 
 _HOME = {
     "AsyncClient": "pdserve.client.async_client",
     "AsyncStream": "pdserve.client.async_stream",
-    "Breakdown": "core.timeline",
-    "CapacityExceeded": "core.errors",
+    "Breakdown": "pdserve.core.timeline",
+    "CapacityExceeded": "pdserve.core.errors",
     "Client": "pdserve.client.sync_client",
-    "ConfigError": "core.errors",
-    "DeadlineExceeded": "core.errors",
-    "Figure": "core.timeline",
+    "ClockOffset": "pdserve.core.timeline",
+    "ConfigError": "pdserve.core.errors",
+    "DeadlineExceeded": "pdserve.core.errors",
+    "Event": "pdserve.core.timeline",
+    "EventKind": "pdserve.core.timeline",
+    "Figure": "pdserve.core.timeline",
     "Generation": "pdserve.client.generation",
-    "InvalidRequest": "core.errors",
-    "LaunchError": "core.errors",
-    "LayoutMismatch": "core.errors",
-    "Mode": "core.request",
-    "ModelError": "core.errors",
-    "NotReady": "core.errors",
-    "PdserveError": "core.errors",
-    "RequestAborted": "core.errors",
+    "InvalidRequest": "pdserve.core.errors",
+    "LaunchError": "pdserve.core.errors",
+    "LayoutMismatch": "pdserve.core.errors",
+    "Mode": "pdserve.core.request",
+    "ModelError": "pdserve.core.errors",
+    "NotReady": "pdserve.core.errors",
+    "PdserveError": "pdserve.core.errors",
+    "RequestAborted": "pdserve.core.errors",
     "ServiceStatus": "pdserve.client.status",
     "ServiceWorker": "pdserve.client.status",
     "Stream": "pdserve.client.sync_stream",
     "Token": "pdserve.client.generation",
     "TopLogprob": "pdserve.client.generation",
     "TransferDetails": "pdserve.client.generation",
-    "TransferError": "core.errors",
-    "WorkerLost": "core.errors",
+    "TransferError": "pdserve.core.errors",
+    "WorkerLost": "pdserve.core.errors",
 }
 
 __all__ = [
@@ -73,8 +76,11 @@ __all__ = [
     "Breakdown",
     "CapacityExceeded",
     "Client",
+    "ClockOffset",
     "ConfigError",
     "DeadlineExceeded",
+    "Event",
+    "EventKind",
     "Figure",
     "Generation",
     "InvalidRequest",

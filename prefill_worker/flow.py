@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import msgpack
 
-from core.errors import InvalidRequest, PdserveError
-from core.handoff import KVDestination
-from core.sampling import FinishReason
-from core.worker import TokenOutput, Work
 from engine.messages import KVRole, PrefixFound, Progress, Release, Step, TokenOut
+from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.handoff import KVDestination
+from pdserve.core.sampling import FinishReason
+from pdserve.core.worker import TokenOutput, Work
 from worker.flow import Flow, LocalFlow
 from worker.outbox import Outbox
 from worker.worker import Worker

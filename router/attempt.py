@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 
-from core.clock import Clock
-from core.errors import CapacityExceeded, NotReady, PdserveError, TransferError, WorkerLost
-from core.request import Mode, Request
-from core.sampling import FinishReason
-from core.timeline import GATEWAY, Event, EventKind
-from core.worker import TokenOutput, Work
+from pdserve.core.clock import Clock
+from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError, WorkerLost
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import GATEWAY, Event, EventKind
+from pdserve.core.worker import TokenOutput, Work
 from router.arrivals import Arrivals
 from router.deadline import Deadline
 from router.handles import WorkerHandle

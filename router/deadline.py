@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from core.clock import Clock
-from core.errors import DeadlineExceeded
+from pdserve.core.clock import Clock
+from pdserve.core.errors import DeadlineExceeded
 
 T = TypeVar("T")
 

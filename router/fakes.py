@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from core.clock import Clock, MonotonicClock
-from core.errors import PdserveError, WorkerLost
-from core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
-from core.kv_layout import KVLayout
-from core.sampling import FinishReason
-from core.timeline import ClockOffset, Event, EventKind
-from core.worker import Role, TokenOutput, Work, WorkerInfo
+from pdserve.core.clock import Clock, MonotonicClock
+from pdserve.core.errors import PdserveError, WorkerLost
+from pdserve.core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import ClockOffset, Event, EventKind
+from pdserve.core.worker import Role, TokenOutput, Work, WorkerInfo
 
 Point = Literal["connect_peer", "reserve", "prefill", "decode", "decode_more", "run", "run_more", "abort"]
 T = TypeVar("T")

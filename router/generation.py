@@ -8,11 +8,11 @@ import random
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
-from core.clock import Clock
-from core.config import KVFailurePolicy, RouterConfig
-from core.errors import CapacityExceeded, PdserveError, TransferError, WorkerLost
-from core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus
-from core.timeline import EventKind
+from pdserve.core.clock import Clock
+from pdserve.core.config import KVFailurePolicy, RouterConfig
+from pdserve.core.errors import CapacityExceeded, PdserveError, TransferError, WorkerLost
+from pdserve.core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus
+from pdserve.core.timeline import EventKind
 from router.arrivals import Arrivals
 from router.attempt import Attempt
 from router.deadline import Deadline

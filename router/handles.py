@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from core.handoff import KVDestination, KVEndpoint
-from core.timeline import ClockOffset
-from core.worker import TokenOutput, Work, WorkerInfo
+from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.timeline import ClockOffset
+from pdserve.core.worker import TokenOutput, Work, WorkerInfo
 
 
 class WorkerHandle(Protocol):
-    """A live worker. Every method raises from `core.errors` (WorkerLost when the connection broke). No two works ever
-    have the same id.
+    """A live worker. Every method raises from `pdserve.core.errors` (WorkerLost when the connection broke). No two
+    works ever have the same id.
 
     Closing (``aclose``) one of the iterators early does not abort the request: call `abort`.
     """

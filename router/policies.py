@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from core.errors import ConfigError
+from pdserve.core.errors import ConfigError
 
 
 class WorkerView(Protocol):

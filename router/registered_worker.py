@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.errors import PdserveError
-from core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.errors import PdserveError
+from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
 
 

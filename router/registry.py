@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from core.clock import Clock
-from core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
-from core.request import Mode
-from core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.clock import Clock
+from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 

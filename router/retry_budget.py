@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from core.clock import Clock
+from pdserve.core.clock import Clock
 
 WINDOW_S = 4
 MIN_RETRIES = 10

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.handoff import TransferProof
-from core.logprobs import TokenLogprobs
-from core.request import Mode
-from core.sampling import FinishReason
+from pdserve.core.handoff import TransferProof
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.request import Mode
+from pdserve.core.sampling import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

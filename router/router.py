@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from core.clock import Clock
-from core.config import KVFailurePolicy, RouterConfig
-from core.request import Mode, Request
+from pdserve.core.clock import Clock
+from pdserve.core.config import KVFailurePolicy, RouterConfig
+from pdserve.core.request import Mode, Request
 from router.arrivals import Arrivals
 from router.generation import Generation
 from router.registry import WorkerRegistry

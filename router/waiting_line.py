@@ -8,11 +8,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from core.clock import Clock
-from core.config import RouterConfig
-from core.errors import CapacityExceeded, LayoutMismatch, PdserveError
-from core.request import Mode
-from core.worker import Role
+from pdserve.core.clock import Clock
+from pdserve.core.config import RouterConfig
+from pdserve.core.errors import CapacityExceeded, LayoutMismatch, PdserveError
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role
 from router.policies import LeastOutstandingTokens, create_policy
 from router.registered_worker import RegisteredWorker
 from router.registry import Share, WorkerRegistry

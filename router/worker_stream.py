@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from core.clock import Clock
-from core.errors import PdserveError, WorkerLost
-from core.worker import TokenOutput
+from pdserve.core.clock import Clock
+from pdserve.core.errors import PdserveError, WorkerLost
+from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
 from router.deadline import Deadline
 from router.registered_worker import RegisteredWorker

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from core.config import PdserveConfig
-from core.worker import Role
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
+from pdserve.core.config import PdserveConfig
+from pdserve.core.worker import Role
 from worker.spec import WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,8 +38,9 @@ def test_only_the_public_package_has_an_init_with_content() -> None:
 def test_generated_code_is_not_stale(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "gen_proto.sh"
     subprocess.run([script, tmp_path], env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, check=True, timeout=580)
-    for path in sorted((ROOT / "pb").glob("*_pb2*")):
-        assert (tmp_path / "pb" / path.name).read_text() == path.read_text(), f"{path.name}: run `make proto`"
+    for path in sorted((ROOT / "pdserve" / "pb").glob("*_pb2*")):
+        made = tmp_path / path.relative_to(ROOT)
+        assert made.read_text() == path.read_text(), f"{path.name}: run `make proto`"
 
 
 def test_every_file_that_the_docs_name_exists() -> None:

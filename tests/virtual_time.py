@@ -41,7 +41,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class LoopClock:
-    """`core.clock.Clock` of the running loop."""
+    """`pdserve.core.clock.Clock` of the running loop."""
 
     def now(self) -> float:
         """Virtual seconds."""

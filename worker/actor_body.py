@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from core.errors import PdserveError, to_wire
 from engine.messages import KVRole
+from pdserve.core.errors import PdserveError, to_wire
 from worker.cores import claim_cores, leave_engine_cores, sharing_notes
 from worker.flow import Flow
 from worker.host import WorkerHost

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from core.errors import ConfigError
+from pdserve.core.errors import ConfigError
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
-from core.awake_clock import wait_awake
-from core.clock import Clock, MonotonicClock, clock_id
-from core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
-from core.handoff import KVDestination, KVEndpoint
-from core.timeline import ClockOffset
-from core.worker import TokenOutput, Work, WorkerInfo
-from pb import worker_pb2 as pb
-from pb import worker_pb2_grpc
+from pdserve.core.awake_clock import wait_awake
+from pdserve.core.clock import Clock, MonotonicClock, clock_id
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
+from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.timeline import ClockOffset
+from pdserve.core.worker import TokenOutput, Work, WorkerInfo
+from pdserve.pb import worker_pb2 as pb
+from pdserve.pb import worker_pb2_grpc
 from worker.options import CONTROL_OPTIONS, MAX_CONTROL_BYTES
 from worker.wire import (
     destination_from_proto,

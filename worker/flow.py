@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from core.errors import LayoutMismatch, PdserveError, from_wire, to_wire
-from core.handoff import KVDestination
-from core.sampling import FinishReason
-from core.timeline import Event, EventKind
-from core.worker import TokenOutput, Work
 from engine.messages import Abort, Finished, KVRole, PrefixFound, Progress, Reserved, Step, Submit, TokenOut
+from pdserve.core.errors import LayoutMismatch, PdserveError, from_wire, to_wire
+from pdserve.core.handoff import KVDestination
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import Event, EventKind
+from pdserve.core.worker import TokenOutput, Work
 
 if TYPE_CHECKING:
     from worker.outbox import Outbox

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from pb import worker_pb2 as pb
-from pb import worker_pb2_grpc
+from pdserve.pb import worker_pb2 as pb
+from pdserve.pb import worker_pb2_grpc
 from worker.options import CONTROL_OPTIONS
 from worker.wire import info_to_proto, load_to_proto
 

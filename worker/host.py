@@ -10,9 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-from core.errors import LaunchError, PdserveError
-from core.worker import WorkerInfo
 from engine.messages import KVRole
+from pdserve.core.errors import LaunchError, PdserveError
+from pdserve.core.worker import WorkerInfo
 from worker.flow import Flow
 from worker.spec import WorkerSpec
 from worker.worker import Worker

@@ -10,20 +10,20 @@ import os
 import uuid
 from typing import Self
 
-from core.awake_clock import awake_clock
-from core.clock import Clock
-from core.errors import LaunchError, PeerLost
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
-from core.worker import WorkerLoad
-from engine.client import EngineClient
-from engine.mapped_pool import MappedPool
 from engine.messages import Progress, Ready
+from engine.process.client import EngineClient
+from engine.process.mapped_pool import MappedPool
 from engine.spec import EngineSpec
 from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.shared_memory import SharedMemory
 from kv_transfer.transports.threads import in_thread
+from pdserve.core.awake_clock import awake_clock
+from pdserve.core.clock import Clock
+from pdserve.core.errors import LaunchError, PeerLost
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.worker import WorkerLoad
 from worker.addresses import resolve_interface
 from worker.kv import KVEnds
 from worker.spec import WorkerSpec

@@ -13,17 +13,17 @@ import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from core.clock import Clock
-from core.config import TransferConfig
-from core.errors import RequestAborted, TransferError, WorkerLost
-from core.handoff import KVDestination, KVEndpoint, PeerLink
-from engine.mapped_pool import MappedPool
+from engine.process.mapped_pool import MappedPool
 from kv_transfer.base import KVTransport
 from kv_transfer.handoff_over import HandoffOver
 from kv_transfer.incoming import ReceivedKV
 from kv_transfer.outgoing import SentKV
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from pdserve.core.clock import Clock
+from pdserve.core.config import TransferConfig
+from pdserve.core.errors import RequestAborted, TransferError, WorkerLost
+from pdserve.core.handoff import KVDestination, KVEndpoint, PeerLink
 
 log = logging.getLogger(__name__)
 

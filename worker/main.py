@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from core.errors import PdserveError
-from core.process import end_with_parent
 from engine.messages import KVRole
+from pdserve.core.errors import PdserveError
+from pdserve.core.process import end_with_parent
 from worker.cores import claim_cores, leave_engine_cores, sharing_notes
 from worker.flow import Flow
 from worker.host import WorkerHost

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from core.errors import PdserveError
-from core.worker import TokenOutput
-from pb import worker_pb2 as pb
+from pdserve.core.errors import PdserveError
+from pdserve.core.worker import TokenOutput
+from pdserve.pb import worker_pb2 as pb
 from worker.wire import error_to_proto, output_to_proto
 
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from core.errors import LaunchError, PdserveError
-from core.handoff import KVDestination
 from engine.messages import KVRole
-from pb import worker_pb2 as pb
-from pb import worker_pb2_grpc
+from pdserve.core.errors import LaunchError, PdserveError
+from pdserve.core.handoff import KVDestination
+from pdserve.pb import worker_pb2 as pb
+from pdserve.pb import worker_pb2_grpc
 from worker.options import CONTROL_OPTIONS
 from worker.outbox import Outbox
 from worker.wire import (

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.config import PdserveConfig
-from core.worker import Role
+from pdserve.core.config import PdserveConfig
+from pdserve.core.worker import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import psutil
 
-from core.clock import Clock
-from engine.client import EngineClient
 from engine.messages import Ping
+from engine.process.client import EngineClient
+from pdserve.core.clock import Clock
 
 log = logging.getLogger(__name__)
 

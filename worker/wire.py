@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
-from core.errors import PdserveError, from_wire, to_wire
-from core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
-from core.kv_layout import KVLayout
-from core.logprobs import TokenLogprobs
-from core.sampling import FinishReason, SamplingParams
-from core.timeline import Event, EventKind
-from core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
-from pb import worker_pb2 as pb
+from pdserve.core.errors import PdserveError, from_wire, to_wire
+from pdserve.core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.timeline import Event, EventKind
+from pdserve.core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
+from pdserve.pb import worker_pb2 as pb
 
 
 def endpoints_to_proto(endpoints: Iterable[KVEndpoint]) -> list[pb.Endpoint]:

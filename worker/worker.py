@@ -13,21 +13,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from core.clock import Clock, MonotonicClock, clock_id
-from core.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    LaunchError,
-    ModelError,
-    NotReady,
-    PdserveError,
-    RequestAborted,
-    WorkerLost,
-    from_wire,
-    to_wire,
-)
-from core.handoff import KVDestination
-from core.worker import Work, WorkerInfo, WorkerLoad
 from engine.messages import (
     EngineEvent,
     Failed,
@@ -42,6 +27,21 @@ from engine.messages import (
     Reserved,
     Step,
 )
+from pdserve.core.clock import Clock, MonotonicClock, clock_id
+from pdserve.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LaunchError,
+    ModelError,
+    NotReady,
+    PdserveError,
+    RequestAborted,
+    WorkerLost,
+    from_wire,
+    to_wire,
+)
+from pdserve.core.handoff import KVDestination
+from pdserve.core.worker import Work, WorkerInfo, WorkerLoad
 from worker.flow import Flow
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation

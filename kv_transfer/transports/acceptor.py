@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from core.errors import TransferError
 from kv_transfer.transports.strangers import Stranger, Strangers
+from pdserve.core.errors import TransferError
 
 _BACKLOG = 128
 _RETRY_S = 0.1

@@ -14,11 +14,11 @@ from queue import SimpleQueue
 
 import grpc
 
-from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer.base import Buffer, Message
 from kv_transfer.transports.grpc_frame import decode, encode
 from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox, InboxLink, again
 from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
+from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 _FLUSH_S = 1.0
 

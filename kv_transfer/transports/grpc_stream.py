@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from core.errors import PeerLost, TransferTimeout
-from core.handoff import KVEndpoint
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
 from kv_transfer.transports.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.threads import in_thread
+from pdserve.core.errors import PeerLost, TransferTimeout
+from pdserve.core.handoff import KVEndpoint
 
 _SERVICE, _METHOD = "pdserve.internal.v1.KVTransfer", "Exchange"
 _HELLO = ("pdserve-kv", "1")

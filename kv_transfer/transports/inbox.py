@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from core.errors import TransferError
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
 from kv_transfer.sink import Sink
+from pdserve.core.errors import TransferError
 
 WINDOW_BYTES = 8 * 2**20
 """How much may wait in one direction of a link before its sender has to (one bigger message always may)."""

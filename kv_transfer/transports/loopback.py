@@ -6,10 +6,10 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from core.errors import PeerLost, TransferTimeout
-from core.handoff import KVEndpoint
 from kv_transfer.base import Buffer, KVLink, KVTransport
 from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
+from pdserve.core.errors import PeerLost, TransferTimeout
+from pdserve.core.handoff import KVEndpoint
 
 _listening: dict[str, LoopbackTransport] = {}
 _numbers = itertools.count(1)

@@ -11,7 +11,6 @@ import asyncio
 import socket
 import struct
 
-from core.handoff import KVEndpoint
 from kv_transfer.shared_memory import SharedMemory
 from kv_transfer.transports.greeting import expect_greeting, read_exactly
 from kv_transfer.transports.nixl_agent import NAME_BYTES, NixlAgent
@@ -19,6 +18,7 @@ from kv_transfer.transports.nixl_link import NixlLink, NixlPeer
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.threads import in_thread
+from pdserve.core.handoff import KVEndpoint
 
 _GREETING = b"pdserve-kv/nixl/1"
 _ABOUT = struct.Struct(f"<{NAME_BYTES}sQQI")  # agent, address and size of its memory, bytes of metadata that follow

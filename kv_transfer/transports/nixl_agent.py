@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.errors import ConfigError, PeerLost
 from kv_transfer.shared_memory import SharedMemory, address_of
+from pdserve.core.errors import ConfigError, PeerLost
 
 T = TypeVar("T")
 

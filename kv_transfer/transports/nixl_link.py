@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from core.errors import PeerLost, TransferError
 from kv_transfer.shared_memory import SharedMemory
 from kv_transfer.sink import Sink
 from kv_transfer.transports.nixl_agent import NixlAgent, Staging
 from kv_transfer.transports.socket_link import FIRST_OWN_SIGNAL, SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
+from pdserve.core.errors import PeerLost, TransferError
 
 _READING, _READ = FIRST_OWN_SIGNAL, FIRST_OWN_SIGNAL + 1
 _PIECE_BYTES = 4 * 2**20  # of one read: the next is under way while this one is copied into the pool

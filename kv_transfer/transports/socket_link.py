@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from core.errors import PeerLost, TransferError
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
 from kv_transfer.sink import Sink, Stretch
 from kv_transfer.transports.inbox import check_sizes
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
+from pdserve.core.errors import PeerLost, TransferError
 
 _FRAME = struct.Struct("<BIQI")
 _REFERENCE = struct.Struct("<QQ")

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from core.errors import PeerLost, TransferTimeout
 from kv_transfer.base import Buffer
 from kv_transfer.sink import Sink
+from pdserve.core.errors import PeerLost, TransferTimeout
 
 _READ_AHEAD = 64 * 2**10
 _MAX_PARTS = 512  # of one system call; the kernel takes 1024

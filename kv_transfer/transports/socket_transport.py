@@ -6,12 +6,12 @@ import asyncio
 import socket
 from abc import abstractmethod
 
-from core.errors import PeerLost, TransferTimeout
-from core.handoff import KVEndpoint
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.strangers import Stranger, Strangers
+from pdserve.core.errors import PeerLost, TransferTimeout
+from pdserve.core.handoff import KVEndpoint
 
 
 class SocketTransport(KVTransport):

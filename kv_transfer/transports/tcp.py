@@ -6,14 +6,14 @@ import asyncio
 import socket
 from typing import Any
 
-from core.errors import PeerLost
-from core.handoff import KVEndpoint
 from kv_transfer.base import KVLink
 from kv_transfer.transports.greeting import expect_greeting
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.socket_transport import SocketTransport
 from kv_transfer.transports.threads import in_thread
+from pdserve.core.errors import PeerLost
+from pdserve.core.handoff import KVEndpoint
 
 _GREETING = b"pdserve-kv/tcp/1"
 

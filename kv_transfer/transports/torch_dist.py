@@ -14,8 +14,6 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
-from core.errors import ConfigError, PeerLost, TransferTimeout
-from core.handoff import KVEndpoint
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
 from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_HELLO_BYTES, Stranger, Strangers
@@ -23,6 +21,8 @@ from kv_transfer.transports.tcp import bind, tune
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.torch_groups import Backend, Groups
 from kv_transfer.transports.torch_link import FRAME, TorchDistLink
+from pdserve.core.errors import ConfigError, PeerLost, TransferTimeout
+from pdserve.core.handoff import KVEndpoint
 
 if TYPE_CHECKING:
     from kv_transfer.transports.torch_store import ExchangeStore

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
 from kv_transfer.sink import Sink
 from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, again, check_sizes
 from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 from kv_transfer.transports.torch_groups import Groups, finish
+from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
 _QUEUED_FRAMES = 256

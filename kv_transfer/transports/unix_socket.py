@@ -12,12 +12,12 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
 
-from core.errors import PeerLost
-from core.handoff import KVEndpoint
 from kv_transfer.base import KVLink
 from kv_transfer.transports.host import host_id
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_transport import SocketTransport
+from pdserve.core.errors import PeerLost
+from pdserve.core.handoff import KVEndpoint
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 

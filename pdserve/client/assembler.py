@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from core.errors import PdserveError
-from core.request import Mode
-from core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
-from pb import inference_pb2 as pb
 from pdserve.client.generation import Generation, Token, TopLogprob, TransferDetails
+from pdserve.core.errors import PdserveError
+from pdserve.core.request import Mode
+from pdserve.core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
+from pdserve.pb import inference_pb2 as pb
 
 _MODES = {pb.MODE_AUTO: Mode.AUTO, pb.MODE_PD: Mode.PD, pb.MODE_COLOCATED: Mode.COLOCATED}
 
@@ -90,6 +90,7 @@ class Assembler:
             itl_ms=tuple((later - earlier) * 1e3 for earlier, later in pairwise(arrivals)),
             total_ms=(arrived_s - self._started_s) * 1e3,
             tokens=tuple(self._tokens[: len(completion.token_ids)]),
+            timeline=timeline,
         )
 
 

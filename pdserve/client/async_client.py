@@ -13,9 +13,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from core.errors import NotReady
-from pb import inference_pb2 as pb
-from pb import inference_pb2_grpc as pb_grpc
 from pdserve.client.async_stream import AsyncStream, Call
 from pdserve.client.channel import (
     CHANNEL_OPTIONS,
@@ -27,6 +24,9 @@ from pdserve.client.channel import (
 )
 from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
 from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import NotReady
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 
 class AsyncClient:

@@ -12,11 +12,11 @@ from typing import Self
 
 import grpc.aio
 
-from core.errors import PdserveError, RequestAborted
-from pb import inference_pb2 as pb
 from pdserve.client.assembler import Assembler
 from pdserve.client.channel import client_closed, error_from_status
 from pdserve.client.generation import Generation, Token
+from pdserve.core.errors import PdserveError, RequestAborted
+from pdserve.pb import inference_pb2 as pb
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -64,7 +64,7 @@ class AsyncStream:
     The request is cancelled when its stream is left before its end: an ``async for`` loop over it ends early
     (``break``, an exception), the task that awaits it is cancelled (also by `asyncio.wait_for` or `asyncio.timeout`),
     ``async with`` is left, the stream is closed or garbage collected, or its client is closed. To read a part and go on
-    later, call ``await anext(stream)``. Errors are those of `core.errors`; each later use raises the same one again.
+    later, call ``await anext(stream)``. Errors are those of `pdserve.core.errors`; each later use raises the same one.
 
     ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed.
     """

@@ -7,7 +7,9 @@ from typing import Any
 
 import grpc
 
-from core.errors import (
+from pdserve.core.errors import (
+    ERROR_KIND_KEY,
+    RETRY_AFTER_KEY,
     CapacityExceeded,
     DeadlineExceeded,
     InvalidRequest,
@@ -17,7 +19,6 @@ from core.errors import (
     RequestAborted,
     from_wire,
 )
-from gateway.statuses import ERROR_KIND_KEY, RETRY_AFTER_KEY
 
 DEFAULT_TARGET = "localhost:50051"
 CONNECT_TIMEOUT_S = 10.0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from core.timeline import Breakdown, Figure
+from pdserve.core.timeline import Breakdown, ClockOffset, Event, Figure, Timeline
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,11 @@ class Generation:
     ``prefill_cached_tokens`` of the prompt were not computed, ``kv_blocks_skipped`` not sent.
 
     ``tokens`` are those of ``token_ids``, in step with them: as they were streamed, less the last ones if a stop string
-    trimmed them."""
+    trimmed them.
+
+    ``timeline`` is the raw material of ``breakdowns``: `events` in the order in which they happened, each on the clock
+    of its own host, and for each worker its clock's offset to the gateway's (`clocks`).
+    """
 
     request_id: str
     text: str
@@ -88,6 +95,17 @@ class Generation:
     itl_ms: tuple[float, ...]
     total_ms: float
     tokens: tuple[Token, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Everything that is known to have happened to the request, in order of the gateway's clock."""
+        return tuple(sorted(self.timeline.events.values(), key=lambda event: self.timeline.gateway_time(event.kind)))
+
+    @property
+    def clocks(self) -> Mapping[str, ClockOffset]:
+        """By worker: its host's clock minus the gateway's."""
+        return self.timeline.clocks
 
     @property
     def clock_error_ms(self) -> float:
@@ -104,8 +122,8 @@ class Generation:
         return self.ttft_ms if figure is Figure.TTFT else self.ttft_decode_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: exactly what ``pdserve generate --json`` prints. ``logprobs`` (one entry per token of
-        ``token_ids``) are there only if they were asked for."""
+        """All of it as plain values: exactly what ``pdserve generate --json`` prints. ``logprobs`` (one entry per token
+        of ``token_ids``) are there only if they were asked for."""
         plain = {
             "request_id": self.request_id,
             "text": self.text,
@@ -130,6 +148,15 @@ class Generation:
             "clock_error_ms": self.clock_error_ms,
             "itl_ms": list(self.itl_ms),
             "transfer": asdict(self.transfer),
+            "prompt_tokens": self.prompt_tokens,
+            "attempts": self.attempts,
+            "tpot_ms": self.tpot_ms,
+            "total_ms": self.total_ms,
+            "tokens": [{"token_id": t.token_id, "text": t.text, "arrived_s": t.arrived_s} for t in self.tokens],
+            "events": [
+                {"kind": event.kind.value, "worker": event.worker, "time_s": event.time_s} for event in self.events
+            ],
+            "clocks": {worker: asdict(offset) for worker, offset in self.clocks.items()},
         }
         if any(token.logprob is not None for token in self.tokens):
             plain["logprobs"] = [
@@ -141,3 +168,24 @@ class Generation:
                 for token in self.tokens
             ]
         return plain
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """The raw timeline as a pandas DataFrame: a row for each of `events`, in their order.
+
+        Columns: ``request_id``, ``event``, ``worker``, ``time_s`` (the clock of the worker's host), ``gateway_ms``
+        (since the first event, on the gateway's clock) and ``clock_error_ms`` (how far off ``gateway_ms`` may be).
+        ImportError without pandas.
+        """
+        import pandas  # a client does not need it for anything else
+
+        events, clocks, at_s = self.events, self.clocks, self.timeline.gateway_time
+        return pandas.DataFrame(
+            {
+                "request_id": [self.request_id for _ in events],
+                "event": [event.kind.value for event in events],
+                "worker": [event.worker for event in events],
+                "time_s": [event.time_s for event in events],
+                "gateway_ms": [(at_s(event.kind) - at_s(events[0].kind)) * 1e3 for event in events],
+                "clock_error_ms": [clocks[e.worker].error_s * 1e3 if e.worker in clocks else 0.0 for e in events],
+            }
+        )

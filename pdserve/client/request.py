@@ -6,10 +6,10 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from core.errors import InvalidRequest
-from core.request import Mode
-from core.sampling import SamplingParams
-from pb import inference_pb2 as pb
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import Mode
+from pdserve.core.sampling import SamplingParams
+from pdserve.pb import inference_pb2 as pb
 
 Prompt = str | Sequence[int]
 

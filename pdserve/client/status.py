@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from core.handoff import PeerLink
-from pb import inference_pb2 as pb
+from pdserve.core.handoff import PeerLink
+from pdserve.pb import inference_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,6 @@ from typing import Any, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from core.errors import NotReady, PdserveError
-from pb import inference_pb2 as pb
-from pb import inference_pb2_grpc as pb_grpc
 from pdserve.client.channel import (
     CHANNEL_OPTIONS,
     CONNECT_TIMEOUT_S,
@@ -28,6 +25,9 @@ from pdserve.client.channel import (
 from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
 from pdserve.client.status import ServiceStatus
 from pdserve.client.sync_stream import Call, Stream
+from pdserve.core.errors import NotReady, PdserveError
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 _RECHECK_S = 5.0
 """A connection that answered this recently is taken for standing."""

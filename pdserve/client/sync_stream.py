@@ -12,11 +12,11 @@ from typing import Any, Protocol, Self
 
 import grpc
 
-from core.errors import PdserveError, RequestAborted
-from pb import inference_pb2 as pb
 from pdserve.client.assembler import Assembler
 from pdserve.client.channel import client_closed, error_from_status
 from pdserve.client.generation import Generation, Token
+from pdserve.core.errors import PdserveError, RequestAborted
+from pdserve.pb import inference_pb2 as pb
 
 
 class Call(Protocol):
@@ -52,7 +52,7 @@ class Stream:
     The request is cancelled when its stream is left before its end: a ``for`` loop over it ends early (``break``,
     an exception, Ctrl-C), ``with`` is left, `next` or `result` is interrupted, the stream is closed or garbage
     collected, or its client is closed. To read a part and go on later, call ``next(stream)``. `cancel` and `close` may
-    be called from another thread. Errors are those of `core.errors`; each later use raises the same one again.
+    be called from another thread. Errors are those of `pdserve.core.errors`; each later use raises the same one again.
 
     ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed.
     """

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from core.errors import PdserveError
 from pdserve import Client
 from pdserve.client.generation import Generation
+from pdserve.core.errors import PdserveError
 
 TIMEOUT_S = 60.0
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import yaml
 
-from core.errors import PdserveError
 from pdserve import Client
+from pdserve.core.errors import PdserveError
 from tests.cluster.cluster_file import ROOT, filled_in
 from tests.cluster.environment import install_environment
 from tests.cluster.host import outside

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from core.handoff_prediction import HandoffPlan, LinkRate, Overlap, predict
-from core.kv_layout import KVLayout
+from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, predict
 from pdserve import Client
 from pdserve.client.generation import Generation
+from pdserve.core.kv_layout import KVLayout
 from tests.cluster.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.cluster

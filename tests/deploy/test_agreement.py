@@ -10,8 +10,8 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from core.config import PdserveConfig
-from pdserve.cli.main import app
+from ops.cli.main import app
+from pdserve.core.config import PdserveConfig
 from tests.deploy.files import (
     DEPLOY,
     KUBERAY,

@@ -51,7 +51,7 @@ def test_what_is_copied_exists_and_reaches_the_build(source: str) -> None:
     assert not excluded(source)
 
 
-@pytest.mark.parametrize("path", [".git", ".venv", "tests", "deploy", "deploy/README.md", "core/__pycache__", "out/x"])
+@pytest.mark.parametrize("path", [".git", ".venv", "tests", "deploy", "deploy/README.md", "ops/__pycache__", "out/x"])
 def test_nothing_else_reaches_it(path: str) -> None:
     assert excluded(path)
 

@@ -26,7 +26,7 @@ class Cli:
 
     def run(self, *arguments: str, timeout_s: float = UP_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         """`pdserve ARGUMENTS` to its end; its pipes must be closed by then, or this times out."""
-        code = "from pdserve.cli.main import main; main()"
+        code = "from ops.cli.main import main; main()"
         return subprocess.run(
             [sys.executable, "-c", code, *arguments],
             env=self.env,
@@ -66,7 +66,7 @@ def service(cli: Cli) -> Iterator[RunningService]:
     arguments = ("--model", "tiny", "--dtype", "float32", "--prefill", "2", "--decode", "2", "--oversubscribe")
     up = cli.run("up", "-c", str(config), *arguments, "--port", str(port), "--detach")
     assert up.returncode == 0, up.stderr
-    from pdserve.launch.state import ServiceState
+    from ops.launch.state import ServiceState
 
     state_file = Path(cli.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json"
     state = ServiceState.load(state_file)

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from core.errors import CapacityExceeded, InvalidRequest
-from pb import inference_pb2 as pb
-from pb import inference_pb2_grpc
 from pdserve import AsyncClient, Client
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceWorker
+from pdserve.core.errors import CapacityExceeded, InvalidRequest
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 
 SETTINGS: dict[str, Any] = {

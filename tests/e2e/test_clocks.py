@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from core.timeline import UNATTRIBUTED, Figure
 from pdserve import Client
 from pdserve.client.generation import Generation
+from pdserve.core.timeline import UNATTRIBUTED, Figure
 from tests.local_cluster import local_cluster, undisturbed
 from tests.random_models import save_random_model
 

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, NotReady, TransferError, WorkerLost
-from core.worker import Role
 from pdserve import AsyncClient, AsyncStream, Client
 from pdserve.client.status import ServiceWorker
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, NotReady, TransferError, WorkerLost
+from pdserve.core.worker import Role
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.launch.state import ServiceState
+from ops.launch.state import ServiceState
 from tests.e2e.conftest import Cli
 from tests.local_cluster import free_port, free_ports
 from tests.ray_nodes import ray_head

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from core.timeline import STAGES, UNATTRIBUTED, Figure
 from pdserve import Client
 from pdserve.client.generation import Generation
+from pdserve.core.timeline import STAGES, UNATTRIBUTED, Figure
 from tests.local_cluster import local_cluster, undisturbed
 from tests.random_models import save_random_model
 

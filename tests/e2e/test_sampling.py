@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from core.errors import InvalidRequest
 from pdserve import AsyncClient, Client, Token
+from pdserve.core.errors import InvalidRequest
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 from tests.random_models import greedy_tokens, save_random_model
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client
-from pdserve.launch.state import ServiceState
 from tests.e2e.conftest import RunningService
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -85,7 +85,7 @@ def test_list_and_logs_say_where_everything_is(service: RunningService) -> None:
 
 
 def test_a_log_is_followed(service: RunningService) -> None:
-    code = f"from pdserve.cli.main import main; main(['logs', 'supervisor', '-f', '--target', '{service.target}'])"
+    code = f"from ops.cli.main import main; main(['logs', 'supervisor', '-f', '--target', '{service.target}'])"
     following = subprocess.Popen([sys.executable, "-c", code], env=service.cli.env, stdout=subprocess.PIPE, text=True)
     try:
         assert following.stdout is not None
@@ -137,7 +137,7 @@ def test_generate_prints_one_json_object(service: RunningService) -> None:
         "request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport",
         "block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped", "ttft_ms",
         "prefill_cached_tokens", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms",
-        "transfer",
+        "transfer", "prompt_tokens", "attempts", "tpot_ms", "total_ms", "tokens", "events", "clocks",
     }  # fmt: skip
     assert result["mode"] == "pd"
     assert result["transport"] == "shm"

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from core.errors import DeadlineExceeded, NotReady, RequestAborted, TransferError, WorkerLost
 from pdserve import AsyncClient
+from pdserve.core.errors import DeadlineExceeded, NotReady, RequestAborted, TransferError, WorkerLost
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 from tests.random_models import save_random_model
 

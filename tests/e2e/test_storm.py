@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from core.errors import PdserveError
-from core.worker import Role
 from pdserve import AsyncClient
+from pdserve.core.errors import PdserveError
+from pdserve.core.worker import Role
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
 from tests.random_models import save_random_model
 

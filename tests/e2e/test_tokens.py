@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from core.timeline import UNATTRIBUTED
 from pdserve import Client
 from pdserve.client.generation import Generation
+from pdserve.core.timeline import UNATTRIBUTED
 from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster, undisturbed
 from tests.random_models import SHAPES, greedy_tokens, save_random_model
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
-from core import memory_file
-from core.kv_layout import KVLayout
-from engine.batch import SamplerParams, ScheduledSeq
-from engine.cpu_attention import CPUAttention
-from engine.history import TokenHistory
-from engine.kv_pool import TORCH_DTYPES, KVPool
-from engine.loader import load_weights
-from engine.mapped_pool import MappedPool
-from engine.model import LlamaDecoder, ModelStep
-from engine.model_source import resolve_model
-from engine.runner import ModelRunner
+from engine.kernels.cpu_attention import CPUAttention
+from engine.model.decoder import LlamaDecoder, ModelStep
+from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.loader import load_weights
+from engine.model.runner import ModelRunner
+from engine.model.source import resolve_model
+from engine.process.mapped_pool import MappedPool
+from engine.scheduling.batch import SamplerParams, ScheduledSeq
+from engine.scheduling.history import TokenHistory
+from pdserve.core import memory_file
+from pdserve.core.kv_layout import KVLayout
 
 GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 BLOCK = 8

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockManager
+from engine.scheduling.block_manager import BlockManager
 
 
 def test_allocate_covers_the_tokens_and_no_more() -> None:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from core import memory_file
-from core.kv_layout import KVLayout
-from engine import cpu_attention
-from engine.batch import ScheduledSeq
-from engine.cpu_attention import CPUAttention
-from engine.kv_pool import KVPool
+from engine.kernels import cpu_attention
+from engine.kernels.cpu_attention import CPUAttention
+from engine.model.kv_pool import KVPool
+from engine.scheduling.batch import ScheduledSeq
+from pdserve.core import memory_file
+from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import GREEDY
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 6, 2, 16, 3

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from core.dtypes import NativeDtypes
-from core.kv_layout import KVLayout
-from engine import device_dtypes
-from engine.client import EngineClient
-from engine.device_dtypes import native_dtypes
 from engine.messages import KVRole, Step, Submit
+from engine.model import device_dtypes
+from engine.model.device_dtypes import native_dtypes
+from engine.model.dtypes import NativeDtypes
+from engine.process.client import EngineClient
 from engine.spec import EngineSpec
-from tests.core.test_dtypes import AVX2, ZEN4
+from pdserve.core.kv_layout import KVLayout
+from tests.pdserve.core.test_dtypes import AVX2, ZEN4
 from tests.random_models import save_random_model
 
 START_S = 60.0

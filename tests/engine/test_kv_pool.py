@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from core import memory_file
-from core.errors import ConfigError
-from core.kv_layout import MAX_PROBE_BYTES, KVLayout, blank_memory
-from engine.kv_pool import KVPool
-from engine.mapped_pool import MappedPool
+from engine.model.kv_pool import KVPool
+from engine.process.mapped_pool import MappedPool
+from pdserve.core import memory_file
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, blank_memory
 from tests.engine.harness import fill
 
 LAYOUT = KVLayout("m", "float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.kv_layout import KVLayout
-from core.layer_groups import WORTH_BYTES
-from engine.batch import ScheduledSeq
-from engine.layer_hook import LayerHook, LayerReports
 from engine.messages import LayersDone, Progress
+from engine.model.layer_groups import WORTH_BYTES
+from engine.model.layer_hook import LayerHook, LayerReports
+from engine.scheduling.batch import ScheduledSeq
+from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import BLOCK, GREEDY, make_runner
 from tests.random_models import save_random_model
 

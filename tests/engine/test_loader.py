@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.errors import ModelError
-from engine.loader import check_weights, load_weights
-from engine.model_folder import check_weight_files, tokenizer_note
-from engine.model_source import ModelSource, resolve_model
-from engine.model_weights import ModelWeights
+from engine.model.folder import check_weight_files, tokenizer_note
+from engine.model.loader import check_weights, load_weights
+from engine.model.source import ModelSource, resolve_model
+from engine.model.weights import ModelWeights
+from pdserve.core.errors import ModelError
 from tests.local_cluster import ROOT
 from tests.random_models import save_random
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.logprobs import TokenLogprobs
 from engine.messages import (
     Abort,
     Command,
@@ -37,6 +36,7 @@ from engine.messages import (
     decode,
     encode,
 )
+from pdserve.core.logprobs import TokenLogprobs
 
 MESSAGES: list[Command | EngineEvent] = [
     Submit("r1", KVRole.RECEIVE, [1, 2, 3], 16, 0.7, 40, 0.95, 2**63 - 1, [5, 6], True, salt="tenant ü"),

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from engine.batch import SamplerParams
-from engine.kv_pool import TORCH_DTYPES
-from engine.linear import linear
+from engine.model.kv_pool import TORCH_DTYPES
+from engine.model.linear import linear
+from engine.scheduling.batch import SamplerParams
 from tests.engine.harness import BLOCK, generate, make_runner, prompt_logits
 from tests.random_models import save_random
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.prefix_cache import PrefixCache, PrefixDigests
+from engine.scheduling.prefix_cache import PrefixCache, PrefixDigests
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 

@@ -19,8 +19,6 @@ import psutil
 import pytest
 import torch
 
-from core.errors import ConfigError, LaunchError, ModelError
-from engine.client import EngineClient
 from engine.messages import (
     Abort,
     EngineEvent,
@@ -37,7 +35,9 @@ from engine.messages import (
     Submit,
     TokenOut,
 )
+from engine.process.client import EngineClient
 from engine.spec import EngineSpec
+from pdserve.core.errors import ConfigError, LaunchError, ModelError
 from tests.engine.harness import fill
 from tests.random_models import greedy_tokens, save_random_model
 
@@ -269,7 +269,7 @@ async def test_an_engine_keeps_to_its_cores_and_loads_neither_grpc_nor_ray(folde
 
 _PARENT = """
 import asyncio, sys
-from engine.client import EngineClient
+from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 
 async def main():

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.clock import MonotonicClock
 from engine.messages import Abort, KVRole, Rejected, Submit
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
+from engine.model.runner import ModelRunner
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_config import SchedulerConfig
+from pdserve.core.clock import MonotonicClock
 from tests.engine.harness import BLOCK, make_runner
 from tests.random_models import save_random_model
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import SamplerParams
-from engine.sampler import sample as sample_tokens
-from engine.sampler import uniform
+from engine.model.sampler import sample as sample_tokens
+from engine.model.sampler import uniform
+from engine.scheduling.batch import SamplerParams
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.0, -9.0]])
 

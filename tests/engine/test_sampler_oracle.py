@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.batch import SampledToken, SamplerParams
-from engine.history import TokenHistory
-from engine.sampler import adjust, sample, weights
+from engine.model.sampler import adjust, sample, weights
+from engine.scheduling.batch import SampledToken, SamplerParams
+from engine.scheduling.history import TokenHistory
 
 VOCABULARY = 200
 PLAIN = SamplerParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
@@ -214,7 +214,7 @@ def test_a_plain_batch_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> SampledToken:
         raise AssertionError("a row was computed by itself")
 
-    monkeypatch.setattr("engine.sampler._sample_row", never)
+    monkeypatch.setattr("engine.model.sampler._sample_row", never)
     logits = noise(1, 8)
     params: Sequence[SamplerParams] = [replace(GREEDY, top_k=3, min_p=0.5)] * 8
     assert [t.token_id for t in sample(logits, params, range(8))] == logits.argmax(dim=-1).tolist()

@@ -6,11 +6,6 @@ from typing import Literal
 
 import pytest
 
-from core.clock import FakeClock
-from core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
-from core.logprobs import TokenLogprobs
-from core.request import EngineStatus
-from engine.batch import SampledToken, SamplerParams
 from engine.messages import (
     Abort,
     Finished,
@@ -26,9 +21,14 @@ from engine.messages import (
     Submit,
     TokenOut,
 )
-from engine.scheduler import Scheduler, SchedulerOutput
-from engine.scheduler_config import SchedulerConfig
-from engine.token_budget import ChunkTokens
+from engine.scheduling.batch import SampledToken, SamplerParams
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.token_budget import ChunkTokens
+from pdserve.core.clock import FakeClock
+from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.request import EngineStatus
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
 EOS = 99

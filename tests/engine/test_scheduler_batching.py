@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ConfigError
 from engine.messages import Abort, KVReady, KVRole, Release
-from engine.scheduler_config import SchedulerConfig
-from engine.token_budget import TokenBudget
+from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.token_budget import TokenBudget
+from pdserve.core.errors import ConfigError
 from tests.engine.test_scheduler import EOS, Rig
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.clock import FakeClock
-from engine.batch import SampledToken, ScheduledSeq
 from engine.messages import Abort, Finished, KVReady, KVRole, PrefixFound, Rejected, Release, Reserved, Submit
-from engine.scheduler import Scheduler, SchedulerOutput
-from engine.scheduler_config import SchedulerConfig
+from engine.scheduling.batch import SampledToken, ScheduledSeq
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from engine.scheduling.scheduler_config import SchedulerConfig
+from pdserve.core.clock import FakeClock
 
 EOS = 0
 VOCABULARY = 13

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from core.hf_config import shape_from_hf
-from core.model_shape import ModelShape
+from engine.model.hf_config import shape_from_hf
+from engine.model.shape import ModelShape
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 131,

@@ -12,14 +12,14 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
-from core.config import PdserveConfig
-from core.errors import WorkerLost
-from core.worker import Role, WorkerInfo, WorkerLoad
 from gateway.gateway import Gateway
 from gateway.tokenizer import Tokenizer
-from pb import inference_pb2 as pb
-from pb import inference_pb2_grpc, worker_pb2_grpc
-from pb import worker_pb2 as worker_pb
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import WorkerLost
+from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc, worker_pb2_grpc
+from pdserve.pb import worker_pb2 as worker_pb
 from router.fakes import FakeWorker, fake_info, fake_links
 from worker.wire import info_to_proto, load_to_proto
 

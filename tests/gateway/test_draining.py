@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.statuses import ERROR_KIND_KEY
-from pb import inference_pb2 as pb
+from pdserve.core.errors import ERROR_KIND_KEY
+from pdserve.pb import inference_pb2 as pb
 from tests.gateway.conftest import StartService
 
 PROMPT = pb.TokenIds(ids=[5, 6, 7])

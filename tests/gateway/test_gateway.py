@@ -11,11 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from core.config import PdserveConfig
-from core.errors import LaunchError, NotReady
 from gateway.gateway import Gateway
 from gateway.inference_service import SERVICE
-from pb import inference_pb2 as pb
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError, NotReady
+from pdserve.pb import inference_pb2 as pb
 
 if TYPE_CHECKING:
     from router.fakes import FakeWorker

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from core.errors import LayoutMismatch, TransferError, WorkerLost
-from core.logprobs import TokenLogprobs
-from core.timeline import EventKind
 from gateway.tokenizer import NUM_THREADS
-from pb import inference_pb2 as pb
-from pb import inference_pb2_grpc
+from pdserve.core.errors import LayoutMismatch, TransferError, WorkerLost
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.timeline import EventKind
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from core.worker import TokenOutput
     from gateway.tokenizer import Tokenizer
+    from pdserve.core.worker import TokenOutput
     from router.fakes import FakeWorker
     from tests.gateway.conftest import Service, StartService
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from pb import inference_pb2
+from pdserve.pb import inference_pb2
 
 LIMITS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import StartService

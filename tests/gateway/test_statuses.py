@@ -3,8 +3,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from core.errors import LayoutMismatch, PdserveError, TransferTimeout
 from gateway.statuses import STATUSES, status_of
+from pdserve.core.errors import LayoutMismatch, PdserveError, TransferTimeout
 
 TREE = {
     "PdserveError": "INTERNAL",
@@ -28,7 +28,7 @@ TREE = {
 
 def family(root: type[PdserveError]) -> list[type[PdserveError]]:
     # Only the tree's own: tests elsewhere may have made classes of theirs.
-    children = [child for child in root.__subclasses__() if child.__module__ == "core.errors"]
+    children = [child for child in root.__subclasses__() if child.__module__ == "pdserve.core.errors"]
     return [root, *(member for child in children for member in family(child))]
 
 

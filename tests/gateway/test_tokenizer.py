@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import processors
 
-from core.errors import ModelError
 from gateway.tokenizer import IN_THREAD_CHARACTERS, Tokenizer, load_tokenizer
+from pdserve.core.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from core.errors import CapacityExceeded, InvalidRequest
-from core.request import Mode
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
     Limits,
@@ -21,7 +19,9 @@ from gateway.validation import (
     read_salt,
     read_sampling,
 )
-from pb import inference_pb2 as pb
+from pdserve.core.errors import CapacityExceeded, InvalidRequest
+from pdserve.core.request import Mode
+from pdserve.pb import inference_pb2 as pb
 
 LIMITS = Limits(context_length=200, pool_tokens=1000, vocab_size=500)
 

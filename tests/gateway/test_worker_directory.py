@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from core.errors import LayoutMismatch, TransferTimeout
-from core.kv_layout import KVLayout
-from core.worker import Role
-from pb import inference_pb2 as pb
-from pb import worker_pb2 as worker_pb
+from pdserve.core.errors import LayoutMismatch, TransferTimeout
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.worker import Role
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import worker_pb2 as worker_pb
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import Service, StartService

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from core.clock import MonotonicClock
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 
 LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
 NUM_BLOCKS = 64

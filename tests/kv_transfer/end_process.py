@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.clock import MonotonicClock
-from core.errors import PdserveError, to_wire
-from core.handoff import KVDestination, KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.base import KVTransport, Landing
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import PdserveError, to_wire
+from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 from tests.kv_transfer.tampering import TamperingTransport
 
 LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64)  # blocks of 64 KiB

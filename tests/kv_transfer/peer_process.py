@@ -6,13 +6,13 @@ import asyncio
 import json
 import sys
 
-from core.clock import MonotonicClock
-from core.kv_layout import KVLayout
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sink import Sink
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.kv_layout import KVLayout
 
 
 def say(**values: object) -> None:

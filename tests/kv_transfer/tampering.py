@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
-from core.errors import ChecksumMismatch
-from core.handoff import KVEndpoint
 from kv_transfer.base import Buffer, KVLink, KVTransport, Message
 from kv_transfer.integrity import Blocks, Refused, decode
 from kv_transfer.sink import Sink
+from pdserve.core.errors import ChecksumMismatch
+from pdserve.core.handoff import KVEndpoint
 
 Damage = Literal["", "corrupt", "flip", "duplicate", "reorder"]
 

@@ -10,9 +10,6 @@ from typing import Any
 import msgpack
 import pytest
 
-from core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
-from core.handoff import KVDestination, KVEndpoint
-from core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from kv_transfer import integrity
 from kv_transfer.base import Buffer, KVLink, Message
 from kv_transfer.integrity import (
@@ -34,6 +31,9 @@ from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sink import Sink
 from kv_transfer.status import TransferStatus
 from kv_transfer.transports.loopback import LoopbackTransport
+from pdserve.core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
+from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 
 MakeEnds = Callable[..., Awaitable[Any]]
 

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from core.errors import ConfigError, PeerLost, TransferError
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.memory_store import MemoryStore
@@ -25,6 +22,9 @@ from kv_transfer.sink import Sink
 from kv_transfer.status import TransferStatus
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.socket_link import SocketLink
+from pdserve.core.errors import ConfigError, PeerLost, TransferError
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.kv_transfer.relay import Relay
 

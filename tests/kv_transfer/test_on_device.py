@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import PeerLost, TransferRefused
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.base import KVTransport
 from kv_transfer.device_memory import DeviceMemory, PeerDeviceMemory
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sink import Sink
 from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
+from pdserve.core.errors import PeerLost, TransferRefused
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 
 MakeEnds = Callable[..., Awaitable[Any]]
 LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from core.errors import (
+from kv_transfer.factory import create_transport
+from kv_transfer.handoff_over import HandoffOver
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.status import TransferStatus
+from pdserve.core.errors import (
     ConfigError,
     LayoutMismatch,
     ModelError,
@@ -20,12 +24,8 @@ from core.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
-from kv_transfer.factory import create_transport
-from kv_transfer.handoff_over import HandoffOver
-from kv_transfer.memory_store import MemoryStore
-from kv_transfer.status import TransferStatus
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 
 MakeEnds = Callable[..., Awaitable[Any]]
 NIXL = pytest.param(

@@ -20,10 +20,6 @@ from typing import Any
 import psutil
 import pytest
 
-from core.clock import MonotonicClock
-from core.errors import PeerLost, TransferError
-from core.handoff import KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import Hello, Open, encode
@@ -34,6 +30,10 @@ from kv_transfer.source import Source
 from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import PeerLost, TransferError
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 from tests.kv_transfer.end import End, until
 
 importlib.import_module("kv_transfer.transports.torch_store")  # here, where no timeout runs: it takes seconds

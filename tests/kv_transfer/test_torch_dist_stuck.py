@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from core.errors import PeerLost, TransferError, TransferTimeout
 from kv_transfer import sender as sender_module
 from kv_transfer.base import Buffer, KVLink
 from kv_transfer.handoff_over import HandoffOver
@@ -21,6 +20,7 @@ from kv_transfer.transports import torch_link
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from kv_transfer.transports.torch_groups import Groups
 from kv_transfer.transports.torch_link import TorchDistLink
+from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 MakeEnds = Callable[..., Awaitable[Any]]
 TIMEOUT_S = 0.4

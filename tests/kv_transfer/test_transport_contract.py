@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from core.errors import ConfigError, PeerLost, TransferTimeout
-from core.handoff import KVEndpoint
 from kv_transfer import factory
 from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, KVTransport, Message
 from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.sink import Sink
+from pdserve.core.errors import ConfigError, PeerLost, TransferTimeout
+from pdserve.core.handoff import KVEndpoint
 
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")

@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from core.clock import MonotonicClock
-from core.errors import PeerLost, TransferTimeout
-from core.handoff import KVDestination, KVEndpoint
-from core.kv_layout import KVLayout
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.sender import KVSender
 from kv_transfer.sink import Sink
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import PeerLost, TransferTimeout
+from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.kv_layout import KVLayout
 
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.param(

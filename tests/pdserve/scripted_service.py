@@ -21,10 +21,10 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from core.timeline import GATEWAY, EventKind
-from gateway.statuses import ERROR_KIND_KEY, RETRY_AFTER_KEY
-from pb import inference_pb2 as pb
-from pb import inference_pb2_grpc as pb_grpc
+from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY
+from pdserve.core.timeline import GATEWAY, EventKind
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16

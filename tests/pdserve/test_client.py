@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from core.errors import (
+from pdserve import AsyncClient, Client, EventKind, Generation, TopLogprob
+from pdserve.core.errors import (
     CapacityExceeded,
     ChecksumMismatch,
     DeadlineExceeded,
@@ -26,9 +27,8 @@ from core.errors import (
     RequestAborted,
     WorkerLost,
 )
-from core.timeline import Figure
-from pb import inference_pb2 as pb
-from pdserve import AsyncClient, Client, Generation, TopLogprob
+from pdserve.core.timeline import Figure
+from pdserve.pb import inference_pb2 as pb
 from tests.pdserve.scripted_service import BLOCK_SIZE, KV_BYTES_PER_TOKEN, PREFILL_S, ScriptedService
 
 STATUSES = [
@@ -47,6 +47,7 @@ ISSUE_KEYS = [
     *("block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped"),
     "prefill_cached_tokens",
     *("ttft_ms", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms", "transfer"),
+    *("prompt_tokens", "attempts", "tpot_ms", "total_ms", "tokens", "events", "clocks"),
 ]
 
 
@@ -119,6 +120,37 @@ def test_to_dict_has_the_documented_keys_in_order(service: ScriptedService) -> N
     assert one.to_dict()["breakdown_ms"]["ttft_decode"] is None
     assert one.tpot_ms is None
     assert one.kv_bytes == one.kv_bytes_expected == 0
+
+
+def test_the_raw_timeline_is_public(service: ScriptedService) -> None:
+    with Client(service.target) as client:
+        result = client.generate([1, 2, 3], max_tokens=3).result()
+    kinds = [event.kind for event in result.events]
+    assert kinds[0] is EventKind.RECEIVED
+    assert kinds.index(EventKind.TOKEN_1_SAMPLED) < kinds.index(EventKind.TOKEN_1_EMITTED)
+    assert set(result.clocks) == {"prefill-0", "decode-0"}
+    plain = result.to_dict()
+    assert [event["kind"] for event in plain["events"]] == kinds
+    assert plain["clocks"]["decode-0"] == {"offset_s": 0.0, "error_s": 0.0001}
+    assert [token["token_id"] for token in plain["tokens"]] == list(result.token_ids)
+    # A stage computed from the raw events is the breakdown's. Here all clocks are the same.
+    at_s = {event.kind: event.time_s for event in result.events}
+    prefill_ms = (at_s[EventKind.TOKEN_1_SAMPLED] - at_s[EventKind.PREFILL_SCHEDULED]) * 1e3
+    assert prefill_ms == pytest.approx(result.breakdowns[Figure.TTFT].stages_ms["prefill"])
+
+
+def test_the_raw_timeline_as_a_table(service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(service.target) as client:
+        result = client.generate([1, 2, 3], max_tokens=3).result()
+    table = result.to_dataframe()
+    assert list(table["event"]) == [event.kind for event in result.events]
+    assert set(table["request_id"]) == {result.request_id}
+    assert table["gateway_ms"].iloc[0] == 0.0
+    assert table["gateway_ms"].is_monotonic_increasing
+    assert set(table["clock_error_ms"]) == {0.0, 0.0001 * 1e3}
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError):
+        result.to_dataframe()
 
 
 def test_sampling_options_are_sent_as_given(service: ScriptedService) -> None:

@@ -10,8 +10,16 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, RequestAborted, from_wire, to_wire
 from pdserve import AsyncClient, Client
+from pdserve.core.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    NotReady,
+    PdserveError,
+    RequestAborted,
+    from_wire,
+    to_wire,
+)
 from tests.pdserve.http2_server import Connection, HTTP2Server
 from tests.pdserve.scripted_service import ScriptedService
 

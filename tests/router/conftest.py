@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.clock import Clock
-from core.config import KVFailurePolicy, RouterConfig
-from core.request import Mode, Request
-from core.sampling import SamplingParams
-from core.timeline import EventKind
-from core.worker import Role, WorkerLoad
+from pdserve.core.clock import Clock
+from pdserve.core.config import KVFailurePolicy, RouterConfig
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.timeline import EventKind
+from pdserve.core.worker import Role, WorkerLoad
 from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
 from router.router import Router

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from core.errors import CapacityExceeded
+from pdserve.core.errors import CapacityExceeded
 from router import arrivals
 from router.arrivals import Arrivals
 from tests.router.conftest import MakeCluster

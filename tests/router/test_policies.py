@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from core.errors import ConfigError
+from pdserve.core.errors import ConfigError
 from router.policies import LeastOutstandingTokens, RoundRobin, create_policy
 
 

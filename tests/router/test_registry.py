@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from core.clock import FakeClock
-from core.errors import LayoutMismatch, NotReady, TransferTimeout
-from core.request import Mode
-from core.worker import Role, WorkerLoad
+from pdserve.core.clock import FakeClock
+from pdserve.core.errors import LayoutMismatch, NotReady, TransferTimeout
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role, WorkerLoad
 from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
 

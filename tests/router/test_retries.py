@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from core.errors import (
+from pdserve.core.errors import (
     CapacityExceeded,
     ChecksumMismatch,
     DeadlineExceeded,
@@ -19,8 +19,8 @@ from core.errors import (
     TransferTimeout,
     WorkerLost,
 )
-from core.request import Mode, RequestStatus
-from core.timeline import EventKind, Figure
+from pdserve.core.request import Mode, RequestStatus
+from pdserve.core.timeline import EventKind, Figure
 from router.deadline import Deadline
 from router.fakes import Point
 from router.retry_budget import MIN_RETRIES

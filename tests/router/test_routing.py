@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotReady
-from core.request import Mode, RequestStatus
-from core.sampling import FinishReason
-from core.timeline import EventKind, Figure
-from core.worker import TokenOutput
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotReady
+from pdserve.core.request import Mode, RequestStatus
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import EventKind, Figure
+from pdserve.core.worker import TokenOutput
 
 if TYPE_CHECKING:
     from tests.router.conftest import MakeCluster

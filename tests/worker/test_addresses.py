@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ConfigError
+from pdserve.core.errors import ConfigError
 from worker.addresses import interfaces, resolve_interface
 
 

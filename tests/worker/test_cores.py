@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import PdserveConfig
-from core.worker import Role
+from pdserve.core.config import PdserveConfig
+from pdserve.core.worker import Role
 from tests.local_cluster import ROOT, free_port
 from tests.random_models import save_random_model
 from worker.cores import (

@@ -15,17 +15,17 @@ import pytest
 
 import decode_worker.flow
 import prefill_worker.flow
-from core.clock import MonotonicClock
-from core.config import PdserveConfig
-from core.errors import LayoutMismatch, PdserveError, TransferError, TransferRefused
-from core.handoff import KVDestination
-from core.sampling import SamplingParams
-from core.worker import Role, TokenOutput, Work, WorkerInfo
 from engine.messages import KVRole
 from kv_transfer.factory import create_transport
 from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LayoutMismatch, PdserveError, TransferError, TransferRefused
+from pdserve.core.handoff import KVDestination
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.worker import Role, TokenOutput, Work, WorkerInfo
 from tests.local_cluster import free_port
 from tests.random_models import greedy_tokens, save_random_model
 from worker.client import WorkerClient

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from core.errors import WorkerLost
-from core.worker import TokenOutput
-from pb import worker_pb2 as pb
+from pdserve.core.errors import WorkerLost
+from pdserve.core.worker import TokenOutput
+from pdserve.pb import worker_pb2 as pb
 from worker.outbox import Outbox
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.config import PdserveConfig
-from core.worker import Role
+from pdserve.core.config import PdserveConfig
+from pdserve.core.worker import Role
 from worker.spec import WorkerSpec
 
 SPEC = WorkerSpec("decode-0", Role.DECODE, "127.0.0.1", "127.0.0.1", "cpu", "127.0.0.1:1", "0.1.0")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.clock import Clock, MonotonicClock
 from engine.messages import Command
+from pdserve.core.clock import Clock, MonotonicClock
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 from worker.watchdog import Watchdog
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import LayoutMismatch, WorkerLost
-from core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
-from core.kv_layout import KVLayout
-from core.logprobs import TokenLogprobs
-from core.sampling import FinishReason, SamplingParams
-from core.timeline import Event, EventKind
-from core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
-from pb import worker_pb2 as pb
+from pdserve.core.errors import LayoutMismatch, WorkerLost
+from pdserve.core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.timeline import Event, EventKind
+from pdserve.core.worker import Role, TokenOutput, Work, WorkerInfo, WorkerLoad
+from pdserve.pb import worker_pb2 as pb
 from worker import wire
 
 LAYOUT = KVLayout("abc", "bfloat16", 64, 30, 3, 64)

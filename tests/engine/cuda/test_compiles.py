@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import triton_decode, triton_layer, triton_prefill
+from engine.kernels import triton_decode, triton_layer, triton_prefill
 from tests.engine.cuda.conftest import INTERPRETED
 
 if INTERPRETED:

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from core.kv_layout import KVLayout
-from engine.batch import ScheduledSeq
-from engine.cuda_attention import CUDAAttention
-from engine.cuda_graphs import DecodeGraphs, ladder
-from engine.cuda_layer import CUDA_FORM
-from engine.kv_pool import KVPool
-from engine.loader import load_weights
-from engine.model import LlamaDecoder
-from engine.model_source import resolve_model
-from engine.runner import ModelRunner
+from engine.kernels.cuda_attention import CUDAAttention
+from engine.kernels.cuda_graphs import DecodeGraphs, ladder
+from engine.kernels.cuda_layer import CUDA_FORM
+from engine.model.decoder import LlamaDecoder
+from engine.model.kv_pool import KVPool
+from engine.model.loader import load_weights
+from engine.model.runner import ModelRunner
+from engine.model.source import resolve_model
+from engine.scheduling.batch import ScheduledSeq
+from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import BLOCK, GREEDY, generate
 from tests.random_models import save_random
 

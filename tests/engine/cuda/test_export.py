@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.kv_layout import KVLayout
-from engine.kv_pool import KVPool
+from engine.model.kv_pool import KVPool
+from pdserve.core.kv_layout import KVLayout
 
 LAYOUT = KVLayout("m", "bfloat16", block_size=16, num_layers=3, num_kv_heads=2, head_dim=64)
 BLOCKS = 10
 PEER = """
 import json, sys
-from core.kv_layout import KVLayout
-from engine.mapped_pool import MappedPool
+from pdserve.core.kv_layout import KVLayout
+from engine.process.mapped_pool import MappedPool
 layout, blocks, handle = json.loads(sys.argv[1])
 handle["share"] = [bytes.fromhex(v[1:]) if isinstance(v, str) else v for v in handle["share"]]
 pool = MappedPool(KVLayout.from_wire(layout), blocks, handle, -1)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from core.kv_layout import KVLayout
-from engine.batch import ScheduledSeq
-from engine.cuda_attention import NO_SLOT, CUDAAttention
-from engine.kv_pool import TORCH_DTYPES, KVPool, LayerKV
-from engine.rope import rotate_
-from engine.triton_decode import attend_decodes
-from engine.triton_layer import rms_norm, rotate_and_write, silu_times
+from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention
+from engine.kernels.triton_decode import attend_decodes
+from engine.kernels.triton_layer import rms_norm, rotate_and_write, silu_times
+from engine.model.kv_pool import TORCH_DTYPES, KVPool, LayerKV
+from engine.model.rope import rotate_
+from engine.scheduling.batch import ScheduledSeq
+from pdserve.core.kv_layout import KVLayout
 from tests.engine.cuda.conftest import INTERPRETED
 from tests.engine.harness import GREEDY
 

@@ -1,0 +1,317 @@
+"""Attention on CPUs, tile by tile: a tile's keys and values are brought from their pages into a scratch buffer. Many
+decodes take several tiles of at most `TILE_BYTES`, which stay in the cache, so that the KV cache crosses the memory bus
+once per step. The context of one sequence is never split: where it alone is larger, so is its tile.
+
+Decodes of similar context share a tile; a prompt chunk's context is one tile, over which its queries go in strips, so
+that no strip looks at more than the keys it may see. Query heads that share a KV head are rows of one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine.model.attention import Attention, AttentionStep
+from engine.model.kv_pool import KVPool, LayerKV
+from engine.scheduling.batch import ScheduledSeq
+
+TILE_BYTES = 3 * 2**20  # keys and values of a decode tile: what the caches of one core hold
+SHORT_CONTEXT = 256  # up to this a single row is done faster by one call than by the products
+SCORE_BYTES = 6 * 2**20  # scores of a strip
+STRIP_ROWS = 128  # higher ones compute more for nothing above the diagonal, lower ones make less of a product
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Added to the scores of a tile's columns ``begin`` to ``end``: 0 or -inf, ``[rows, 1, end - begin]`` in decode
+    tiles, ``[rows, end - begin]`` in strips."""
+
+    begin: int
+    end: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeTile:
+    """Rows ``begin`` to ``end`` of the step, one token each, all padded to the same number of blocks. All of them see
+    columns ``first`` to ``last`` of the tile; the masks tell who sees what beside them."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    pages: torch.Tensor  # [2 * rows * kv_heads * blocks]
+    masks: list[_Mask]
+
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """Some of a chunk's rows: they see columns ``first`` to ``last`` of the chunk's tile."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    masks: list[_Mask]
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkTile:
+    """A prompt chunk: its context's pages (``[2 * kv_heads * blocks]``) and its rows in strips."""
+
+    pages: torch.Tensor
+    strips: list[_Strip]
+
+
+class _Scratch:
+    """A buffer that only grows, by half at least; what it hands out is valid until the next call."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._buffer = torch.zeros(0, dtype=dtype)
+
+    def take(self, *size: int) -> torch.Tensor:
+        """An uninitialised tensor of ``size``."""
+        numbers = 1
+        for n in size:
+            numbers *= n
+        if numbers > self._buffer.shape[0]:
+            self._buffer = torch.zeros(max(numbers, self._buffer.shape[0] * 3 // 2), dtype=self._buffer.dtype)
+        return self._buffer[:numbers].view(size)
+
+
+class CPUAttention(Attention):
+    """Attention over ``pool``, for layers with any of ``windows`` (None: no window) and ``num_heads`` query heads.
+
+    ``fused`` computes prompt chunks with PyTorch's fused attention, which is faster where the CPU has matrix tiles
+    (AMX) and slower where it has not; by default the CPU decides.
+    """
+
+    def __init__(
+        self, pool: KVPool, num_heads: int, windows: Collection[int | None], fused: bool | None = None
+    ) -> None:
+        layout = pool.layout
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, layout.num_kv_heads, layout.head_dim
+        self.block_size = layout.block_size
+        self.fused = bool(torch.cpu._is_amx_tile_supported()) if fused is None else fused
+        self.keys_values = _Scratch(pool.tensor.dtype)
+        self.scores = _Scratch(pool.tensor.dtype)
+        self._pool = pool
+        self._dtype = pool.tensor.dtype
+        self._windows = frozenset(windows)
+        self._heads = torch.arange(2 * self.num_kv_heads)
+        self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
+
+    def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Zero the blocks that this step begins and does not fill: what nobody has written yet is multiplied by 0, and
+        0 times what an overflowed request has left there could be NaN."""
+        for seq in seqs:
+            last, filled = divmod(seq.start + len(seq.token_ids), self.block_size)
+            if filled and seq.start <= last * self.block_size:
+                self._pool.tensor[seq.block_ids[last]].zero_()
+
+    def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
+        """Decodes by their context, then chunks."""
+        return sorted(seqs, key=lambda s: (len(s.token_ids) > 1, s.start))
+
+    def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
+        decodes = [s for s in seqs if len(s.token_ids) == 1]
+        plans = {
+            window: (self._decode_tiles(decodes, window), self._chunk_tiles(seqs[len(decodes) :], len(decodes), window))
+            for window in self._windows
+        }
+        return _CPUStep(self, self._slots(seqs), plans)
+
+    def _slots(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+        """The vectors that the step's keys and values go to: ``[rows * 2 * kv_heads]``."""
+        size = self.block_size
+        vectors = torch.tensor([
+            s.block_ids[p // size] * self._pool.pages_per_block * size + p % size
+            for s in seqs for p in range(s.start, s.start + len(s.token_ids))
+        ])  # fmt: skip
+        return (vectors[:, None] + self._heads * size).flatten()
+
+    def _pages(self, tables: list[list[int]]) -> torch.Tensor:
+        """The pages of blocks ``[rows][blocks]``, as ``[2, rows, kv_heads, blocks]`` flattened."""
+        blocks = torch.tensor(tables)[None, :, None, :] * self._pool.pages_per_block
+        return (blocks + self._heads.view(2, 1, -1, 1)).flatten()
+
+    def _decode_tiles(self, seqs: Sequence[ScheduledSeq], window: int | None) -> list[_DecodeTile]:
+        size = self.block_size
+        block_bytes = 2 * self.num_kv_heads * size * self.head_dim * self._dtype.itemsize
+        spans = [(0 if window is None else max(0, s.start + 1 - window) // size, s.start // size + 1) for s in seqs]
+        tiles: list[_DecodeTile] = []
+        begin = 0
+        while begin < len(seqs):
+            widest = narrowest = spans[begin][1] - spans[begin][0]
+            end = begin + 1
+            while end < len(seqs):
+                blocks = spans[end][1] - spans[end][0]
+                widest, narrowest = max(widest, blocks), min(narrowest, blocks)
+                if (end + 1 - begin) * widest * block_bytes > TILE_BYTES or widest > 2 * narrowest:
+                    break
+                end += 1
+            tiles.append(self._decode_tile(seqs[begin:end], spans[begin:end], begin, window))
+            begin = end
+        return tiles
+
+    def _decode_tile(
+        self, seqs: Sequence[ScheduledSeq], spans: Sequence[tuple[int, int]], begin: int, window: int | None
+    ) -> _DecodeTile:
+        size = self.block_size
+        blocks = max(last - first for first, last in spans)
+        tables: list[list[int]] = []
+        lows: list[int] = []
+        highs: list[int] = []
+        for seq, (first, last) in zip(seqs, spans, strict=True):
+            mine = list(seq.block_ids[first:last])
+            tables.append(mine + mine[:1] * (blocks - len(mine)))  # padded by a block of its own, which the mask hides
+            lows.append(0 if window is None else max(0, seq.start + 1 - window) - first * size)
+            highs.append(seq.start + 1 - first * size)
+        masks: list[_Mask] = []
+        if max(lows):
+            columns = torch.arange(max(lows))
+            masks.append(_Mask(0, max(lows), self._hide(columns < torch.tensor(lows)[:, None])[:, None]))
+        if min(highs) < blocks * size:
+            columns = torch.arange(min(highs), blocks * size)
+            hidden = columns >= torch.tensor(highs)[:, None]
+            masks.append(_Mask(min(highs), blocks * size, self._hide(hidden)[:, None]))
+        return _DecodeTile(begin, begin + len(seqs), max(lows), min(highs), self._pages(tables), masks)
+
+    def _chunk_tiles(self, seqs: Sequence[ScheduledSeq], row: int, window: int | None) -> list[_ChunkTile]:
+        size = self.block_size
+        tiles: list[_ChunkTile] = []
+        for seq in seqs:
+            rows, context = len(seq.token_ids), seq.start + len(seq.token_ids)
+            first_block = 0 if window is None else max(0, seq.start + 1 - window) // size
+            tables = [list(seq.block_ids[first_block : -(-context // size)])]
+            strips = self._strips(seq.start, rows, row, first_block * size, window)
+            tiles.append(_ChunkTile(self._pages(tables), strips))
+            row += rows
+        return tiles
+
+    def _strips(self, start: int, rows: int, row: int, origin: int, window: int | None) -> list[_Strip]:
+        row_bytes = self.num_heads * (start + rows) * self._dtype.itemsize
+        height = max(1, min(STRIP_ROWS, SCORE_BYTES // row_bytes))
+        strips: list[_Strip] = []
+        for begin in range(0, rows, rows if self.fused else height):
+            end = rows if self.fused else min(rows, begin + height)
+            first = 0 if window is None else max(0, start + begin + 1 - window)
+            last = start + end
+            if window is not None and last > window:
+                positions, columns = torch.arange(start + begin, last)[:, None], torch.arange(first, last)
+                values = self._hide((columns > positions) | (columns <= positions - window))
+                masks = [_Mask(0, last - first, values)]
+            elif not self.fused:
+                masks = [_Mask(start + begin - first, last - first, self._triangle[: end - begin, : end - begin])]
+            elif start:
+                values = self._hide(torch.arange(last) > torch.arange(start, last)[:, None])
+                masks = [_Mask(0, last - first, values)]
+            else:
+                masks = []
+            strips.append(_Strip(row + begin, row + end, first - origin, last - origin, masks))
+        return strips
+
+    def _hide(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+
+
+class _CPUStep(AttentionStep):
+    def __init__(
+        self,
+        attention: CPUAttention,
+        slots: torch.Tensor,
+        plans: dict[int | None, tuple[list[_DecodeTile], list[_ChunkTile]]],
+    ) -> None:
+        self._attention = attention
+        self._slots = slots
+        self._plans = plans
+
+    def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
+        layer.vectors.index_copy_(0, self._slots, keys_values.reshape(-1, self._attention.head_dim))
+
+    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype)
+        decodes, chunks = self._plans[window]
+        for tile in decodes:
+            self._decode(query, layer, tile, scale, out)
+        for chunk in chunks:
+            keys, values = self._fetch(layer, chunk.pages, 1)
+            for strip in chunk.strips:
+                columns = slice(strip.first, strip.last)
+                attend = self._fused if self._attention.fused else self._strip
+                attend(query, keys[:, columns], values[:, columns], strip, scale, out)
+        return out.flatten(1)
+
+    def _fetch(self, layer: LayerKV, pages: torch.Tensor, rows: int) -> torch.Tensor:
+        """The keys and values of ``pages``: ``[2, rows * kv_heads, columns, head_dim]``, in scratch memory."""
+        attention = self._attention
+        fetched = attention.keys_values.take(pages.shape[0], layer.pages.shape[1])
+        torch.index_select(layer.pages, 0, pages, out=fetched)
+        return fetched.view(2, rows * attention.num_kv_heads, -1, attention.head_dim)
+
+    def _decode(self, query: torch.Tensor, layer: LayerKV, tile: _DecodeTile, scale: float, out: torch.Tensor) -> None:
+        attention, rows = self._attention, tile.end - tile.begin
+        keys, values = self._fetch(layer, tile.pages, rows)
+        folded = query[tile.begin : tile.end].reshape(keys.shape[0], -1, attention.head_dim)
+        if rows == 1 and tile.last - tile.first <= SHORT_CONTEXT:
+            columns = slice(tile.first, tile.last)
+            out[tile.begin] = functional.scaled_dot_product_attention(
+                folded.unsqueeze(0), keys[None, :, columns], values[None, :, columns], scale=scale
+            ).view(-1, attention.head_dim)
+            return
+        scores = self._scores(folded, keys, scale)
+        for mask in tile.masks:
+            scores.view(rows, -1, keys.shape[1])[:, :, mask.begin : mask.end].add_(mask.values)
+        torch.softmax(scores, -1, out=scores)
+        torch.bmm(scores, values, out=out[tile.begin : tile.end].view(folded.shape))
+
+    def _scores(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+        """Products of ``query`` (``[n, rows, head_dim]``) and ``keys`` (``[n, columns, head_dim]``), in scratch memory:
+        ``[n, rows, columns]``."""
+        scores = self._attention.scores.take(query.shape[0], query.shape[1], keys.shape[1])
+        if scale == 1.0:
+            return torch.bmm(query, keys.transpose(1, 2), out=scores)
+        return torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
+
+    def _strip(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        strip: _Strip,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        attention, rows = self._attention, strip.end - strip.begin
+        kv_heads, columns, head_dim = keys.shape
+        split = (rows, kv_heads, attention.num_heads // kv_heads, head_dim)
+        folded = query[strip.begin : strip.end].view(split).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+        scores = self._scores(folded, keys, scale)
+        for mask in strip.masks:
+            scores.view(-1, rows, columns)[:, :, mask.begin : mask.end].add_(mask.values)
+        torch.softmax(scores, -1, out=scores)
+        attended = torch.bmm(scores, values).view(kv_heads, -1, rows, head_dim)
+        out[strip.begin : strip.end].view(split).copy_(attended.permute(2, 0, 1, 3))
+
+    def _fused(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        strip: _Strip,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        attended = functional.scaled_dot_product_attention(
+            query[strip.begin : strip.end].transpose(0, 1).unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=strip.masks[0].values if strip.masks else None,
+            is_causal=not strip.masks,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[strip.begin : strip.end] = attended.squeeze(0).transpose(0, 1)

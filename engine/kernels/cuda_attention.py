@@ -1,0 +1,143 @@
+"""Attention on GPUs: Triton kernels that follow the block tables, so that no cache is ever gathered.
+
+Rows of one token are decodes, whose contexts are split over the GPU; longer chunks go in tiles of query rows. What the
+kernels have to know of a step crosses the bus in one copy. With CPU tensors all of it runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.kernels.triton_decode import attend_decodes
+from engine.kernels.triton_layer import write
+from engine.kernels.triton_prefill import attend_chunks, tile_rows
+from engine.model.attention import Attention, AttentionStep
+from engine.model.kv_pool import KVPool, LayerKV
+from engine.scheduling.batch import ScheduledSeq
+
+NO_SLOT = -1  # of a row that belongs to no token: its keys and values go nowhere
+_NO_WINDOW = 2**30
+_PROGRAMS_PER_PROCESSOR = 4
+_MIN_SPLITS, _MAX_SPLITS = 4, 64
+_PROCESSORS_OF_INTERPRETER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CUDAStep(AttentionStep):
+    """Device tensors of one step, all int32. The first ``contexts.shape[0]`` rows are decodes, row i of sequence i.
+
+    ``slots`` (``[rows]``) are ``block * block_size + offset`` of each row's token, or `NO_SLOT`. ``contexts``
+    (``[decodes]``) are the tokens that a decode sees without a window, its own included; 0 is a row of padding.
+    ``tables`` is ``[sequences, blocks]``, ``tiles`` what `engine.kernels.triton_prefill.attend_chunks` takes.
+    """
+
+    slots: torch.Tensor
+    contexts: torch.Tensor
+    tables: torch.Tensor
+    tiles: torch.Tensor | None
+    splits: int
+
+    def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
+        write(keys_values, self.slots, layer.k, layer.v)
+
+    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        decodes = self.contexts.shape[0]
+        if decodes:
+            attend_decodes(
+                query[:decodes],
+                layer.k,
+                layer.v,
+                self.tables,
+                self.contexts,
+                _NO_WINDOW if window is None else window,
+                scale,
+                self.splits,
+                out[:decodes],
+            )
+        if self.tiles is not None:
+            attend_chunks(query, layer.k, layer.v, self.tables, self.tiles, window, scale, out)
+        return out.flatten(1)
+
+
+class CUDAAttention(Attention):
+    """Attention over ``pool`` for ``num_heads`` query heads and layers with any windows. ``processors`` are the
+    multiprocessors that decodes are split over, the device's own by default."""
+
+    def __init__(self, pool: KVPool, num_heads: int, processors: int | None = None) -> None:
+        self.block_size = pool.layout.block_size
+        self.device = pool.tensor.device
+        self._kv_heads = pool.layout.num_kv_heads
+        self._tile_rows = tile_rows(pool.layout.head_dim, pool.tensor.dtype, pool.tensor.device)
+        self._processors = processors or _processors(self.device)
+        if num_heads % self._kv_heads:
+            raise ValueError(f"{num_heads} query heads cannot share {self._kv_heads} KV heads evenly")
+
+    def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Nothing: the kernels load no number that was not written."""
+
+    def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
+        """Decodes, then chunks."""
+        return sorted(seqs, key=lambda s: len(s.token_ids) > 1)
+
+    def plan(self, seqs: Sequence[ScheduledSeq]) -> CUDAStep:
+        decodes = sum(len(s.token_ids) == 1 for s in seqs)
+        tables = np.zeros((len(seqs), max((len(s.block_ids) for s in seqs), default=0)), dtype=np.int32)
+        for table, seq in zip(tables, seqs, strict=True):
+            table[: len(seq.block_ids)] = seq.block_ids
+        slots = [self._slots(table, seq) for table, seq in zip(tables, seqs, strict=True)]
+        contexts = np.array([s.start + 1 for s in seqs[:decodes]], dtype=np.int32)
+        tiles = self._tiles(seqs, decodes)
+        parts = self._to_device([np.concatenate(slots) if slots else contexts, contexts, tables, tiles])
+        return CUDAStep(parts[0], parts[1], parts[2], parts[3] if len(tiles) else None, self.splits(decodes))
+
+    def splits(self, decodes: int) -> int:
+        """Programs that share one decode's context: enough of them in a step to fill the device, and always some, so
+        that one long context among short ones is not left to a single program. Few different numbers come of it, as
+        each is a kernel to compile: those of the powers of 2, which a ladder of graphs has compiled."""
+        rows = 1 << max(0, decodes - 1).bit_length()
+        wanted = _PROGRAMS_PER_PROCESSOR * self._processors // (rows * self._kv_heads)
+        splits = _MIN_SPLITS
+        while splits < min(wanted, _MAX_SPLITS):
+            splits *= 2
+        return splits
+
+    def _slots(self, table: np.ndarray, seq: ScheduledSeq) -> np.ndarray:
+        positions = np.arange(seq.start, seq.start + len(seq.token_ids), dtype=np.int32)
+        return table[positions // self.block_size] * np.int32(self.block_size) + positions % self.block_size
+
+    def _tiles(self, seqs: Sequence[ScheduledSeq], decodes: int) -> np.ndarray:
+        tiles: list[tuple[int, int, int, int]] = []
+        row = decodes
+        for i, seq in enumerate(seqs[decodes:], decodes):
+            rows = len(seq.token_ids)
+            tiles += [
+                (i, row + begin, min(self._tile_rows, rows - begin), seq.start + begin)
+                for begin in range(0, rows, self._tile_rows)
+            ]
+            row += rows
+        tiles.sort(key=lambda tile: -tile[3])  # the longest work first, so that none of it is left for the end
+        return np.array(tiles, dtype=np.int32).reshape(-1, 4)
+
+    def _to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """The arrays as device tensors, brought there by one copy that nobody waits for."""
+        sizes = [-(-array.size // 4) * 4 for array in arrays]  # each begins at a multiple of 16 bytes
+        host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        begin = 0
+        for array, size in zip(arrays, sizes, strict=True):
+            host.numpy()[begin : begin + array.size] = array.ravel()
+            begin += size
+        # PyTorch keeps the pinned memory until the copy is done, even if nobody else does.
+        parts = torch.split(host.to(self.device, non_blocking=True), sizes)
+        return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _PROCESSORS_OF_INTERPRETER
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

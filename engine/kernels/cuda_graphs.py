@@ -1,0 +1,125 @@
+"""Decode steps as CUDA graphs: one launch for the whole model, at a ladder of batch sizes.
+
+A graph reads its inputs from fixed places and has a fixed size. A step is copied there and padded up to the next rung:
+rows of padding have no slot and no context, so that they read and write no block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention, CUDAStep
+from engine.model.decoder import LlamaDecoder, ModelStep
+from engine.model.kv_pool import KVPool
+from engine.scheduling.batch import ScheduledSeq
+
+log = logging.getLogger(__name__)
+
+_HEADER = 4  # rows of the inputs before the block tables: token ids, positions, slots, contexts
+
+
+def ladder(max_seqs: int) -> list[int]:
+    """Batch sizes up to ``max_seqs``, which is always the last: steps that grow with the size, so that padding stays
+    cheap and the graphs few."""
+    rungs = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32), *range(256, max_seqs, 64)]
+    return [n for n in rungs if n < max_seqs] + [max_seqs]
+
+
+class DecodeGraphs:
+    """Pure decode steps of up to ``max_seqs`` requests with block tables of up to ``max_blocks`` blocks.
+
+    The inputs are one int32 array for all sizes. Of size n it is ``[4 + max_blocks, n]``: token ids, positions, slots
+    and contexts, then the block tables, a sequence in each column. So whatever a step needs of it is one run of memory,
+    and crosses the bus in one copy that is no longer than its longest context. Without `capture` a step runs the same
+    way, launch by launch.
+    """
+
+    def __init__(
+        self, model: LlamaDecoder, attention: CUDAAttention, pool: KVPool, max_seqs: int, max_blocks: int
+    ) -> None:
+        self.sizes = ladder(max_seqs)
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        self._max_blocks = max_blocks
+        self._device = pool.tensor.device
+        self._inputs = torch.zeros((_HEADER + max_blocks) * max_seqs, dtype=torch.int32, device=self._device)
+        self._steps = {size: self._step(size) for size in self.sizes}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: torch.Tensor | None = None  # [max_seqs, vocabulary]: one place for the results of all graphs
+
+    def fits(self, seqs: Sequence[ScheduledSeq]) -> bool:
+        """Whether this step is one for `logits`: decodes alone, all of which want a token."""
+        return 0 < len(seqs) <= self.sizes[-1] and all(
+            len(s.token_ids) == 1 and s.sample and s.start < self._max_blocks * self._attention.block_size for s in seqs
+        )
+
+    @torch.inference_mode()
+    def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+        """Compute ``seqs``, their keys and values into the pool: ``[len(seqs), vocabulary]``, which the next step
+        overwrites."""
+        size = next(size for size in self.sizes if size >= len(seqs))
+        self._load(seqs, size)
+        if self._logits is None or size not in self._graphs:
+            return self._compute(size)[: len(seqs)]
+        self._graphs[size].replay()
+        return self._logits[: len(seqs)]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record the graph of every size, with rows of padding alone, so that the pool stays as it is. All share one
+        memory pool; the largest goes first, so that the others find room in what it took."""
+        started_s = time.monotonic()
+        memory = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        free_bytes = torch.cuda.mem_get_info(self._device)[0]
+        for size in reversed(self.sizes):
+            self._load([], size)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                logits = self._compute(size)  # compiles kernels and makes workspaces, which a capture must not
+                if self._logits is None:
+                    self._logits = torch.empty_like(logits)
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory, stream=stream):
+                self._logits[:size].copy_(self._compute(size))
+            self._graphs[size] = graph
+            log.info("CUDA graph of %d sequences after %.1f s", size, time.monotonic() - started_s)
+        taken_mib = (free_bytes - torch.cuda.mem_get_info(self._device)[0]) / 2**20
+        log.info("%d CUDA graphs in %.1f s, %.0f MiB", len(self.sizes), time.monotonic() - started_s, taken_mib)
+
+    def _step(self, size: int) -> ModelStep:
+        """The step over the inputs of ``size``; nothing is read yet."""
+        inputs = self._inputs[: (_HEADER + self._max_blocks) * size].view(-1, size)
+        token_ids, positions, slots, contexts = inputs[:_HEADER].unbind()
+        tables = inputs[_HEADER:].t()
+        attention = CUDAStep(slots, contexts, tables, None, self._attention.splits(size))
+        return ModelStep(token_ids=token_ids, positions=positions, attention=attention)
+
+    def _compute(self, size: int) -> torch.Tensor:
+        return self._model.logits(self._model.forward(self._steps[size], self._pool))
+
+    def _load(self, seqs: Sequence[ScheduledSeq], size: int) -> None:
+        """Put ``seqs`` and the padding up to ``size`` where the step of that size reads them."""
+        block_size = self._attention.block_size
+        blocks = max((s.start // block_size + 1 for s in seqs), default=0)
+        pinned = self._device.type == "cuda"
+        host = torch.empty((_HEADER + blocks, size), dtype=torch.int32, pin_memory=pinned)
+        inputs: np.ndarray = host.numpy()
+        inputs[:, len(seqs) :] = 0
+        inputs[2, len(seqs) :] = NO_SLOT
+        for column, seq in enumerate(seqs):
+            used = seq.start // block_size + 1
+            slot = seq.block_ids[used - 1] * block_size + seq.start % block_size
+            inputs[:_HEADER, column] = (seq.token_ids[0], seq.start, slot, seq.start + 1)
+            inputs[_HEADER : _HEADER + used, column] = seq.block_ids[:used]
+            inputs[_HEADER + used :, column] = 0
+        # PyTorch keeps the pinned memory until the copy is done, even if nobody else does.
+        self._inputs[: host.numel()].copy_(host.view(-1), non_blocking=True)

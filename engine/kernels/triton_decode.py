@@ -1,0 +1,192 @@
+"""Paged decode attention in Triton: one query row per sequence, its context split over many programs, then combined.
+
+A program takes one row, one KV head and one split of the context. The query heads that share the KV head are the rows
+of one tile, so that keys and values are read once. How many programs there are depends on the batch alone, never on
+the contexts: a launch can be replayed by a CUDA graph, and programs without work leave at once.
+
+Kernels are not specialised to arguments whose values or alignment change between steps: each change would compile anew.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+COLUMNS = 64  # keys and values of one tile
+LOG2_E = 1.4426950408889634
+FUSED = {"enable_fp_fusion": True}  # Triton 3.10 takes another default, of which 3.9 warns
+
+
+@triton.jit
+def _split_of(context, window, split, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """First column that is seen, and the first and last of ``split``, whose bounds are multiples of a tile."""
+    first = tl.maximum(context - window, 0)
+    origin = first // COLUMNS * COLUMNS
+    tiles = (context - origin + COLUMNS - 1) // COLUMNS
+    size = (tiles + SPLITS - 1) // SPLITS * COLUMNS
+    begin = origin + split * size
+    return first, begin, tl.minimum(begin + size, context)
+
+
+@triton.jit(do_not_specialize=["tables", "contexts", "table_row", "table_column"])
+def _attend_split(
+    query,  # [rows, heads, head_dim]
+    keys,  # [blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], the blocks ``block_stride`` apart
+    values,
+    tables,  # [rows, blocks], int32
+    contexts,  # [rows], int32
+    partials,  # [rows, heads, SPLITS, HEAD_DIM], float32: sums of values, not yet divided
+    maxima,  # [rows, heads, SPLITS], float32: the largest score, in powers of 2
+    totals,  # the same: sums of weights
+    scale,
+    window,
+    query_row,
+    query_head,
+    block_stride,
+    table_row,
+    table_column,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + row)
+    first, begin, end = _split_of(context, window, split, SPLITS, COLUMNS)
+    if begin >= end:
+        return
+    heads = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    used = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + heads
+    q = tl.load(query + row * query_row + head[:, None] * query_head + dims[None, :], mask=used, other=0.0)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for start in range(begin, end, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        seen = (columns >= first) & (columns < context)
+        if BLOCK_SIZE % COLUMNS == 0:  # a tile lies in one block
+            block = tl.load(tables + row * table_row + start // BLOCK_SIZE * table_column).to(tl.int64)
+            offsets = block * block_stride + columns % BLOCK_SIZE * HEAD_DIM
+        else:
+            blocks = tl.load(tables + row * table_row + columns // BLOCK_SIZE * table_column, mask=seen, other=0)
+            offsets = blocks.to(tl.int64) * block_stride + columns % BLOCK_SIZE * HEAD_DIM
+        offsets = (offsets + kv_head * (BLOCK_SIZE * HEAD_DIM))[:, None] + dims[None, :]
+        loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, mask=loaded, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        # Every tile has a column that is seen, so that the maximum is finite from here on.
+        now = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - now[:, None])
+        rest = tl.exp2(largest - now)
+        total = total * rest + tl.sum(weights, 1)
+        v = tl.load(values + offsets, mask=loaded, other=0.0)
+        acc = acc * rest[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = now
+    place = (row * tl.num_programs(1) * GROUP + head) * SPLITS + split
+    tl.store(partials + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=used)
+    tl.store(maxima + place, largest, mask=heads < GROUP)
+    tl.store(totals + place, total, mask=heads < GROUP)
+
+
+@triton.jit(do_not_specialize=["contexts"])
+def _combine_splits(
+    partials,
+    maxima,
+    totals,
+    contexts,
+    out,  # [rows, heads, HEAD_DIM]
+    window,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = row * tl.num_programs(1) + head
+    dims = tl.arange(0, DIMS)
+    splits = tl.arange(0, SPLITS)
+    _, begin, end = _split_of(tl.load(contexts + row), window, splits, SPLITS, COLUMNS)
+    worked = begin < end
+    largest = tl.load(maxima + place * SPLITS + splits, mask=worked, other=float("-inf"))
+    highest = tl.max(largest, 0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)  # a row without context: padding
+    weights = tl.exp2(largest - highest)
+    total = tl.sum(tl.load(totals + place * SPLITS + splits, mask=worked, other=0.0) * weights, 0)
+    offsets = (place * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    mask = worked[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.sum(tl.load(partials + offsets, mask=mask, other=0.0) * weights[:, None], 0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + place * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def attend_decodes(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    contexts: torch.Tensor,
+    window: int,
+    scale: float,
+    splits: int,
+    out: torch.Tensor,
+) -> None:
+    """Attention of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same, contiguous). Row i sees the last
+    ``window`` of the first ``contexts[i]`` tokens (its own is the last of them) in the blocks that ``tables[i]`` names;
+    with a context of 0 it sees nothing, touches no block, and becomes zeros. ``keys`` and ``values`` are a layer's
+    (`engine.model.kv_pool.LayerKV`), scores are multiplied by ``scale``, ``splits`` is a power of 2."""
+    rows, heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = keys.shape
+    group = heads // kv_heads
+    dims = max(16, triton.next_power_of_2(head_dim))
+    columns = COLUMNS if query.dtype.itemsize * dims <= 512 else COLUMNS // 2
+    partials = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=query.device)
+    maxima = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
+    totals = torch.empty_like(maxima)
+    _attend_split[(rows, kv_heads, splits)](
+        query,
+        keys,
+        values,
+        tables,
+        contexts,
+        partials,
+        maxima,
+        totals,
+        scale * LOG2_E,
+        window,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        tables.stride(0),
+        tables.stride(1),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        SPLITS=splits,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        COLUMNS=columns,
+        DIMS=dims,
+        num_warps=4,
+        num_stages=3,
+        **FUSED,
+    )
+    _combine_splits[(rows, heads)](
+        partials,
+        maxima,
+        totals,
+        contexts,
+        out,
+        window,
+        HEAD_DIM=head_dim,
+        SPLITS=splits,
+        COLUMNS=columns,
+        DIMS=dims,
+        num_warps=4,
+        **FUSED,
+    )

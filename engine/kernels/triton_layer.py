@@ -1,0 +1,196 @@
+"""What a decoder layer does between its matrix products, in Triton: norms, rope with the write into the pool, SiLU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.triton_decode import FUSED
+
+_HEADS = 8  # heads of one program of the rope kernel
+_SILU_COLUMNS = 1024
+
+
+@triton.jit
+def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    mask = columns < SIZE
+    numbers = tl.load(x + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / SIZE + eps)
+    numbers = numbers * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, numbers.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_times(x, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < SIZE
+    gate = tl.load(x + row * (2 * SIZE) + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * (2 * SIZE) + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _rotate_and_write(
+    qkv,  # [rows, heads + 2 * kv_heads, HEAD_DIM]
+    cos,  # [rows, HEAD_DIM]
+    sin,
+    norm,  # [heads + kv_heads, HEAD_DIM]
+    slots,  # [rows], int32
+    query,  # [rows, QUERY_HEADS, HEAD_DIM]
+    keys,  # [blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], the blocks ``block_stride`` apart
+    values,
+    eps,
+    block_stride,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, HALF)
+    half = HEAD_DIM // 2
+    rotated = QUERY_HEADS + KV_HEADS
+    mask = (heads < rotated + KV_HEADS)[:, None] & (dims < half)[None, :]
+    place = (row * (rotated + KV_HEADS) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    first = tl.load(qkv + place, mask=mask, other=0.0)
+    second = tl.load(qkv + place + half, mask=mask, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if NORMED:
+        scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)
+        normed = mask & (heads < rotated)[:, None]
+        weights = norm + heads[:, None] * HEAD_DIM + dims[None, :]
+        x = x * scale[:, None] * tl.load(weights, mask=normed, other=0.0).to(tl.float32)
+        y = y * scale[:, None] * tl.load(weights + half, mask=normed, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * HEAD_DIM + dims, mask=dims < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * HEAD_DIM + half + dims, mask=dims < half, other=0.0).to(tl.float32)[None, :]
+    turned_x = (x * c - y * s).to(first.dtype)
+    turned_y = (y * c + x * s).to(first.dtype)
+    is_query = mask & (heads < QUERY_HEADS)[:, None]
+    to = query + (row * QUERY_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to, turned_x, mask=is_query)
+    tl.store(to + half, turned_y, mask=is_query)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        base = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + slot % BLOCK_SIZE * HEAD_DIM
+        is_key = mask & (heads >= QUERY_HEADS)[:, None] & (heads < rotated)[:, None]
+        to = keys + base + (heads - QUERY_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+        tl.store(to, turned_x, mask=is_key)
+        tl.store(to + half, turned_y, mask=is_key)
+        is_value = mask & (heads >= rotated)[:, None]
+        to = values + base + (heads - rotated)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+        tl.store(to, first, mask=is_value)
+        tl.store(to + half, second, mask=is_value)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _write(
+    keys_values,  # [rows, 2 * kv_heads, HEAD_DIM], the rows ``row_stride`` apart
+    slots,
+    keys,
+    values,
+    row_stride,
+    block_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    dims = tl.arange(0, DIMS)
+    mask = dims < HEAD_DIM
+    base = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+    source = keys_values + row * row_stride + head * HEAD_DIM + dims
+    tl.store(keys + base + dims, tl.load(source, mask=mask), mask=mask)
+    tl.store(values + base + dims, tl.load(source + KV_HEADS * HEAD_DIM, mask=mask), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x`` (``[rows, hidden]``, contiguous), each row divided by its root mean square, times ``weight``."""
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    columns = triton.next_power_of_2(size)
+    warps = 4 if columns <= 2048 else 8
+    _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, COLUMNS=columns, num_warps=warps, **FUSED)
+    return out
+
+
+def silu_times(x: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of each row of ``x`` (``[rows, 2 * size]``, contiguous) times the second half."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    columns = min(_SILU_COLUMNS, triton.next_power_of_2(size))
+    _silu_times[(rows, triton.cdiv(size, columns))](x, out, SIZE=size, COLUMNS=columns, num_warps=4, **FUSED)
+    return out
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Norm (if ``norm``, ``[heads + kv_heads, head_dim]``, is given) and turn the queries and keys of ``qkv``
+    (``[rows, heads + 2 * kv_heads, head_dim]``, contiguous) by the angles of their rows (see `engine.model.rope`), and
+    put keys and values where `write` would. Returns the turned queries, ``[rows, heads, head_dim]``."""
+    rows, all_heads, head_dim = qkv.shape
+    _, kv_heads, block_size, _ = keys.shape
+    heads = all_heads - 2 * kv_heads
+    query = torch.empty((rows, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    _rotate_and_write[(rows, triton.cdiv(all_heads, _HEADS))](
+        qkv,
+        cos,
+        sin,
+        qkv if norm is None else norm,
+        slots,
+        query,
+        keys,
+        values,
+        eps,
+        keys.stride(0),
+        QUERY_HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        NORMED=norm is not None,
+        HEADS=_HEADS,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+        **FUSED,
+    )
+    return query
+
+
+def write(keys_values: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Put ``keys_values`` (``[rows, 2 * kv_heads, head_dim]``: keys, then values; each row contiguous) into a layer's
+    ``keys`` and ``values`` (`engine.model.kv_pool.LayerKV`). Row i belongs to token ``slots[i] % block_size`` of block
+    ``slots[i] // block_size``; a row whose slot is -1 is left out."""
+    _, kv_heads, block_size, head_dim = keys.shape
+    _write[(keys_values.shape[0], kv_heads)](
+        keys_values,
+        slots,
+        keys,
+        values,
+        keys_values.stride(0),
+        keys.stride(0),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        DIMS=triton.next_power_of_2(head_dim),
+        num_warps=1,
+        **FUSED,
+    )

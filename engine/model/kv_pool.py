@@ -1,0 +1,93 @@
+"""The paged KV cache of one device, in the engine process: one tensor that the worker process maps as well."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.model.host_memory import available_bytes
+from pdserve.core import memory_file
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import KVLayout, blank_memory
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's part of the pool, as views.
+
+    A *page* is what one block holds of one KV head's keys, or values: ``block_size * head_dim`` numbers, a run of
+    memory. Page ``(block * KVPool.pages_per_block) + head`` of ``pages`` holds keys, ``kv_heads`` further on are the
+    values; ``vectors`` are the pages cut into tokens. Both begin with this layer's first page and run on into the
+    layers and blocks behind it, so that the same numbers serve for every layer.
+    """
+
+    k: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim]
+    v: torch.Tensor  # the same
+    pages: torch.Tensor  # [pages from here on, block_size * head_dim]
+    vectors: torch.Tensor  # [vectors from here on, head_dim]
+
+
+class KVPool:
+    """``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block is one run of
+    ``layout.block_bytes`` bytes; behind the last one is `blank_memory`, which nothing writes. ``handle`` tells
+    `engine.process.mapped_pool.MappedPool` how to reach it."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.handle = handle
+        self.tensor = flat.view(
+            num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
+        )
+        self.pages_per_block = layout.num_layers * 2 * layout.num_kv_heads
+        pages = flat.view(-1, layout.block_size * layout.head_dim)
+        self.layers = [
+            LayerKV(
+                k=self.tensor[:, layer, 0],
+                v=self.tensor[:, layer, 1],
+                pages=pages[layer * 2 * layout.num_kv_heads :],
+                vectors=pages[layer * 2 * layout.num_kv_heads :].view(-1, layout.head_dim),
+            )
+            for layer in range(layout.num_layers)
+        ]
+
+    @classmethod
+    def on_memory_file(cls, layout: KVLayout, num_blocks: int, fd: int) -> KVPool:
+        """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
+        for first touches. `ConfigError` if the host has not that much memory."""
+        size = layout.block_bytes * num_blocks
+        whole = sum(blank_memory(size))
+        available = available_bytes()
+        if whole > available:  # filling it would get this process, or another one, killed
+            raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
+        try:
+            os.posix_fallocate(fd, 0, whole)
+            memory_file.seal(fd)
+            mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise _does_not_fit(size, str(error.strerror)) from None
+        flat = torch.frombuffer(mapping, dtype=TORCH_DTYPES[layout.dtype])
+        return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size})
+
+    @classmethod
+    def on_cuda(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
+        """A pool on a GPU, shared by CUDA IPC. `ConfigError` if it does not fit."""
+        size = layout.block_bytes * num_blocks
+        dtype = TORCH_DTYPES[layout.dtype]
+        try:
+            whole = torch.zeros(sum(blank_memory(size)) // dtype.itemsize, dtype=dtype, device=device)
+        except torch.OutOfMemoryError:
+            raise _does_not_fit(size, "the GPU has not that much free") from None
+        share = list(whole.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
+        flat = whole[: size // dtype.itemsize]
+        return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})
+
+
+def _does_not_fit(size: int, why: str) -> ConfigError:
+    return ConfigError(f"engine.kv_memory_mb: a KV pool of {size / 2**20:.0f} MiB does not fit: {why}")

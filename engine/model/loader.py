@@ -1,0 +1,91 @@
+"""Fills a model's weights: from safetensors (one file or shards), or for a dummy with random numbers of one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.model.folder import read_tensor_shapes
+from engine.model.source import DUMMY_SEED, ModelSource
+from engine.model.weights import ModelWeights
+from pdserve.core.errors import ModelError
+
+_DUMMY_STD = 0.02
+
+
+def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """All weights of ``source``, converted to ``dtype``. `ModelError` names the file and tensor that is missing,
+    unexpected, of a wrong shape, corrupt or truncated, or beyond the range of ``dtype``."""
+    weights = ModelWeights(source.shape, dtype, device)
+    if source.folder is None:
+        _fill_randomly(weights, device)
+    else:
+        _fill_from_folder(weights, source)
+    return weights
+
+
+def check_weights(source: ModelSource) -> None:
+    """`ModelError` for whatever in the folder would keep `load_weights` from reading it; loads nothing."""
+    if source.folder is not None:
+        _find_tensors(ModelWeights(source.shape, torch.float32, torch.device("meta")).tensors(), source)
+
+
+def _fill_randomly(weights: ModelWeights, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    for name, tensor in weights.tensors().items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def _find_tensors(wanted: Mapping[str, torch.Tensor], source: ModelSource) -> dict[str, Path]:
+    """The file of each tensor that is wanted. Everything is checked before anything is loaded."""
+    found: dict[str, Path] = {}
+    for path in source.weight_files():
+        for name, shape in read_tensor_shapes(path).items():
+            target = wanted.get(name)
+            if target is None:
+                _check_ignorable(name, path, source)
+                continue
+            if name in found:
+                raise ModelError(f"{path}: tensor {name!r} is in {found[name].name} already")
+            if shape != target.shape:
+                raise ModelError(f"{path}: tensor {name!r} is {list(shape)}, config.json makes it {list(target.shape)}")
+            found[name] = path
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ModelError(f"{source.folder}: tensor {missing[0]!r}{more} is in none of its safetensors files")
+    return found
+
+
+def _fill_from_folder(weights: ModelWeights, source: ModelSource) -> None:
+    wanted = weights.tensors()
+    found = _find_tensors(wanted, source)
+    for path in dict.fromkeys(found.values()):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in (name for name, holder in found.items() if holder == path):
+                    tensor = file.get_tensor(name)
+                    wanted[name].copy_(tensor)
+                    if weights.norm.dtype is torch.float16 and tensor.dtype is not torch.float16:
+                        _check_range(name, wanted[name], path)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: corrupt or truncated: {' '.join(str(error).split())}") from None
+
+
+def _check_range(name: str, tensor: torch.Tensor, path: Path) -> None:
+    if not bool(tensor.isfinite().all()):
+        raise ModelError(
+            f"{path}: tensor {name!r} has values that float16 cannot hold; set model.dtype to float32 or bfloat16"
+        )
+
+
+def _check_ignorable(name: str, path: Path, source: ModelSource) -> None:
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and source.shape.tie_word_embeddings):
+        return
+    raise ModelError(f"{path}: unexpected tensor {name!r}; the model of config.json has none of that name")

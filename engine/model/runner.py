@@ -1,0 +1,102 @@
+"""Runs one step on the device: `{request: tokens to compute}` in, sampled tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.model.attention import Attention
+from engine.model.cuda_layers import CudaLayers
+from engine.model.decoder import LlamaDecoder, ModelStep
+from engine.model.kv_pool import KVPool
+from engine.model.layer_hook import LayerHook
+from engine.model.sampler import sample
+from engine.scheduling.batch import SampledToken, SamplerParams, ScheduledSeq
+
+if TYPE_CHECKING:
+    from engine.kernels.cuda_graphs import DecodeGraphs
+
+_GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+_WARMUP_TOKENS = 128
+
+
+class ModelRunner:
+    """Joins model, attention, pool and sampler; holds no state of requests. ``graphs`` take the steps that fit them."""
+
+    def __init__(
+        self, model: LlamaDecoder, attention: Attention, pool: KVPool, graphs: DecodeGraphs | None = None
+    ) -> None:
+        self._graphs = graphs
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        self._device = pool.tensor.device
+
+    @torch.inference_mode()
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
+        """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
+        each request that wants any, by request id. ``hook`` is called on the way, when layers' keys and values can be
+        read (not in a step that runs as a recorded graph)."""
+        self._attention.prepare(seqs)
+        wanted = ordered = self._attention.order(seqs)
+        if self._graphs is not None and self._graphs.fits(ordered):
+            logits = self._graphs.logits(ordered)
+        else:
+            step, wanted = self._step(ordered)
+            if hook is not None and self._device.type == "cuda":
+                hook = LayerHook(hook.after, CudaLayers(hook.done))
+            hidden = self._model.forward(step, self._pool, hook)
+            if not wanted:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read
+                return {}
+            logits = self._model.logits(hidden)
+        positions = [s.start + len(s.token_ids) for s in wanted]
+        drawn = sample(logits, [s.params for s in wanted], positions, [s.history for s in wanted])
+        return {seq.request_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
+
+    def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
+        """The pass over ``seqs``, and those that get a token, in the order of its hidden states."""
+        step = ModelStep(
+            token_ids=torch.tensor([t for s in seqs for t in s.token_ids], device=self._device),
+            positions=torch.tensor([p for s in seqs for p in _positions(s)], device=self._device),
+            attention=self._attention.plan(seqs),
+        )
+        if all(len(s.token_ids) == 1 and s.sample for s in seqs):
+            return step, list(seqs)
+        # Of a chunk only the last row is asked for, and in the last layer it attends as a decode does.
+        rows: dict[str, int] = {}
+        lasts: dict[str, ScheduledSeq] = {}
+        wanted: dict[str, ScheduledSeq] = {}
+        end = 0
+        for seq in seqs:
+            end += len(seq.token_ids)
+            if seq.sample:
+                rows[seq.request_id] = end - 1
+                wanted[seq.request_id] = seq
+                lasts[seq.request_id] = replace(
+                    seq, token_ids=seq.token_ids[-1:], start=seq.start + len(seq.token_ids) - 1
+                )
+        ordered = self._attention.order(list(lasts.values()))
+        step = replace(
+            step,
+            wanted=torch.tensor([rows[s.request_id] for s in ordered], dtype=torch.int64, device=self._device),
+            wanted_attention=self._attention.plan(ordered),
+        )
+        return step, [wanted[s.request_id] for s in ordered]
+
+    def warmup(self, max_tokens: int) -> None:
+        """Run a prompt chunk and a decode once, so that the first request pays for no lazy initialisation. Writes into
+        the first blocks of the pool, which nobody owns yet."""
+        layout = self._pool.layout
+        tokens = min(_WARMUP_TOKENS, max_tokens, self._pool.num_blocks * layout.block_size)
+        blocks = list(range(layout.blocks_for(tokens)))
+        self.execute([ScheduledSeq("warmup", [0] * tokens, 0, blocks, True, _GREEDY)])
+        self.execute([ScheduledSeq("warmup", [0], tokens - 1, blocks, True, _GREEDY)])
+
+
+def _positions(seq: ScheduledSeq) -> range:
+    return range(seq.start, seq.start + len(seq.token_ids))

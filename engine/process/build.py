@@ -1,0 +1,158 @@
+"""Puts an engine together from its spec: model, weights, pool, runner, and the limits its scheduler gets."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.cpu_attention import CPUAttention
+from engine.messages import Ready
+from engine.model.decoder import LlamaDecoder
+from engine.model.device_dtypes import native_dtypes
+from engine.model.dtypes import choose_dtype
+from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.loader import load_weights
+from engine.model.runner import ModelRunner
+from engine.model.shape import ModelShape
+from engine.model.source import resolve_model
+from engine.model.weights import ModelWeights
+from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import KVLayout
+
+log = logging.getLogger(__name__)
+
+_CUDA_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """What the loop drives, and what it says of itself first."""
+
+    runner: ModelRunner
+    scheduler_config: SchedulerConfig
+    ready: Ready
+
+
+def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
+    """Load the model, make the pool (on CPUs in the memory file ``memory_fd``) and warm up. `ModelError` for the
+    model's faults, `ConfigError` with the dotted key for limits that do not fit model or device."""
+    started_s = time.monotonic()
+    torch.set_num_threads(spec.threads)
+    torch.set_num_interop_threads(1)
+    device = _device(spec.device)
+    source = resolve_model(spec.model)
+    shape = source.shape
+    choice = choose_dtype(spec.dtype, shape.dtype, {"": native_dtypes(device.type)})
+    if choice.note:
+        log.warning("%s", choice.note)
+    dtype = choice.dtype
+    layout = KVLayout(
+        model_hash=source.model_hash(),
+        dtype=dtype,
+        block_size=spec.block_size or DEFAULT_BLOCK_SIZE,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    _check_context(spec, shape)
+    weights = load_weights(source, TORCH_DTYPES[dtype], device)
+    available = DEFAULT_CPU_KV_BYTES
+    if device.type == "cuda":
+        available = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
+    num_blocks = _num_blocks(spec, layout, available)
+    # Without a limit of its own an engine promises no more than its pool can hold.
+    max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)
+    if device.type == "cpu":
+        model = LlamaDecoder(weights, max_model_len)
+        _trim_heap()
+        pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
+        runner = ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
+        runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
+    else:
+        pool = KVPool.on_cuda(layout, num_blocks, device)
+        runner = _cuda_runner(spec, weights, pool, max_model_len)
+    ready = Ready(
+        layout=layout.to_wire(),
+        num_blocks=num_blocks,
+        pool_handle=pool.handle,
+        max_model_len=max_model_len,
+        vocab_size=shape.vocab_size,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        cores=list(spec.cores),
+        load_s=time.monotonic() - started_s,
+        eos_token_ids=sorted(set(shape.eos_token_ids)),
+    )
+    limits = SchedulerConfig(
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_seqs=spec.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=layout.block_size,
+        num_blocks=num_blocks,
+        eos_token_ids=shape.eos_token_ids,
+        prefix_caching=spec.prefix_caching,
+        batching=spec.batching,
+        chunk_tokens=spec.chunk_tokens,
+    )
+    return BuiltEngine(runner, limits, ready)
+
+
+def _trim_heap() -> None:
+    """Give back what the unpacked weights took: under the allocator settings of an engine process glibc would keep it.
+    Other C libraries have no such call, and need none."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("cluster.device: cuda was asked for, but torch sees no GPU in the engine process")
+    return torch.device("cuda", 0)
+
+
+def _cuda_runner(spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_model_len: int) -> ModelRunner:
+    """The runner of a GPU, warm and with its graphs recorded. `ConfigError` if Triton is missing."""
+    try:  # only here: engines on CPUs do without Triton
+        from engine.kernels.cuda_attention import CUDAAttention
+        from engine.kernels.cuda_graphs import DecodeGraphs
+        from engine.kernels.cuda_layer import CUDA_FORM
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
+    model = LlamaDecoder(weights, max_model_len, CUDA_FORM)
+    attention = CUDAAttention(pool, model.shape.num_heads)
+    graphs = None
+    if spec.cuda_graphs:
+        max_blocks = pool.layout.blocks_for(max_model_len)
+        graphs = DecodeGraphs(model, attention, pool, spec.max_num_seqs, max_blocks)
+        graphs.capture()
+    runner = ModelRunner(model, attention, pool, graphs)
+    runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
+    return runner
+
+
+def _check_context(spec: EngineSpec, shape: ModelShape) -> None:
+    if spec.max_model_len is not None and spec.max_model_len > shape.max_position_embeddings:
+        raise ConfigError(
+            f"engine.max_model_len: {spec.max_model_len} is more than the model's context of "
+            f"{shape.max_position_embeddings} tokens"
+        )
+
+
+def _num_blocks(spec: EngineSpec, layout: KVLayout, default_bytes: int) -> int:
+    if spec.num_blocks is not None:
+        return spec.num_blocks
+    available = default_bytes if spec.kv_memory_bytes is None else spec.kv_memory_bytes
+    if available < layout.block_bytes:
+        raise ConfigError(
+            f"engine.kv_memory_mb: {available / 2**20:.1f} MiB hold no block of {layout.block_size} tokens, which is "
+            f"{layout.block_bytes / 2**20:.1f} MiB"
+        )
+    return available // layout.block_bytes

@@ -1,0 +1,219 @@
+"""A worker process's side of its engine process: starts it, speaks with it, ends it. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from engine.messages import Command, EngineEvent, Failed, FrameReader, Ready, Shutdown, encode
+from engine.process.mapped_pool import MappedPool
+from engine.spec import EngineSpec
+from pdserve.core import memory_file
+from pdserve.core.errors import LaunchError, from_wire
+from pdserve.core.kv_layout import KVLayout
+
+_F_SETPIPE_SZ = 1031
+_PIPE_BYTES = 2**20
+_EXIT_S = 1.0  # from the end of its pipe to the end of the process
+
+# glibc gives big tensors back to the kernel after each use otherwise, and every step pays for fresh pages.
+ALLOCATOR_SETTINGS = {
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_TOP_PAD_": "134217728",
+}
+
+
+class EngineClient:
+    """One engine process, from `start` to `stop`. Belongs to the event loop that started it.
+
+    The engine ends with the thread that called `start` (the kernel kills it then), so that thread must be one that
+    lives as long as the engine shall.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._commands_fd = self._events_fd = self._memory_fd = -1
+        self._unsent = bytearray()
+        self._frames = FrameReader()
+        self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
+        self._ready: Ready | None = None
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id; AssertionError before `start`."""
+        assert self._process is not None, "the engine was not started"
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs, then its exit status (negative: the signal that ended it)."""
+        return None if self._process is None else self._process.poll()
+
+    async def start(self, spec: EngineSpec, timeout_s: float) -> Ready:
+        """Spawn the engine and wait until it is ready. Raises what it failed with (`ModelError`, `ConfigError`, …),
+        or `LaunchError` if it dies or takes longer than ``timeout_s``; nothing is left behind then."""
+        try:
+            self._spawn(spec)
+            first = await asyncio.wait_for(self._events.get(), timeout_s)
+        except TimeoutError:
+            await self.stop(0.0)
+            raise LaunchError(f"the engine was not ready within {timeout_s:g} s (model {spec.model})") from None
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        if isinstance(first, Ready):
+            self._ready = first
+            return first
+        await self.stop(1.0)
+        if isinstance(first, Failed):
+            raise from_wire(first.kind, first.message)
+        raise LaunchError(f"the engine process ended while starting (exit status {self.returncode}); see its log")
+
+    def _spawn(self, spec: EngineSpec) -> None:
+        self._loop = asyncio.get_running_loop()
+        commands_read, self._commands_fd = os.pipe()
+        self._events_fd, events_write = os.pipe()
+        self._memory_fd = memory_file.create("pdserve-kv")
+        inherited = (commands_read, events_write, self._memory_fd)
+        try:
+            for fd in (self._commands_fd, self._events_fd):
+                _enlarge(fd)
+                os.set_blocking(fd, False)
+            # -P: a folder named like one of ours in the current directory must not be imported.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.process.loop", spec.to_json(), *map(str, inherited)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=inherited,
+                env=_environment(spec),
+            )
+        finally:
+            os.close(commands_read)
+            os.close(events_write)
+        self._loop.add_reader(self._events_fd, self._on_readable)
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, command: Command) -> None:
+        """Hand a command to the engine; never blocks (what the pipe does not take at once waits here). Ignored once
+        the engine is gone, which `events` tells."""
+        if self._commands_fd < 0:
+            return
+        waiting = bool(self._unsent)
+        self._unsent += encode(command)
+        if not waiting:
+            self._flush()
+
+    def _flush(self) -> None:
+        assert self._loop is not None
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._commands_fd, self._unsent)]
+        except BlockingIOError:
+            self._loop.add_writer(self._commands_fd, self._flush)
+            return
+        except BrokenPipeError:
+            self._close_commands()
+            return
+        self._loop.remove_writer(self._commands_fd)
+
+    async def events(self) -> AsyncIterator[EngineEvent]:
+        """What the engine says after `Ready`, in order, for one reader. Ends when the engine is gone; `returncode` says
+        how it went."""
+        while (event := await self._events.get()) is not None:
+            yield event
+        self._events.put_nowait(None)
+        await self._gone_within(_EXIT_S)
+
+    def _on_readable(self) -> None:
+        try:
+            data = os.read(self._events_fd, _PIPE_BYTES)
+        except BlockingIOError:
+            return
+        for message in self._frames.feed(data):
+            self._events.put_nowait(message)  # type: ignore[arg-type]
+        if not data:
+            self._close_events()
+
+    # --- the pool ----------------------------------------------------------------------------------------------------
+
+    def open_pool(self) -> MappedPool:
+        """The engine's KV pool, mapped into this process; AssertionError before `start` is done."""
+        ready = self._ready
+        assert ready is not None, "the engine is not ready"
+        return MappedPool(KVLayout.from_wire(ready.layout), ready.num_blocks, ready.pool_handle, self._memory_fd)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the engine: asked for ``timeout_s``, then killed. It is reaped and all descriptors are closed after this;
+        stopping twice is fine. Mapped pools stay valid until they are closed."""
+        self.send(Shutdown())
+        try:
+            if not await self._gone_within(timeout_s) and self._process is not None:
+                self._process.terminate()
+                await self._gone_within(min(timeout_s, _EXIT_S))
+        finally:
+            if self._process is not None and self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()  # for the kernel alone
+            self._close_commands()
+            self._close_events()
+            if self._memory_fd >= 0:
+                os.close(self._memory_fd)
+                self._memory_fd = -1
+
+    async def _gone_within(self, timeout_s: float) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            return True
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        pid_fd = os.pidfd_open(self._process.pid)
+        try:
+            loop.add_reader(pid_fd, gone.set)
+            await asyncio.wait_for(gone.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(pid_fd)
+            os.close(pid_fd)
+        self._process.wait()  # it has ended: this only reaps it
+        return True
+
+    def _close_commands(self) -> None:
+        self._unsent.clear()
+        if self._commands_fd >= 0:
+            if self._loop is not None:
+                self._loop.remove_writer(self._commands_fd)
+            os.close(self._commands_fd)
+            self._commands_fd = -1
+
+    def _close_events(self) -> None:
+        if self._events_fd >= 0:
+            if self._loop is not None:
+                self._loop.remove_reader(self._events_fd)
+            os.close(self._events_fd)
+            self._events_fd = -1
+            self._events.put_nowait(None)
+
+
+def _enlarge(fd: int) -> None:
+    with contextlib.suppress(OSError):  # over the user's quota for pipes: the default size works too
+        fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        **ALLOCATOR_SETTINGS,
+        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
+        "OMP_NUM_THREADS": str(spec.threads),
+    }

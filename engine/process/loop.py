@@ -1,0 +1,202 @@
+"""The engine process: ``python -m engine.process.loop SPEC COMMANDS_FD EVENTS_FD MEMORY_FD``.
+
+It owns a device and does nothing but step: one thread, no sockets, no event loop. Commands come in over one pipe and
+events leave by another (`engine.messages`). It ends on `Shutdown`, when the command pipe closes, and when its parent
+dies, however that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from engine.messages import (
+    Abort,
+    Command,
+    EngineEvent,
+    Failed,
+    FrameReader,
+    KVReady,
+    Load,
+    Ping,
+    Pong,
+    Release,
+    Shutdown,
+    Submit,
+    encode,
+)
+from engine.model.layer_hook import LayerHook, LayerReports
+from engine.process.planted import PlantedDelays
+from engine.scheduling.batch import SampledToken, ScheduledSeq
+from engine.scheduling.scheduler import Scheduler
+from engine.spec import EngineSpec
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import LaunchError, PdserveError, to_wire
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.process import end_with_parent
+
+_READ_BYTES = 2**20
+_MAX_MESSAGE_CHARS = 1000
+
+
+class ParentGone(Exception):
+    """The worker process closed its end of a pipe, or died: nobody is left to work for."""
+
+
+class WorkerPipe:
+    """The engine's end of the two pipes."""
+
+    def __init__(self, commands_fd: int, events_fd: int) -> None:
+        self._commands_fd = commands_fd
+        self._events_fd = events_fd
+        self._frames = FrameReader()
+        self._poll = select.poll()
+        self._poll.register(commands_fd, select.POLLIN | select.POLLHUP)
+        os.set_blocking(commands_fd, False)
+
+    def receive(self, wait: bool) -> list[Command]:
+        """The commands that are there; with ``wait``, sleep until there is one. `ParentGone` at the pipe's end."""
+        commands: list[Command] = []
+        while True:
+            if not self._poll.poll(None if wait and not commands else 0):
+                return commands
+            data = os.read(self._commands_fd, _READ_BYTES)
+            if not data:
+                raise ParentGone
+            for message in self._frames.feed(data):
+                if not isinstance(message, Submit | KVReady | Release | Abort | Ping | Shutdown):
+                    raise AssertionError(f"{type(message).__name__} is no command")
+                commands.append(message)
+
+    def send(self, *events: EngineEvent) -> None:
+        """Write events; blocks while the pipe is full. `ParentGone` if nobody reads it any more."""
+        data = memoryview(b"".join(encode(event) for event in events))
+        try:
+            while data:
+                data = data[os.write(self._events_fd, data) :]
+        except BrokenPipeError:
+            raise ParentGone from None
+
+
+class Runner(Protocol):
+    """What computes a step: `engine.model.runner.ModelRunner`, or a stand-in in tests."""
+
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
+        """The next tokens, one or more, of each part that wants any, by request id; ``hook`` is told of layers."""
+        ...
+
+
+class EngineLoop:
+    """Alternates commands and steps until `Shutdown`."""
+
+    def __init__(
+        self, pipe: WorkerPipe, scheduler: Scheduler, runner: Runner, reports: LayerReports, delays: PlantedDelays
+    ) -> None:
+        self._pipe = pipe
+        self._scheduler = scheduler
+        self._runner = runner
+        self._reports = reports
+        self._delays = delays
+        self._clock = MonotonicClock()
+        self._load: Load | None = None
+
+    def run(self) -> None:
+        """Serve until `Shutdown` comes; `ParentGone` when the pipe closes."""
+        starved = False  # nothing could be scheduled although there was work: only a command can change that
+        while True:
+            for command in self._pipe.receive(wait=starved or not self._scheduler.has_work):
+                if isinstance(command, Shutdown):
+                    return
+                if isinstance(command, Ping):
+                    self._pipe.send(Pong())
+                    continue
+                self._take(command)
+            self._report()
+            starved = not self._step()
+
+    def _take(self, command: Submit | KVReady | Release | Abort) -> None:
+        self._delays.on_command(command)
+        match command:
+            case Submit():
+                self._scheduler.submit(command)
+            case KVReady():
+                self._scheduler.kv_ready(command)
+            case Release():
+                self._scheduler.release(command)
+            case Abort():
+                self._scheduler.abort(command)
+
+    def _step(self) -> bool:
+        if not self._scheduler.has_work:
+            return False
+        self._delays.before_schedule()
+        output = self._scheduler.schedule()
+        self._report()  # reservations must not wait for the step
+        if not output.seqs:
+            return False
+        hook = self._reports.hook(output.seqs, self._scheduler.pushes(output))
+        sampled = self._runner.execute(output.seqs, hook)
+        self._delays.in_step(output.seqs)
+        step = self._scheduler.update(output, sampled, self._clock.now())
+        if step.tokens or step.progress:
+            self._pipe.send(step)
+        self._report()
+        return True
+
+    def _report(self) -> None:
+        events: list[EngineEvent] = [*self._scheduler.take_events()]
+        load = self._scheduler.load()
+        if load != self._load:
+            self._load = load
+            events.append(load)
+        if events:
+            self._pipe.send(*events)
+
+
+def main() -> int:
+    """Entry of the process; returns its exit status: 0 when told to end, 1 after `Failed`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
+    end_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    spec_json, commands_fd, events_fd, memory_fd = sys.argv[1:]
+    pipe = WorkerPipe(int(commands_fd), int(events_fd))
+    try:
+        _serve(pipe, EngineSpec.from_json(spec_json), int(memory_fd))
+    except ParentGone:
+        return 0
+    except Exception as error:  # whatever it was, the worker has to hear of it
+        kind, message = to_wire(error)
+        with contextlib.suppress(ParentGone):
+            pipe.send(Failed(kind, " ".join(message.split())[:_MAX_MESSAGE_CHARS]))
+        if isinstance(error, PdserveError):
+            return 1
+        raise
+    return 0
+
+
+def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
+    if spec.cores:
+        try:
+            os.sched_setaffinity(0, spec.cores)
+        except OSError as error:
+            raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
+    from engine.process.build import build_engine  # torch counts its cores when it is imported
+
+    built = build_engine(spec, memory_fd)
+    scheduler = Scheduler(built.scheduler_config, MonotonicClock())
+    pipe.send(built.ready)
+    reports = LayerReports(KVLayout.from_wire(built.ready.layout), spec.layer_groups, pipe.send)
+    EngineLoop(pipe, scheduler, built.runner, reports, PlantedDelays(spec.delay_s)).run()
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    # Without the interpreter's own end: taking torch's modules apart costs 0.3 s and frees only what the kernel frees.
+    os._exit(status)

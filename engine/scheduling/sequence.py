@@ -1,0 +1,113 @@
+"""One request inside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from engine.messages import KVRole, Submit
+from engine.scheduling.batch import SamplerParams
+from engine.scheduling.history import TokenHistory
+from engine.scheduling.prefix_cache import PrefixDigests
+from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
+from pdserve.core.sampling import FinishReason
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's tokens, how far their KV is computed, and its blocks. Compared by identity.
+
+    ``arrival`` is its rank among all requests this engine ever took; it is fixed, and the lower the more senior.
+    ``token_ids`` are prompt and outputs; the KV of the first ``num_computed_tokens`` is in the pool, in ``block_ids``.
+    ``stop_token_ids`` include the model's end-of-sequence ids unless the request ignores them.
+    ``first_scheduled_s`` begins the first step that computed anything for it (for RECEIVE: after its KV was there).
+    ``history`` is kept for requests with penalties alone.
+    Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them. ``in_batch``: it may
+    run now (with static batching a request may have to wait for the next batch).
+    """
+
+    request_id: str
+    kv_role: KVRole
+    arrival: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    params: SamplerParams
+    stop_token_ids: frozenset[int]
+    status: EngineStatus = EngineStatus.WAITING
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    first_scheduled_s: float | None = None
+    in_step: bool = False
+    released: bool = False
+    history: TokenHistory | None = None
+    prefix: PrefixDigests | None = None
+    num_published_blocks: int = 0
+    in_batch: bool = True
+
+    @classmethod
+    def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:
+        """A WAITING request as its `Submit` describes it. It keeps a copy of the prompt."""
+        stop_token_ids = frozenset(submit.stop_token_ids)
+        params = SamplerParams(
+            temperature=submit.temperature,
+            top_k=submit.top_k,
+            top_p=submit.top_p,
+            seed=submit.seed,
+            min_p=submit.min_p,
+            repetition_penalty=submit.repetition_penalty,
+            presence_penalty=submit.presence_penalty,
+            frequency_penalty=submit.frequency_penalty,
+            logit_bias=submit.logit_bias,
+            logprobs=submit.logprobs,
+        )
+        num_original = len(submit.prompt_token_ids) - submit.num_prior_outputs
+        return cls(
+            request_id=submit.request_id,
+            kv_role=submit.kv_role,
+            arrival=arrival,
+            token_ids=list(submit.prompt_token_ids),
+            num_prompt_tokens=len(submit.prompt_token_ids),
+            max_tokens=submit.max_tokens,
+            params=params,
+            stop_token_ids=stop_token_ids if submit.ignore_eos else stop_token_ids.union(eos_token_ids),
+            history=TokenHistory(submit.prompt_token_ids, num_original) if params.penalises else None,
+        )
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens known whose KV is not in the pool: 1 while it decodes, more while it prefills."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether KV of its prompt is still missing. Blocks for all tokens known then were taken at its admission."""
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, here or (a RECEIVE request's first) by prefill."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens still wanted: ``max_tokens`` less those there are."""
+        return self.max_tokens - self.num_output_tokens
+
+    @property
+    def preemptible(self) -> bool:
+        """Whether its blocks may be taken and recomputed. Never a PUSH request's: they may be travelling already."""
+        return self.kv_role is not KVRole.PUSH
+
+    def transition(self, to: EngineStatus) -> None:
+        """Move to ``to``; `pdserve.core.request.IllegalTransition` if the table forbids it."""
+        self.status = check_transition(ENGINE_TRANSITIONS, self.status, to)
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add an output token, and tell why it is the last one (None: it is not)."""
+        self.token_ids.append(token_id)
+        if self.history is not None:
+            self.history.append(token_id)
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.remaining_tokens <= 0 else None

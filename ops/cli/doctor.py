@@ -1,0 +1,184 @@
+"""`pdserve doctor`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from ops.cli.options import (
+    AddressOption,
+    AutoscaleOption,
+    ConfigOption,
+    DecodeOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    NodesOption,
+    OversubscribeOption,
+    PlacementOption,
+    PortOption,
+    PrefillOption,
+    TransportOption,
+    service_settings,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ops.doctor.finding import Finding
+    from ops.doctor.ping import ClockReading
+    from ops.doctor.report import ExaminedNode, ExaminedPair, Report
+
+_COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def doctor(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    device: DeviceOption = None,
+    oversubscribe: OversubscribeOption = False,
+    placement: PlacementOption = None,
+    nodes: NodesOption = None,
+    autoscale: AutoscaleOption = False,
+    dtype: DtypeOption = None,
+    transport: TransportOption = None,
+    port: PortOption = None,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine the hosts that `up` with the same options would use: versions, devices, ports, clocks, links, memory.
+    Exits with 1 if a service would not start or not serve."""
+    from ops.cli.console import stderr_console, stdout_console
+
+    settings = service_settings(
+        config,
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        device=device,
+        oversubscribe=oversubscribe,
+        placement=placement,
+        nodes=nodes,
+        autoscale=autoscale,
+        dtype=dtype,
+        transport=transport,
+        port=port,
+        address=address,
+    )
+    from ops.doctor.diagnose import diagnose
+
+    with stderr_console().status("examining") as status:
+        report = diagnose(settings, status.update)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(report.to_dict()))
+    else:
+        _show(stdout_console(), report)
+    raise SystemExit(1 if report.failed else 0)
+
+
+def _show(console: Console, report: Report) -> None:
+    need = ""
+    if report.need is not None:
+        from ops.waterfall.bars import human_bytes
+
+        need = f" · {human_bytes(report.need.total_bytes)} a worker"
+    running = f" · a service runs on port {', '.join(map(str, report.services))}" if report.services else ""
+    console.print(f"[bold]{report.model}[/] on {report.device} at {report.address}{need}{running}\n", soft_wrap=True)
+    if report.nodes:
+        console.print(_nodes(report.nodes))
+        console.print()
+    if report.pairs:
+        console.print(_pairs(report.pairs))
+        console.print()
+    for finding in report.findings:
+        _show_finding(console, finding)
+    from ops.doctor.finding import Level
+
+    counts = f"{report.count(Level.FAIL)} would fail, {report.count(Level.WARN)} to be warned of"
+    verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
+    console.print(f"{verdict}: {len(report.nodes)} nodes, {len(report.pairs)} pairs examined; {counts}")
+
+
+def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
+    from rich.table import Table
+
+    from ops.waterfall.bars import human_bytes
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("node", "workers", "python · torch · ray · pdserve", "model", "devices", "KV over"):
+        table.add_column(column, no_wrap=column != "workers")
+    for column in ("memory", "clock ms", "wall s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for node in nodes:
+        report, workers = node.report, ", ".join(seat.worker_id for seat in node.seats)
+        if report is None:
+            table.add_row(node.name, workers, "[red]no answer[/]")
+            continue
+        table.add_row(
+            node.name, workers, f"{report.python} · {report.torch} · {report.ray} · {report.pdserve}",
+            report.model_hash[:8] or "[red]none[/]",
+            ", ".join(device.name for device in report.devices) or f"{report.cores} cores",
+            _over(node), human_bytes(report.memory_bytes), *_clock(node.clock),
+        )  # fmt: skip
+    return table
+
+
+def _over(node: ExaminedNode) -> str:
+    """Devices, and addresses that are not the node's."""
+    interfaces = {each.interface for each in node.endpoints if each.interface is not None}
+    names = {f"{each.device} {each.address if each.address != node.name else ''}".strip() for each in interfaces}
+    return ", ".join(sorted(name or node.name for name in names)) or ("[red]none[/]" if node.seats else "–")
+
+
+def _clock(clock: ClockReading | None) -> tuple[str, str]:
+    if clock is None:
+        return "–", "–"
+    if clock.is_ours:
+        return "the same", "the same"
+    return f"{clock.offset_s * 1e3:+.3f} ± {clock.error_s * 1e3:.3f}", f"{clock.wall_s:+.3f}"
+
+
+def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
+    from rich.table import Table
+
+    prompts = sorted({each.tokens for pair in pairs for each in pair.predictions})
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("pair", "from → to", "by"):
+        table.add_column(column, no_wrap=True)
+    for column in ("Gbit/s", "RTT ms", *(f"ms for {tokens}" for tokens in prompts), "hides tok/s"):
+        table.add_column(column, justify="right")
+    for pair in pairs:
+        figures = pair.meeting.figures
+        ends = f"{pair.prefill.node.ip} → {pair.decode.node.ip}"
+        if figures is None:
+            table.add_row(pair.name, ends, pair.meeting.transport, f"[red]{pair.meeting.obstacle}[/]")
+            continue
+        exposed_ms = {each.tokens: _short(each.exposed_none_ms) for each in pair.predictions}
+        table.add_row(
+            pair.name, ends, pair.meeting.transport,
+            f"{pair.gbs * 8:.3g}" if pair.gbs else "–",
+            f"{figures.round_trip_s * 1e3:.3f}",
+            *(exposed_ms.get(tokens, "–") for tokens in prompts),
+            "–" if pair.hidden_tokens_per_s is None else f"{pair.hidden_tokens_per_s:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _show_finding(console: Console, finding: Finding) -> None:
+    from rich.markup import escape
+
+    color = _COLORS[finding.level]
+    console.print(f"[{color}]{finding.level:4}[/] {finding.check}: {escape(finding.where)}: {escape(finding.what)}")
+    if finding.remedy:
+        console.print(f"     → {escape(finding.remedy)}")

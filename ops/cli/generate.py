@@ -1,0 +1,145 @@
+"""`pdserve generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+
+if TYPE_CHECKING:
+    from pdserve.client.generation import Generation
+    from pdserve.client.request import GenerateOptions, Prompt
+
+
+def generate(
+    text: Annotated[str | None, typer.Argument(help="the prompt (or give --token-ids)")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode apart) or colocated")] = "auto",
+    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most (default: 128)")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: 0)")] = None,
+    top_k: Annotated[int | None, typer.Option(help="only the k likeliest tokens; 0 is off (default: 0)")] = None,
+    top_p: Annotated[float | None, typer.Option(help="only the likeliest p of all mass (default: 1)")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="only tokens p times as likely as the likeliest (default: 0)")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="above 1: tokens of prompt and output less likely (default: 1)")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="-2 to 2, taken from tokens of the output once (default: 0)")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="-2 to 2, taken each time a token came in the output (default: 0)")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=BIAS: added to a token's logit, -100 forbids it (repeatable)")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="show each token's log-probability and that many likeliest (0 to 20)")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="makes the draw repeatable (default: random)")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
+    timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
+    salt: Annotated[str | None, typer.Option(help="share cached KV only with requests of the same salt")] = None,
+    as_json: JsonOption = False,
+    png: Annotated[Path | None, typer.Option(help="save the waterfall as a picture as well")] = None,
+) -> None:
+    """Generate text, streamed as it comes, then show where the time to first token went."""
+    prompt = _prompt(text, token_ids)
+    if png is not None:
+        from ops.waterfall.picture import check_picture
+
+        check_picture("--png", png)
+    options: GenerateOptions = {
+        "mode": mode,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": _biases(logit_bias or []),
+        "logprobs": logprobs,
+        "seed": seed,
+        "stop": stop,
+        "ignore_eos": ignore_eos,
+        "timeout_s": timeout,
+        "salt": salt,
+    }
+    if as_json:
+        import json
+
+        generation = _stream(target, prompt, options, show=False)
+        typer.echo(json.dumps(generation.to_dict()))
+    else:
+        generation = _stream(target, prompt, options, show=True)
+        from ops.cli.console import stdout_console
+        from ops.waterfall.terminal import waterfall
+
+        console = stdout_console()
+        console.print()
+        if logprobs is not None:
+            from ops.cli.logprobs import logprobs_table
+
+            console.print(logprobs_table(generation.tokens))
+        console.print(waterfall(generation))
+    if png is not None:
+        from ops.waterfall.bars import longest
+        from ops.waterfall.picture import save_waterfalls
+
+        if longest(generation) is None:
+            typer.echo(f"{png} was not saved: the answer has no breakdown to draw", err=True)
+        else:
+            save_waterfalls([generation], png)
+            typer.echo(f"saved {png}", err=True)
+
+
+def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
+    import sys
+
+    from pdserve.client.sync_client import Client
+
+    with Client(target) as client, client.generate(prompt, **options) as stream:
+        try:
+            for token in stream:
+                if show and token.text:
+                    typer.echo(token.text, nl=False)
+                    sys.stdout.flush()
+        finally:
+            if show:
+                typer.echo()  # an error's line must not go on where the text stopped
+        return stream.result()
+
+
+def _prompt(text: str | None, token_ids: str | None) -> Prompt:
+    from pdserve.core.errors import InvalidRequest
+
+    if (text is None) == (token_ids is None):
+        raise InvalidRequest("prompt: give either a text or --token-ids")
+    if token_ids is None:
+        assert text is not None
+        return text
+    try:
+        return [int(part) for part in token_ids.split(",")] if token_ids.strip() else []
+    except ValueError:
+        raise InvalidRequest(f"token_ids: {token_ids!r} is not a list like 1,2,3") from None
+
+
+def _biases(entries: list[str]) -> dict[int, float]:
+    from pdserve.core.errors import InvalidRequest
+
+    biases: dict[int, float] = {}
+    for entry in entries:
+        token_id, _, bias = entry.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise InvalidRequest(f"logit_bias: {entry!r} is not of the form ID=BIAS, like 42=-100") from None
+    return biases

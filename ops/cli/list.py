@@ -1,0 +1,79 @@
+"""`pdserve list`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ops.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from ops.launch.state import ServiceState
+
+ASK_TIMEOUT_S = 2.0
+
+
+def list_services(as_json: JsonOption = False) -> None:
+    """Show your services on this host: running, starting, ending, and what killed ones have left."""
+    from ops.launch.state import ServiceState
+
+    services = [_describe(state) for state in ServiceState.all()]
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"services": services}))
+        return
+    from rich.table import Table
+
+    from ops.cli.console import stdout_console
+
+    console = stdout_console()
+    if not services:
+        console.print("no service of yours runs on this host")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("target", "pid", "model", "workers", "state", "ray", "since"):
+        table.add_column(column, no_wrap=column != "state")
+    for service in services:
+        color = {"ready": "green", "killed": "red"}.get(service["state"], "yellow")
+        table.add_row(
+            service["target"], str(service["pid"]), service["model"], service["workers"],
+            f"[{color}]{service['state']}[/]", service["ray"], service["since"],
+        )  # fmt: skip
+    console.print(table)
+    if any(service["state"] == "killed" for service in services):
+        console.print("[yellow]killed: `pdserve down --target …`, or the next `pdserve up`, removes what is left[/]")
+
+
+def _describe(state: ServiceState) -> dict[str, Any]:
+    from datetime import datetime
+
+    since = datetime.fromtimestamp(state.since_s).astimezone()
+    own = f"its own{f', {state.ray_address}' if state.ray_address else ''}"
+    return {
+        "target": state.target or f"localhost:{state.port}",
+        "port": state.port,
+        "pid": state.pid,
+        "model": state.model,
+        "workers": state.workers,
+        "state": _state(state),
+        "ray": own if state.ray_folder else state.ray_address,
+        "since": since.isoformat(sep=" ", timespec="seconds"),
+        "log": state.log,
+    }
+
+
+def _state(state: ServiceState) -> str:
+    if state.process() is None:
+        return "killed"
+    if state.phase != "ready":
+        return state.phase
+    from pdserve.client.sync_client import Client
+    from pdserve.core.errors import PdserveError
+
+    try:
+        with Client(state.target or f"localhost:{state.port}") as client:
+            return "ready" if client.ready(ASK_TIMEOUT_S) else "not ready"
+    except PdserveError:
+        return "not ready"

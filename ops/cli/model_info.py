@@ -1,0 +1,200 @@
+"""`pdserve model-info`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ops.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from engine.model.dtypes import NativeDtypes
+    from engine.model.shape import ModelShape
+
+_DEFAULT_MEMORY_GB = (16.0, 24.0, 80.0)
+_DEFAULT_WINDOW = 4096
+
+
+def model_info(
+    model: Annotated[
+        str, typer.Argument(help="a model folder, 'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json'")
+    ],
+    dtype: Annotated[
+        str, typer.Option(help="auto (what the device computes natively), float32, bfloat16 or float16")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="of this host, for --dtype auto: auto (its GPUs if any), cpu or cuda")] = (
+        "auto"
+    ),
+    memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of one device (default: 16, 24 and 80)")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="token budget of one step, for the activations")] = 512,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="tokens of one request (default: the model's context)")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="a sliding window to compare with (default: the model's, else 4096 or a quarter of the context)"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count a model's parameters, its KV cache (as it is, and as MHA, GQA, MQA, MLA or a window), and what fits."""
+    from engine.model.dtypes import choose_dtype
+    from engine.model.folder import tokenizer_note
+    from engine.model.source import resolve_model
+    from pdserve.core.errors import InvalidRequest
+    from pdserve.core.kv_layout import DTYPE_BYTES
+
+    source = resolve_model(model)
+    if dtype not in ("auto", *DTYPE_BYTES):
+        raise InvalidRequest(f"dtype: {dtype!r} is none of auto, {', '.join(DTYPE_BYTES)}")
+    if memory is not None and not 0 < memory < 1e9:
+        raise InvalidRequest(f"memory: {memory} is not a positive number of GB")
+    context = context or source.shape.max_position_embeddings
+    if window is not None or not source.shape.windows:
+        window = window or min(_DEFAULT_WINDOW, max(1, context // 4))
+    sizes_gb = _DEFAULT_MEMORY_GB if memory is None else (memory,)
+    choice = choose_dtype(dtype, source.shape.dtype, {"this host": _devices(device)})
+    facts = _facts(source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
+    facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(facts))
+    else:
+        _show(facts)
+
+
+def _devices(kind: str) -> list[NativeDtypes]:
+    from pathlib import Path
+
+    from engine.model.device_dtypes import native_dtypes
+    from pdserve.core.errors import InvalidRequest
+
+    if kind not in ("auto", "cpu", "cuda"):
+        raise InvalidRequest(f"device: {kind!r} is none of auto, cpu, cuda")
+    # Only where there may be GPUs: asking for them brings in torch.
+    if kind == "cuda" or (kind == "auto" and any(Path("/dev").glob("nvidia[0-9]*"))):
+        gpus = native_dtypes("cuda")
+        if kind == "cuda" and not gpus:
+            raise InvalidRequest("device: torch sees no GPU here; name a --dtype instead")
+        if gpus:
+            return gpus
+    return native_dtypes("cpu")
+
+
+def _facts(
+    name: str, shape: ModelShape, dtype: str, sizes_gb: tuple[float, ...], tokens: int, context: int, window: int | None
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ops import model_memory
+
+    latent, rope = model_memory.mla_dims(shape)
+    windows = shape.layer_windows if window is None else (window,) * shape.num_layers
+    return {
+        "model": name,
+        "dtype": dtype,
+        "checkpoint_dtype": shape.dtype,
+        "attention": shape.attention,
+        "shape": asdict(shape),
+        "parameters": shape.num_parameters,
+        "weight_bytes": shape.weight_bytes(dtype),
+        "kv_bytes_per_token": shape.kv_bytes_per_token(dtype),
+        "kv_variants": [asdict(variant) for variant in model_memory.kv_variants(shape, dtype)],
+        "mla_assumed": {"latent_dim": latent, "rope_dim": rope},
+        "context": context,
+        "kv_bytes_context": context * shape.kv_bytes_per_token(dtype),
+        "window": max(w for w in windows if w is not None),
+        "windowed_layers": sum(w is not None for w in windows),
+        "kv_bytes_context_windowed": model_memory.window_kv_bytes(shape, dtype, context, windows),
+        "activation_tokens": tokens,
+        "activation_bytes": model_memory.activation_bytes(shape, dtype, tokens),
+        "fits": [
+            asdict(model_memory.fit(shape, dtype, int(size_gb * 1e9), tokens, context)) for size_gb in sizes_gb
+        ],
+        "prefill_flops_per_token": model_memory.prefill_flops_per_token(shape, context),
+        "phi_gbps_per_tflops": model_memory.phi_gbps_per_tflops(shape, dtype, context),
+    }  # fmt: skip
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ops.cli.console import stdout_console
+    from ops.waterfall.bars import human_bytes
+
+    console, shape, per_token = stdout_console(), facts["shape"], facts["kv_bytes_per_token"]
+    console.print(
+        f"[bold]{facts['model']}[/] · {shape['architecture']} · {shape['num_layers']} layers · hidden "
+        f"{shape['hidden_size']} · MLP {shape['intermediate_size']} · {shape['num_heads']} heads, "
+        f"{shape['num_kv_heads']} KV heads of {shape['head_dim']} "
+        f"({facts['attention']}) · vocabulary {shape['vocab_size']}"
+    )
+    for line in _peculiarities(shape):
+        console.print(line)
+    stored = "" if facts["checkpoint_dtype"] == facts["dtype"] else f" (stored in {facts['checkpoint_dtype']})"
+    console.print(
+        f"parameters   {facts['parameters']:,}\n"
+        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}{stored}\n"
+        f"activations  {human_bytes(facts['activation_bytes'])} at the peak of a step of "
+        f"{facts['activation_tokens']} tokens\n"
+        f"KV cache     {human_bytes(per_token)} a token, {human_bytes(facts['kv_bytes_context'])} for a context of "
+        f"{facts['context']}\n"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title="the KV cache with another attention")
+    table.title_justify = "left"
+    for column in ("attention", "bytes/token", "x", "context"):
+        table.add_column(column, justify="left" if column == "attention" else "right")
+    table.add_column("what")
+    for variant in facts["kv_variants"]:
+        size = variant["bytes_per_token"]
+        same = size == per_token and variant["name"] != "MLA"
+        table.add_row(
+            variant["name"], f"{size:,}", f"{size / per_token:.2f}", human_bytes(size * facts["context"]),
+            variant["what"] + (" ← this model" if same else ""), style="bold" if same else "",
+        )  # fmt: skip
+    windowed = facts["kv_bytes_context_windowed"]
+    table.add_row(
+        "window", f"{per_token:,}", f"{windowed / facts['kv_bytes_context']:.2f}", human_bytes(windowed),
+        f"if only the last {facts['window']} tokens were kept in {facts['windowed_layers']} of "
+        f"{shape['num_layers']} layers",
+    )  # fmt: skip
+    console.print(table)
+    console.print()
+    for fit in facts["fits"]:
+        fits = (
+            f"{fit['tokens']:,} tokens of KV: {fit['requests']:,} requests of {facts['context']}"
+            if fit["kv_bytes"]
+            else "too small for weights and activations"
+        )
+        console.print(f"in {human_bytes(fit['memory_bytes'])}: {fits}")
+    console.print(
+        f"\nprefill {facts['prefill_flops_per_token'] / 1e9:.3f} GFLOP a token (prompt of {facts['context']})\n"
+        f"Φ = KV bytes / prefill time = {facts['phi_gbps_per_tflops']:.4f} Gbit/s for each TFLOP/s that prefill "
+        "reaches: a faster link hides the hand-off",
+        soft_wrap=True,
+    )
+    for note in facts["notes"]:
+        console.print("[yellow]note[/]:", escape(note), soft_wrap=True)
+
+
+def _peculiarities(shape: dict[str, Any]) -> list[str]:
+    """What sets the model apart from a plain Llama, a line each."""
+    lines = []
+    names = {"qkv_bias": "queries, keys, values", "out_bias": "attention output", "mlp_bias": "MLP"}
+    biases = [name for key, name in names.items() if shape[key]]
+    if biases:
+        lines.append(f"biases       {' · '.join(biases)}")
+    if shape["qk_norm"]:
+        lines.append("norms        queries and keys, per head, before rope")
+    windowed = [i for i, window in enumerate(shape["windows"]) if window is not None]
+    if windowed:
+        widest = max(shape["windows"][i] for i in windowed)
+        lines.append(
+            f"window       {widest} tokens in {len(windowed)} of {shape['num_layers']} layers; the KV pool keeps all "
+            "tokens all the same, so sizes and fits below count them all"
+        )
+    return lines

@@ -1,0 +1,17 @@
+"""The entry point of the `pdserve` command."""
+
+from __future__ import annotations
+
+import importlib
+
+
+def main() -> None:
+    """Run the command line. SystemExit with what to install where only the client is (``pip install pdserve``)."""
+    try:
+        command = importlib.import_module("ops.cli.main")
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"error: this installation of pdserve is a client ({error.name} is missing); the pdserve command needs the "
+            "extra `service`: pip install 'pdserve[service]'"
+        ) from None
+    command.main()

@@ -1,0 +1,151 @@
+"""The demo against a running service: prompts at once with live text, waterfalls, and the paired colocated figure.
+
+Each request has a salt of its own: a prefix cache would make each prompt's later rounds incomparable with its first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ops.bench.leaks import leaked_blocks, settled
+from ops.demo.live import LiveTexts
+from ops.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
+from ops.demo.report import DemoReport, Pair
+from ops.waterfall.bars import longest, proof
+from ops.waterfall.picture import save_waterfalls
+from ops.waterfall.terminal import overview
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.generation import Generation
+from pdserve.core.errors import PdserveError
+from pdserve.core.request import Mode
+from pdserve.core.timeline import Figure
+
+MAX_TOKENS = 32
+LATER_ROUNDS_MAX_TOKENS = 4  # enough for both figures; the first round has compared the whole text
+ROUNDS = 5
+ROUNDS_BUDGET_S = 25.0  # no further round begins after this
+
+
+async def run_demo(target: str, png: Path, console: Console, rounds: int = ROUNDS) -> DemoReport:
+    """Run the demo, print what it shows to ``console``, save the picture, and return the findings. A request that
+    fails is counted; `NotReady` if the service does not answer at all."""
+    async with AsyncClient(target) as client:
+        prompts = await _prepare(client)
+        report = DemoReport(requests=len(prompts))
+        before = await settled(client)
+        await _at_once(client, prompts, report, console)
+        if report.live:
+            console.print()
+            console.print(overview(report.live))
+            for index, generation in enumerate(report.live, 1):
+                console.print(f"#{index} {proof(generation)}", style="dim")
+            title = f"{len(report.live)} requests at once on {before.model}: where the time to first token went"
+            if any(longest(generation) for generation in report.live):
+                saved = await asyncio.to_thread(save_waterfalls, report.live, png, title)
+                console.print(f"picture: {saved}\n")
+        await _rounds(client, prompts, report, rounds, console)
+        report.leaked_blocks = await leaked_blocks(client, before)
+    _summarise(report, console)
+    return report
+
+
+async def _prepare(client: AsyncClient) -> list[DemoPrompt]:
+    """Warm both modes up (nobody measures a first request), and learn from it how long a token is."""
+    status = await client.status()
+    for mode in (Mode.PD, Mode.COLOCATED):
+        warm = await client.generate(CALIBRATION, max_tokens=2, ignore_eos=True, mode=mode).result()
+    return demo_prompts(len(CALIBRATION) / warm.prompt_tokens, status.context_length, MAX_TOKENS)
+
+
+async def _at_once(client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, console: Console) -> None:
+    with LiveTexts(console, prompts) as texts:
+
+        async def one(index: int, prompt: DemoPrompt) -> Generation | None:
+            try:
+                stream = client.generate(
+                    prompt.text, max_tokens=MAX_TOKENS, ignore_eos=True, mode=Mode.PD, salt=secrets.token_hex(8)
+                )
+                async for token in stream:
+                    texts.token(index, token)
+                generation = await stream.result()
+            except PdserveError as error:
+                report.errors.append(error)
+                texts.end(index, error)
+                return None
+            texts.end(index, generation)
+            return generation
+
+        generations = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+    report.live = [generation for generation in generations if generation is not None]
+
+
+async def _rounds(
+    client: AsyncClient, prompts: Sequence[DemoPrompt], report: DemoReport, rounds: int, console: Console
+) -> None:
+    started_s = time.monotonic()
+    for round_index in range(rounds):
+        if round_index and time.monotonic() - started_s > ROUNDS_BUDGET_S:
+            break
+        max_tokens = LATER_ROUNDS_MAX_TOKENS if round_index else MAX_TOKENS
+        for index, prompt in enumerate(prompts):
+            # Which mode goes first alternates, so that neither always finds the warmer machine.
+            order = (Mode.PD, Mode.COLOCATED) if (round_index + index) % 2 else (Mode.COLOCATED, Mode.PD)
+            done: dict[Mode, Generation] = {}
+            for mode in order:
+                try:
+                    stream = client.generate(
+                        prompt.text, max_tokens=max_tokens, ignore_eos=True, mode=mode, salt=secrets.token_hex(8)
+                    )
+                    done[mode] = await stream.result()
+                except PdserveError as error:
+                    report.errors.append(error)
+                    console.print(f"[red]#{index + 1} {mode}: {error}[/]")
+            if len(done) == len(order):
+                report.pairs.append(Pair(index, done[Mode.PD], done[Mode.COLOCATED]))
+        report.rounds += 1
+
+
+def _summarise(report: DemoReport, console: Console) -> None:
+    console.print(
+        f"disaggregated against colocated: the same {report.requests} prompts, one request at a time, modes "
+        f"interleaved,\n{report.rounds} rounds; medians of the rounds in ms"
+    )
+    console.print(_paired_table(report))
+    for figure in Figure:
+        added_ms = report.added_ms(figure)
+        text = "not measured" if added_ms is None else f"{added_ms:+.2f} ms"
+        console.print(f"added {figure.value}: [bold]{text}[/] (median over the prompts of the paired differences)")
+    pairs = len(report.pairs)
+    equal = sum(pair.tokens_equal for pair in report.pairs)
+    console.print(f"tokens: {equal} of {pairs} pairs equal (greedy); leaked blocks: {report.leaked_blocks}")
+    for error in report.errors[:5]:
+        console.print(f"[red]failed: {error}[/]")
+
+
+def _paired_table(report: DemoReport) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False, header_style="bold")
+    table.add_column("#")
+    table.add_column("tokens", justify="right")
+    for figure in Figure:
+        for column in (f"{figure.value} pd", "colocated", "added"):
+            table.add_column(column, justify="right", style="bold" if column == "added" else "")
+    added = {figure: report.added_by_prompt_ms(figure) for figure in Figure}
+    tokens = {pair.prompt: pair.pd.prompt_tokens for pair in report.pairs}
+    for prompt in sorted(tokens):
+        cells: list[str] = []
+        for figure in Figure:
+            cells += [_cell(report.median_ms(prompt, mode, figure)) for mode in ("pd", "colocated")]
+            cells.append(_cell(added[figure].get(prompt), sign="+"))
+        table.add_row(f"#{prompt + 1}", str(tokens[prompt]), *cells)
+    return table
+
+
+def _cell(value: float | None, sign: str = "") -> str:
+    return "–" if value is None else f"{value:{sign}.2f}"

@@ -1,0 +1,225 @@
+"""What is wrong with nodes, from what they said of themselves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from engine.model.dtypes import DtypeChoice
+from ops.doctor.endpoints import Trouble
+from ops.doctor.finding import Finding, fail, ok, warn
+from ops.doctor.memory_need import MemoryNeed
+from ops.doctor.node_report import NodeReport
+from ops.doctor.report import ExaminedNode
+
+_CLOCK_ERROR_S = 0.001
+_WALL_S = 1.0
+_TIGHT = 0.9
+_HERE = "the gateway's host"
+_SERVICE = "the service"
+_SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` copies and sets up), then restart Ray there"
+
+
+def check_versions(here: NodeReport, nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
+    """Everything is compared with ``here``, the gateway's host."""
+    for node, report in _reported(nodes):
+        for name, ours, theirs in (
+            ("python", _minor(here.python), _minor(report.python)),
+            ("pdserve", here.pdserve, report.pdserve),
+            ("ray", here.ray, report.ray),
+        ):
+            if ours != theirs:
+                yield fail("version", node.name, f"{name} {theirs}, but {ours} on {_HERE}", _SAME_INSTALL)
+        if here.pdserve == report.pdserve and here.source != report.source:
+            what = f"its pdserve is called {report.pdserve}, but its source is not that of {_HERE}"
+            yield fail("version", node.name, what, _SAME_INSTALL)
+        if report.torch_error:
+            yield fail("version", node.name, report.torch_error, "repair the installation of torch there")
+        elif _release(here.torch) != _release(report.torch):
+            what = f"torch {report.torch}, but {here.torch} on {_HERE}"
+            yield warn("version", node.name, what, "install the same: results and speed may differ between workers")
+
+
+def check_models(here: NodeReport, here_id: str, nodes: Sequence[ExaminedNode], model: str) -> Iterator[Finding]:
+    """The gateway (``here``, on the node ``here_id``) reads the tokenizer, each worker the weights."""
+    if here.model_error:
+        yield fail("model", _HERE, here.model_error, "put the model there: the gateway reads its tokenizer")
+    told = f"copy the model to the same path on every host, or name one that all of them see (model.path: {model})"
+    known = here.model_hash
+    for node, report in _reported(nodes):
+        if report.model_error:
+            if not here.model_error or node.node.node_id != here_id:
+                yield fail("model", node.name, report.model_error, told)
+        elif not known:
+            known = report.model_hash
+        elif report.model_hash != known:
+            what = f"{model} is another model there: weights {report.model_hash}, elsewhere {known}"
+            yield fail("model", node.name, what, told)
+
+
+def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:
+    """A type that devices emulate costs several times the time; what `auto` takes instead may take more memory."""
+    if not choice.note:
+        return
+    remedy = "set model.dtype to auto or float32"
+    if asked == "auto":
+        remedy = (
+            f"nothing, if {choice.dtype} is what you want; else name another model.dtype, or place the workers on "
+            "hosts that compute the checkpoint's own"
+        )
+    yield warn("dtype", _SERVICE, choice.note, remedy)
+
+
+def check_cores(
+    nodes: Sequence[ExaminedNode], device: str, width: int, services: Sequence[int], oversubscribed: bool
+) -> Iterator[Finding]:
+    """Engines on CPUs have cores of their own, as long as there are enough that no other service has claimed."""
+    if device != "cpu":
+        return
+    for node, report in _reported(nodes):
+        others = [each for each in report.held_cores if each.core in report.allowed_cores and each.port not in services]
+        wanted = min(len(node.seats) * width, len(report.allowed_cores))
+        free = len(set(report.allowed_cores) - {each.core for each in others})
+        if oversubscribed or wanted <= free or not others:
+            continue
+        holders = "; ".join(f"core {each.core}: {each}" for each in others)
+        what = f"its workers want {wanted} cores, and {free} have no engine of another service ({holders})"
+        remedy = "end that service, ask for fewer workers, or expect both to be slowed down"
+        yield warn("cores", node.name, what, remedy)
+
+
+def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Finding]:
+    """GPUs that Ray hands out have to be ones that torch can use."""
+    if device != "cuda":
+        return
+    for node, report in _reported(nodes):
+        claimed, seen = int(node.node.num_gpus), len(report.devices)
+        if seen >= max(claimed, 1):
+            continue
+        what = f"Ray has {claimed} GPU(s) there, but torch sees {seen or 'none'}"
+        if report.torch_error:
+            remedy = f"torch says: {report.torch_error}"
+        elif not report.cuda:
+            remedy = f"torch {report.torch} is a CPU build: install torch's CUDA build there, or use --device cpu"
+        else:
+            remedy = (
+                "see `nvidia-smi` and CUDA_VISIBLE_DEVICES there; start Ray without --num-gpus; or use --device cpu"
+            )
+        yield fail("device", node.name, what, remedy)
+
+
+def check_memory(
+    nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, services: Sequence[int]
+) -> Iterator[Finding]:
+    """All workers of a node take from the same memory; on GPUs each has one of its own (or a share of it)."""
+    for node, report in _reported(nodes):
+        workers = len(node.seats)
+        if not workers or (device == "cuda" and not report.devices):
+            continue
+        if device == "cuda":
+            free = min(each.free_bytes for each in report.devices)
+            sharing = -(-workers // len(report.devices))
+            needed, where = need.total_bytes * sharing, "free on a GPU"
+        else:
+            free, needed, where = report.memory_bytes, need.total_bytes * workers, "available"
+        parts = (
+            f"{workers} × ({_mb(need.weight_bytes)} weights + {_mb(need.pool_bytes + need.blank_bytes)} KV pool + "
+            f"{_mb(need.activation_bytes)} activations)"
+        )
+        what = f"needs {_mb(needed)} = {parts}; {_mb(free)} {where}"
+        remedy = "lower engine.kv_memory_mb (or num_blocks), place fewer workers there, or free memory"
+        if services:
+            yield ok("memory", node.name, f"{what}, beside the service that runs already and has its own")
+        elif needed > free:
+            yield fail("memory", node.name, what, remedy)
+        elif needed > _TIGHT * free:
+            yield warn("memory", node.name, f"{what}: little is left for anything else", remedy)
+
+
+def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Finding]:
+    """Stages are corrected by the offsets of monotonic clocks; wall clocks are only for reading logs."""
+    for node, report in _reported(nodes):
+        clock = node.clock
+        if clock is None:
+            continue
+        if clock.error_s > _CLOCK_ERROR_S:
+            what = f"its clock is known to {clock.error_s * 1e3:.1f} ms only (the shortest round trip takes twice that)"
+            remedy = "stages that span hosts are no more exact than that; a network with shorter round trips is"
+            yield warn("clock", node.name, what, remedy)
+        if abs(clock.wall_s) > _WALL_S:
+            what = f"its wall clock is {clock.wall_s:+.1f} s off that of {_HERE}"
+            yield warn("clock", node.name, what, "run chrony or ntpd: logs of the two cannot be read side by side")
+        same_machine = _boot(report.clock_id) and _boot(report.clock_id) == _boot(here.clock_id)
+        if same_machine and abs(clock.offset_s) > clock.error_s + _CLOCK_ERROR_S:
+            what = (
+                f"its monotonic clock is {clock.offset_s:+.3f} s (± {clock.error_s * 1e3:.3f} ms) off that of {_HERE}, "
+                "although both are one machine: it runs in a time namespace of its own"
+            )
+            remedy = (
+                "breakdowns are corrected by the measured offset; times in logs of the two are not: have the container "
+                "runtime share the host's time namespace if you compare them"
+            )
+            yield warn("clock", node.name, what, remedy)
+
+
+def check_endpoints(nodes: Sequence[ExaminedNode], device: str, services: Sequence[int]) -> Iterator[Finding]:
+    """What kept probes from listening as the workers would, and interfaces that cannot be right."""
+    for node in nodes:
+        report = node.report
+        # Without model or GPU there are no KV ends, either: that is told already.
+        is_told = report is not None and (bool(report.model_error) or (device == "cuda" and not report.devices))
+        if services and any(trouble.check == "port" for each in node.endpoints for trouble in each.troubles):
+            what = f"the service on port {services[0]} has its workers' ports, so others are used to measure"
+            yield ok("port", node.name, what)
+        for each in node.endpoints:
+            for trouble in each.troubles:
+                is_own = trouble.check == "port" and bool(services)
+                if not is_own and (trouble.check != "kv" or not is_told):
+                    yield _trouble(trouble, f"{each.worker_id} on {node.name}")
+            if each.interface is not None and not each.interface.is_up:
+                what = f"{each.interface.device} ({each.interface.address}) has no carrier"
+                yield fail("interface", node.name, what, "connect it, or name another with transfer.interface")
+    yield from _check_shared(nodes)
+
+
+def _check_shared(nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
+    """An address that several nodes have (a bridge's, or the loopback's) leads each to itself."""
+    owners: dict[str, ExaminedNode] = {}
+    for node in nodes:
+        for address in sorted({each.interface.address for each in node.endpoints if each.interface is not None}):
+            other = owners.setdefault(address, node)
+            if other.node.ip != node.node.ip:  # else the two are one host
+                what = f"KV would listen on {address}, which {other.name} has as well: each would call itself"
+                remedy = "name a device or network with transfer.interface that joins the hosts"
+                yield fail("interface", node.name, what, remedy)
+
+
+def _trouble(trouble: Trouble, where: str) -> Finding:
+    if trouble.check == "port":
+        held = f"; {trouble.holder} listens there" if trouble.holder else ""
+        remedy = "end what holds it, or move pdserve's ports with cluster.port_base"
+        return fail("port", where, f"{trouble.what}{held}", remedy)
+    if trouble.check == "interface":
+        return fail("interface", where, trouble.what, "name a device, network or address that every host has")
+    if trouble.check == "transport":
+        return fail("transport", where, trouble.what, "choose another transfer.transport, or auto")
+    return fail("kv", where, trouble.what, "its KV ends cannot be opened, so the worker would not start")
+
+
+def _reported(nodes: Sequence[ExaminedNode]) -> Iterator[tuple[ExaminedNode, NodeReport]]:
+    return ((node, node.report) for node in nodes if node.report is not None)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _release(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _boot(clock_id: str) -> str:
+    return clock_id.partition("/")[0]
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB"

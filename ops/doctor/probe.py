@@ -1,0 +1,220 @@
+"""What stands where a worker would: it takes the worker's ports, opens KV ends as the worker does, and measures over
+them. No Ray here: a Ray actor or a process of its own (`probe_actor`, `probe_process`) holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from engine.model.source import resolve_model
+from kv_transfer.base import KVTransport
+from kv_transfer.factory import choose, offered_transports
+from kv_transfer.handshake import check_block_size, introduce, survey
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.transports.threads import in_thread
+from ops.doctor.dial import Dial, dial
+from ops.doctor.endpoints import Endpoints, Trouble
+from ops.doctor.listeners import listener_on
+from ops.doctor.meeting import Meeting, Obstacle
+from ops.doctor.memory_need import layout_of
+from ops.doctor.node_report import report_node
+from ops.doctor.ping import PingServer
+from ops.doctor.probe_pool import ProbePool
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    LayoutMismatch,
+    PdserveError,
+    TransferError,
+    TransferTimeout,
+    to_wire,
+)
+from pdserve.core.handoff import KVEndpoint
+from worker.addresses import Interface, resolve_interface
+from worker.spec import WorkerSpec
+
+EPOCH = "doctor"
+LEASE_S = 30.0
+_CLOSE_S = 10.0
+_SURVEY_S = 30.0  # most that a survey takes, on a link that is hardly one
+_BY_TCP = ("tcp", "grpc_stream", "torch_dist")
+T = TypeVar("T")
+
+
+class Probe:
+    """Does what it is told by `call`, one thing at a time, until `close`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="doctor-kv", daemon=True)
+        self._thread.start()
+        self._ping: PingServer | None = None
+        self._pool: ProbePool | None = None
+        self._transports: list[KVTransport] = []
+        self._receiver: KVReceiver | None = None
+        self._spec: WorkerSpec | None = None
+
+    def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"value": …}``, or ``{"error": (kind, message)}`` of an error raised on purpose."""
+        calls: dict[str, Callable[..., Any]] = {
+            "report": self._report,
+            "open": self._open,
+            "meet": self._meet,
+            "dial": self._dial,
+            "close": self._close,
+        }
+        try:
+            return {"value": calls[what](**arguments)}
+        except PdserveError as error:
+            return {"error": to_wire(error)}
+
+    def close(self) -> None:
+        """Let go of everything. Closing twice is fine."""
+        self._close()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+            if not self._thread.is_alive():  # one that does not end keeps its loop; it is a daemon
+                self._loop.close()
+
+    # --- what it can be told -----------------------------------------------------------------------------------------
+
+    def _report(self, model: str) -> dict[str, Any]:
+        return report_node(model).to_wire()
+
+    def _dial(self, address: str, timeout_s: float) -> str:
+        return dial(address, timeout_s)
+
+    def _open(self, spec: dict[str, Any], device: str) -> dict[str, Any]:
+        """Take the ports of the worker ``spec`` and listen, on free ones (and say so) where they are taken; ``device``
+        is the worker's own (``cuda:1``)."""
+        self._close()
+        worker = self._spec = WorkerSpec.from_wire(spec)
+        troubles: list[Trouble] = []
+        control = self._listen_control(worker, troubles)
+        interface: Interface | None = None
+        endpoints: tuple[KVEndpoint, ...] = ()
+        try:
+            interface = resolve_interface(worker.config.transfer.interface, worker.host)
+            endpoints = self._listen_kv(worker, device, interface.address, troubles)
+        except ConfigError as error:
+            troubles.append(Trouble("interface" if interface is None else "transport", str(error)))
+        except PdserveError as error:  # of the model, or of ports that were free a moment ago
+            troubles.append(Trouble("kv", str(error)))
+        return Endpoints(worker.worker_id, control, interface, endpoints, tuple(troubles)).to_wire()
+
+    def _meet(self, worker_id: str, endpoints: list[dict[str, str]], for_s: float, timeout_s: float) -> dict[str, Any]:
+        """Open a link to another probe, shake hands, and measure for ``for_s`` seconds (0: one round trip)."""
+        peer = tuple(KVEndpoint(**each) for each in endpoints)
+        return self._on_loop(
+            self._meet_over_link(worker_id, peer, for_s, timeout_s), 3 * timeout_s + _SURVEY_S
+        ).to_wire()
+
+    def _close(self) -> None:
+        if self._ping is not None:
+            self._ping.close()
+            self._ping = None
+        if self._thread.is_alive():
+            self._on_loop(self._close_ends(), _CLOSE_S)
+        self._pool = None
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineExceeded(f"not done within {timeout_s:.0f} s") from None
+
+    def _listen_control(self, worker: WorkerSpec, troubles: list[Trouble]) -> str:
+        for port in (worker.port, 0):
+            try:
+                self._ping = PingServer(worker.host, port)
+            except OSError as error:
+                where = f"cannot listen on {worker.host}:{port} (control): {error.strerror}"
+                troubles.append(Trouble("port", where, port, listener_on(port)))
+                continue
+            host = f"[{worker.host}]" if ":" in worker.host else worker.host
+            return f"{host}:{self._ping.port}"
+        return ""
+
+    def _listen_kv(
+        self, worker: WorkerSpec, device: str, address: str, troubles: list[Trouble]
+    ) -> tuple[KVEndpoint, ...]:
+        transfer = worker.config.transfer
+        names = offered_transports(transfer.transport, device=device, shared_device=worker.device_share < 1)
+        source = resolve_model(worker.config.model.path)
+        layout = layout_of(source, worker.config)
+        check_block_size(layout)
+        self._pool = ProbePool(layout, device)
+        for port in dict.fromkeys((worker.kv_port, 0)):
+            self._transports = [self._pool.transport(name) for name in names]
+            self._receiver = KVReceiver(
+                self._pool.store,
+                self._transports,
+                worker_id=worker.worker_id,
+                epoch=EPOCH,
+                checksum=transfer.checksum,
+                clock=MonotonicClock(),
+                lease_s=LEASE_S,
+                eos_token_ids=source.shape.eos_token_ids,
+            )
+            try:
+                return self._on_loop(self._receiver.start(address, port), LEASE_S)
+            except TransferError as error:
+                self._on_loop(self._close_ends(), _CLOSE_S)
+                taken = next((each for each in range(port, port + len(names)) if listener_on(each)), port)
+                troubles.append(Trouble("port", f"{error}", taken, listener_on(taken)))
+        return ()
+
+    async def _meet_over_link(
+        self, worker_id: str, endpoints: tuple[KVEndpoint, ...], for_s: float, timeout_s: float
+    ) -> Meeting:
+        assert self._spec is not None, "open comes first"
+        if self._pool is None or self._receiver is None:
+            return Meeting(obstacle=Obstacle.NOT_TRIED, what=f"{self._spec.worker_id} has no KV end")
+        try:
+            choice = choose(self._transports, endpoints, worker_id)
+        except ConfigError as error:
+            return Meeting(obstacle=Obstacle.NO_TRANSPORT, what=str(error))
+        met = Meeting(choice.transport.name, choice.endpoint.address, choice.reason)
+        try:
+            link = await choice.transport.connect(choice.endpoint, timeout_s)
+        except PdserveError as error:
+            why = await in_thread("doctor-dial", lambda: _why_not(choice.endpoint, timeout_s))
+            timed_out = Obstacle.TIMED_OUT if isinstance(error, TransferTimeout) else Obstacle.BROKEN
+            return replace(met, obstacle=Obstacle.of(why) or timed_out, what=str(error))
+        hello = self._receiver.hello(checksums=link.hashes(self._spec.config.transfer.checksum))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await introduce(link, hello, worker_id)
+            async with asyncio.timeout(timeout_s + _SURVEY_S):
+                return replace(met, figures=await survey(link, self._pool.store, for_s))
+        except LayoutMismatch as error:
+            return replace(met, obstacle=Obstacle.LAYOUT, what=str(error))
+        except TransferError as error:
+            return replace(met, obstacle=Obstacle.BROKEN, what=str(error))
+        except TimeoutError:
+            what = f"{worker_id} accepted a connection at {choice.endpoint.address} and then said nothing"
+            return replace(met, obstacle=Obstacle.TIMED_OUT, what=what)
+        finally:
+            await link.aclose()
+
+    async def _close_ends(self) -> None:
+        receiver, transports = self._receiver, self._transports
+        self._receiver, self._transports = None, []
+        if receiver is not None:
+            await receiver.aclose()
+        await asyncio.gather(*(transport.aclose() for transport in transports))
+
+
+def _why_not(endpoint: KVEndpoint, timeout_s: float) -> Dial | None:
+    """What plain TCP says of an endpoint that could not be connected to; None if it has no such address."""
+    return dial(endpoint.address, timeout_s) if endpoint.transport in _BY_TCP else None

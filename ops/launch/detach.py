@@ -1,0 +1,140 @@
+"""Starting a service in the background, and taking down what was started: what `up --detach` and `down` do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import psutil
+
+from ops.launch.leftovers import GRACE_S, ProcessId, end_processes, identify
+from ops.launch.operator import OperatorClient
+from ops.launch.shutdown import DRAIN_S
+from ops.launch.state import ServiceState, writable_state
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError, from_wire
+
+STOP_TIMEOUT_S = 60.0
+"""How long a service may take to end, after the time for requests in progress."""
+
+
+def start_detached(
+    config: PdserveConfig,
+    report: Callable[[str], None] = lambda stage: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Start a service that outlives the caller and holds none of its pipes; returns its port once it is ready.
+    ``note`` gets what users have to know of it. Raises what kept it from starting. Interrupted before that, by SIGTERM
+    too, it ends what it started."""
+    with writable_state() as folder:
+        log_path = folder / f"up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+        log = log_path.open("wb")
+    read_fd, write_fd = os.pipe()
+    with log, open(read_fd, encoding="utf-8") as reports, _sigterm_raises():
+        try:
+            command = [sys.executable, "-m", "ops.launch.supervisor", config.model_dump_json()]
+            process = subprocess.Popen(
+                [*command, str(write_fd), str(log_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write_fd,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_fd)
+        supervisor = identify(psutil.Process(process.pid))
+        try:
+            for line in reports:
+                message = json.loads(line)
+                if "stage" in message:
+                    report(message["stage"])
+                elif "note" in message:
+                    note(message["note"])
+                elif "error" in message:
+                    process.wait(STOP_TIMEOUT_S)
+                    raise from_wire(*message["error"])
+                else:
+                    process.returncode = 0  # another process has waited for it
+                    port: int = message["ready"]
+                    return port
+        except BaseException:  # Ctrl-C above all: it does not reach a session of its own
+            if process.poll() is None:
+                _end_family(psutil.Process(process.pid), STOP_TIMEOUT_S)
+                process.poll()
+            _clear(supervisor)
+            raise
+    code = process.wait(STOP_TIMEOUT_S)
+    _clear(supervisor)
+    raise LaunchError(f"the service ended while starting (exit code {code}); see {log_path}")
+
+
+def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], None] = lambda stage: None) -> None:
+    """Take down the service that was started on this host with ``port``, and wait until nothing of it is left.
+    Requests in progress may go on for ``drain_s``; new ones are refused. LaunchError if there is no such service (what
+    a killed one left behind is removed all the same)."""
+    state = ServiceState.read(port)
+    supervisor = state.process()
+    if supervisor is None:
+        left = state.clear()
+        also = f"; what it had left is removed now: {left}" if left else ""
+        raise LaunchError(f"the service on port {port} (process {state.pid}) is gone already{also}")
+    family = {supervisor}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family.update(supervisor.children(recursive=True))
+    try:
+        OperatorClient(state.socket).stop(drain_s, drain_s + STOP_TIMEOUT_S, report)
+    except LaunchError:  # it ends already, or does not answer: the signal says the same
+        with contextlib.suppress(psutil.NoSuchProcess):
+            supervisor.terminate()
+    psutil.wait_procs([supervisor], timeout=drain_s + STOP_TIMEOUT_S)
+    end_processes(family, GRACE_S)
+    state.clear()  # there is something only if it had to be killed
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt; without effect beside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _clear(supervisor: ProcessId) -> None:
+    """Remove what a supervisor has left that had to be killed, or ended without a word."""
+    for state in ServiceState.all():
+        if state.pid == supervisor[0] and state.process() is None:
+            state.clear()
+
+
+def _end_family(process: psutil.Process, timeout_s: float) -> None:
+    """Ask ``process`` to end, give it ``timeout_s``, then kill by id what is left of it and its descendants. An
+    interruption only shortens the wait."""
+    family = {process}
+    try:
+        family.update(process.children(recursive=True))
+        process.terminate()
+        psutil.wait_procs([process], timeout=timeout_s)
+    except psutil.NoSuchProcess:
+        pass
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.update(process.children(recursive=True))
+        end_processes(family, 5.0)

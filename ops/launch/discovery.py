@@ -1,0 +1,61 @@
+"""Which Ray `cluster.address: auto` means."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import psutil
+
+from ops.launch.leftovers import is_private_ray
+from pdserve.core.errors import LaunchError
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` notes the address that it has last started or joined."""
+
+_GCS = re.compile(r"--gcs-address=(\S+)")
+_SESSION = re.compile(r"--session[-_]dir=(\S+)")
+
+
+def find_ray() -> str:
+    """``host:port`` of the Ray of this host: what RAY_ADDRESS says, else the one that runs here. Rays that services
+    started for themselves do not count: their slots are taken, and they end with their service. LaunchError if there is
+    none, or if there are several and nothing says which."""
+    if address := os.environ.get(ADDRESS_VARIABLE):
+        return address
+    running, private = _running()
+    try:
+        noted = CURRENT_CLUSTER.read_text(encoding="utf-8").strip()
+    except OSError:
+        noted = ""
+    if noted in running:
+        return noted
+    if len(running) == 1:
+        return running.pop()
+    if running:
+        raise LaunchError(
+            f"cluster.address: auto: several Rays run on this host ({', '.join(sorted(running))}); name one of them "
+            f"with --address, or in {ADDRESS_VARIABLE}"
+        )
+    others = f" ({private} private Ray(s) of other services run here, which are not joined)" if private else ""
+    raise LaunchError(
+        f"cluster.address: auto: no Ray to join runs on this host{others}; start one with `ray start --head`, or let "
+        "the service start its own with --address local"
+    )
+
+
+def _running() -> tuple[set[str], int]:
+    """The addresses of the Rays that this host is a node of, and how many private ones there are besides."""
+    joinable: set[str] = set()
+    private: set[str] = set()
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] != "raylet":
+            continue
+        arguments = " ".join(process.info["cmdline"] or ())
+        address, session = _GCS.search(arguments), _SESSION.search(arguments)
+        if address is not None:
+            ours = session is not None and is_private_ray(session[1])
+            (private if ours else joinable).add(address[1])
+    return joinable, len(private)

@@ -1,0 +1,75 @@
+"""Decides the dtype of a service once, before any worker loads: all workers have to agree on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from engine.model.device_dtypes import native_dtypes
+from engine.model.dtypes import DtypeChoice, NativeDtypes, choose_dtype
+from ops.launch.plan import Bundle, Node
+from pdserve.core.config import PdserveConfig
+
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 60.0
+"""How long a node may take to tell what it computes natively: a process starts there, and on GPUs imports torch."""
+
+
+def service_dtype(
+    config: PdserveConfig, checkpoint: str, device: str, nodes: Sequence[Node], local: bool
+) -> DtypeChoice:
+    """The dtype for workers on ``nodes``, from what their devices compute natively. ``local``: the only node is this
+    host. Nodes that do not answer are left out, and named in the choice's note."""
+    asked = config.model.dtype
+    if "float32" in (asked, checkpoint if asked == "auto" else ""):
+        return DtypeChoice("float32")  # native to every device
+    if local and device == "cpu":
+        return choose_dtype(asked, checkpoint, {"this host": native_dtypes(device)})
+    found, silent = _ask(nodes, device)
+    choice = choose_dtype(asked, checkpoint, found)
+    if silent:
+        left_out = f"model.dtype: {', '.join(silent)} did not say what they compute natively, and were left out"
+        return DtypeChoice(choice.dtype, "; ".join(filter(None, (choice.note, left_out))))
+    return choice
+
+
+def hosts_of(nodes: Sequence[Node], bundles: Mapping[Any, Bundle]) -> list[Node]:
+    """The nodes that a worker may be placed on, now or after a restart: those that have what a bundle asks for."""
+    return [node for node in nodes if any(_has(node, bundle) for bundle in bundles.values())]
+
+
+def _has(node: Node, bundle: Bundle) -> bool:
+    return all(node.resources.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+
+def _native_dtypes(device: str) -> list[dict[str, Any]]:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # set by Ray where no GPU was asked for, as here
+    return [each.to_wire() for each in native_dtypes(device)]
+
+
+def _ask(nodes: Collection[Node], device: str) -> tuple[dict[str, list[NativeDtypes]], list[str]]:
+    """What the devices of each node compute natively, by its address; and the addresses that did not answer."""
+    # One call for each process: it may hold a GPU open afterwards.
+    task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_native_dtypes)
+    asked: dict[Any, str] = {}
+    for node in nodes:
+        on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        asked[task.options(scheduling_strategy=on_node).remote(device)] = node.ip
+    answered, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else ([], [])
+    silent = [asked[reference] for reference in waiting]
+    found: dict[str, list[NativeDtypes]] = {}
+    for reference in answered:
+        try:
+            devices = [NativeDtypes.from_wire(each) for each in ray.get(reference)]
+            found.setdefault(asked[reference], []).extend(devices)  # several nodes may have one address
+        except ray.exceptions.RayError as error:
+            log.warning("%s did not say what it computes natively: %s", asked[reference], error)
+            silent.append(asked[reference])
+    return found, silent

@@ -1,0 +1,68 @@
+"""The Ray actor around the gateway: it holds a `GatewayHost` and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+
+from gateway.host import GatewayHost
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import PdserveError, to_wire
+from pdserve.core.worker import Role
+from pdserve.version import VERSION
+
+RESTART_PAUSE_S = 1.0
+
+
+@ray.remote
+class GatewayActor:
+    """Ray starts it again when its process dies; workers then find it by their next heartbeat."""
+
+    def __init__(self, config: dict[str, Any], registry_address: str, service: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._error: PdserveError | None = None
+        try:
+            self._host = GatewayHost(PdserveConfig.parse(config), registry_address, VERSION, service)
+            self._host.start()
+        except PdserveError as error:
+            self._error = error
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                # Nobody asks `wait_started` any more: let Ray try once more.
+                logging.getLogger(__name__).error("the gateway did not start again: %s", error)
+                time.sleep(RESTART_PAUSE_S)
+                os._exit(1)
+
+    def wait_started(self) -> dict[str, Any]:
+        """Empty once it listens, or ``{"error": (kind, message)}``."""
+        return {} if self._error is None else {"error": to_wire(self._error)}
+
+    def wait_serving(self, timeout_s: float) -> dict[str, Any]:
+        """Empty once requests can be served, or ``{"error": (kind, message)}`` of what is in the way."""
+        try:
+            self._host.wait_serving(timeout_s)
+        except PdserveError as error:
+            return {"error": to_wire(error)}
+        return {}
+
+    def expect(self, members: dict[str, str], notes: list[str]) -> None:
+        """Who belongs to the service: worker ids and their roles. ``notes`` are shown with the status."""
+        if self._error is None:
+            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
+
+    def retire(self, worker_ids: list[str], drain_s: float) -> None:
+        """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
+        if self._error is None:
+            self._host.retire(worker_ids, drain_s)
+
+    def drain(self) -> int:
+        """Refuse new requests from now on; returns how many are still in progress."""
+        return self._host.drain() if self._error is None else 0
+
+    def stop(self) -> None:
+        """Close everything. What is still in progress ends with UNAVAILABLE; `drain` comes before this."""
+        if self._error is None:
+            self._host.stop(0.0)

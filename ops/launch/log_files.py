@@ -1,0 +1,89 @@
+"""The logs of gateway and workers: Ray writes what a process prints to a file on the node it is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ops.launch.ray_session import one_line
+from pdserve.core.errors import LaunchError
+
+PART_BYTES = 256 * 1024
+READ_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """A process of Ray's, by node (Ray's id, and address) and id."""
+
+    node_id: str
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogPlace:
+    """A log file on a node."""
+
+    node_id: str
+    node: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """Bytes of the file at ``path``, and the offset at which it goes on."""
+
+    data: bytes
+    path: str
+    offset: int
+
+
+def locate(actor: Any) -> ProcessPlace | None:
+    """Where an actor's process is; None while it has none."""
+    known = actors(actor._actor_id.hex())
+    if not known or known["State"] != "ALIVE":
+        return None
+    return ProcessPlace(known["Address"]["NodeID"], known["Address"]["IPAddress"], known["Pid"])
+
+
+def log_of(place: ProcessPlace) -> LogPlace:
+    """The log of a process."""
+    return LogPlace(place.node_id, place.node, _on_node(place.node_id, path_of, place.pid))
+
+
+def read_part(place: LogPlace, path: str, offset: int) -> LogPart:
+    """The part of the log at ``offset``, if that belongs to ``path``; else the log's beginning."""
+    offset = offset if path == place.path else 0
+    data: bytes = _on_node(place.node_id, read_bytes, place.path, offset)
+    return LogPart(data, place.path, offset + len(data))
+
+
+def path_of(pid: int) -> str:
+    """On the process's node: the file that Ray writes to what it prints; empty if there is none."""
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    return next((str(path) for path in folder.glob(f"worker-*-{pid}.err")), "")
+
+
+def read_bytes(path: str, offset: int) -> bytes:
+    """On the file's node."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(PART_BYTES)
+
+
+def _on_node(node_id: str, function: Any, *arguments: Any) -> Any:
+    """Call ``function`` on a node: by a task, unless it is this one. LaunchError if it cannot be."""
+    try:
+        if node_id == ray.get_runtime_context().get_node_id():
+            return function(*arguments)
+        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+        return ray.get(task.remote(*arguments), timeout=READ_TIMEOUT_S)
+    except (OSError, ray.exceptions.RayError) as error:
+        raise LaunchError(f"cannot read the log on its node: {one_line(error)}") from None

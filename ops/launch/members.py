@@ -1,0 +1,213 @@
+"""The workers of a running service, as Ray has them: a placement group and an actor each."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from decode_worker.actor import DecodeWorkerActor
+from ops.launch.placement import node_of, reserve_slot, wait_placed
+from ops.launch.plan import Bundle, Node, plan
+from ops.launch.ports import first_port
+from ops.launch.ray_session import one_line
+from ops.launch.slots import shared_bundles
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError, from_wire
+from pdserve.core.worker import Role
+from pdserve.version import VERSION
+from prefill_worker.actor import PrefillWorkerActor
+from worker.spec import WorkerSpec
+
+STOP_TIMEOUT_S = 10.0
+ACTORS: dict[Role, Any] = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}
+CHECK_EVERY_S = 0.25
+Report = Callable[[str], None]
+Check = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One worker. ``ordinal`` numbers it among all of the service's, and says which ports are its own."""
+
+    worker_id: str
+    role: Role
+    ordinal: int
+    group: PlacementGroup
+    actor: Any
+    bundle: Bundle
+
+    @property
+    def node_id(self) -> str:
+        """The node it is on; empty while it waits for one."""
+        return node_of(self.group)
+
+
+class Members:
+    """Adds and removes workers. ``host`` is the address they listen on (empty: that of the node each is on)."""
+
+    def __init__(
+        self,
+        config: PdserveConfig,
+        device: str,
+        bundles: Mapping[Role, Bundle],
+        *,
+        registry_address: str,
+        service: str,
+        port_base: int,
+        host: str,
+    ) -> None:
+        self.device = device
+        self._config = config
+        self._bundles = bundles
+        self._registry_address, self._service = registry_address, service
+        self._port_base = port_base
+        self._host = host
+        self._members: dict[str, Member] = {}
+
+    @property
+    def all(self) -> tuple[Member, ...]:
+        """Everybody, in the order they came."""
+        return tuple(self._members.values())
+
+    def of(self, role: Role) -> list[Member]:
+        """Those of one role, in the order they came."""
+        return [member for member in self._members.values() if member.role is role]
+
+    def add(self, roles: Sequence[Role], nodes: Sequence[Node], *, share: bool = False) -> list[Member]:
+        """Ask for a worker of each of ``roles``. They come up by themselves, those without a node once there is one;
+        with ``share``, those that find no free slot share one instead (see `slots.shared_bundles`).
+        LaunchError (and nobody is added) under ``strict_spread`` if there is not one for each."""
+        policy = self._config.cluster.placement
+        present = [(member.node_id, member.role) for member in self._members.values()]
+        targets = plan(roles, self._bundles, nodes, policy, present)
+        shared = shared_bundles(self._config.cluster, self.device) if share and None in targets else {}
+        bundles = [
+            shared[role] if shared and target is None else self._bundles[role]
+            for role, target in zip(roles, targets, strict=True)
+        ]
+        on_node = Counter([node_id for node_id, _ in present] + [node.node_id for node in targets if node])
+        taken = set(on_node) - {""}
+        if policy == "strict_spread" and None in targets:
+            raise LaunchError(
+                f"cluster.placement: strict_spread wants a node for each worker, and there is none for "
+                f"{targets.count(None)} of {len(targets)}; add nodes first, or use spread"
+            )
+        added: list[Member] = []
+        try:
+            for role, target, bundle in zip(roles, targets, bundles, strict=True):
+                name, ordinal = self._free_name(role), self._free_ordinal()
+                spec = self._spec(name, role, ordinal, on_node[target.node_id] if target else 1, bundle)
+                group = reserve_slot(bundle, target, policy, taken)
+                actor = self._start(spec, group, bundle)
+                member = self._members[name] = Member(name, role, ordinal, group, actor, bundle)
+                added.append(member)
+        except BaseException:
+            self.remove(added)
+            raise
+        return added
+
+    def unplaced(self, members: Sequence[Member], timeout_s: float) -> list[Member]:
+        """Wait for nodes, at most ``timeout_s``; returns those that have none."""
+        waiting = wait_placed([member.group for member in members], timeout_s)
+        return [member for member in members if member.group in waiting]
+
+    def wait_ready(
+        self, members: Collection[Member], timeout_s: float, report: Report, check: Check = lambda: None
+    ) -> dict[str, list[str]]:
+        """Return once all of them are ready to serve; LaunchError (or what kept one from starting) otherwise. The
+        result is what users have to know of each, by worker id. ``check`` is called every moment and may raise, which
+        ends the wait."""
+        notes: dict[str, list[str]] = {}
+        waiting = {member.actor.wait_ready.remote(): member.worker_id for member in members}
+        deadline_s = time.monotonic() + timeout_s
+        while waiting:
+            check()
+            left_s = deadline_s - time.monotonic()
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, min(CHECK_EVERY_S, left_s)))
+            if not done:
+                if left_s > 0:
+                    continue
+                raise LaunchError(f"{', '.join(sorted(waiting.values()))}: not ready within {timeout_s:.0f} s")
+            name = waiting.pop(done[0])
+            try:
+                answer = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                raise LaunchError(f"{name} did not start: {one_line(error)}") from None
+            if "error" in answer:
+                raise from_wire(*answer["error"])
+            notes[name] = answer["notes"]
+            report(f"{name} is up")
+        return notes
+
+    def remove(self, members: Sequence[Member], stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End these workers and give their slots back, as far as Ray does it: it may be failing. They are asked to
+        stop, and killed after ``stop_timeout_s`` (0: at once)."""
+        if stop_timeout_s > 0:
+            placed = [member for member in members if _or_empty(member)]
+            with contextlib.suppress(ray.exceptions.RayError):
+                stopping = [member.actor.stop.remote() for member in placed]  # without a node none would answer
+                ray.wait(stopping, num_returns=len(stopping), timeout=stop_timeout_s) if stopping else None
+        for member in members:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(member.actor, no_restart=True)
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_placement_group(member.group)
+            self._members.pop(member.worker_id, None)
+
+    def _spec(self, name: str, role: Role, ordinal: int, num_slots: int, bundle: Bundle) -> WorkerSpec:
+        return WorkerSpec(
+            worker_id=name,
+            role=role,
+            host=self._host,
+            node="",
+            device=self.device,
+            registry_address=self._registry_address,
+            version=VERSION,
+            service=self._service,
+            port=first_port(self._port_base, ordinal),
+            num_slots=num_slots,
+            device_share=min(1.0, bundle.get("GPU", 1.0)),
+            config=self._config,
+        )
+
+    def _start(self, spec: WorkerSpec, group: PlacementGroup, bundle: Bundle) -> Any:
+        others = dict(bundle)
+        return (
+            ACTORS[spec.role]
+            .options(
+                # A name is free again only some time after its actor was killed.
+                name=f"pdserve-{self._config.gateway.port}-{spec.worker_id}-{secrets.token_hex(4)}",
+                num_cpus=others.pop("CPU", 0.0),
+                num_gpus=others.pop("GPU", 0.0),
+                memory=others.pop("memory", None),
+                resources=others or None,
+                max_restarts=-1,
+                max_concurrency=8,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            )
+            .remote(spec.to_wire())
+        )
+
+    def _free_name(self, role: Role) -> str:
+        return next(name for index in itertools.count() if (name := f"{role}-{index}") not in self._members)
+
+    def _free_ordinal(self) -> int:
+        taken = {member.ordinal for member in self._members.values()}
+        return next(ordinal for ordinal in itertools.count() if ordinal not in taken)
+
+
+def _or_empty(member: Member) -> str:
+    try:
+        return member.node_id
+    except ray.exceptions.RayError:
+        return ""

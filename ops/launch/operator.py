@@ -1,0 +1,219 @@
+"""How a running service is changed and looked into from its own host: the supervisor's small gRPC service on a Unix
+socket, and its clients. The socket lies in a folder that only the user who started the service can enter."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import grpc
+
+from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX
+from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
+from pdserve.core.worker import Role
+from pdserve.pb import operator_pb2 as pb
+from pdserve.pb import operator_pb2_grpc
+
+if TYPE_CHECKING:
+    from ops.launch.log_files import LogPart, LogPlace
+    from ops.launch.shutdown import Shutdown
+
+CONNECT_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 60.0
+SUPERVISOR = "supervisor"
+Report = Callable[[str], None]
+T = TypeVar("T")
+
+
+class Operable(Protocol):
+    """A service whose workers can be added and removed, and whose logs can be read."""
+
+    @property
+    def counts(self) -> Mapping[Role, int]:
+        """Workers of each role."""
+        ...
+
+    def scale(
+        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False
+    ) -> list[str]:
+        """See `ops.launch.service.Service.scale`."""
+        ...
+
+    def logs(self) -> Mapping[str, LogPlace]:
+        """See `ops.launch.service.Service.logs`."""
+        ...
+
+    def read_log(self, name: str, path: str, offset: int) -> LogPart:
+        """See `ops.launch.service.Service.read_log`."""
+        ...
+
+
+def new_socket() -> str:
+    """A path for an `OperatorServer`'s socket, in a folder that is not there yet."""
+    return f"/tmp/{OPERATOR_FOLDER_PREFIX}{secrets.token_hex(4)}/socket"
+
+
+class OperatorServer(operator_pb2_grpc.OperatorServicer):
+    """Serves one service's operator calls at ``socket`` until `stop`. ``log`` is the supervisor's own log; empty: it
+    writes to its terminal. ``on_scaled`` is called when workers may have come or gone, before the caller is told."""
+
+    def __init__(
+        self, service: Operable, shutdown: Shutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
+    ) -> None:
+        self._service, self._shutdown, self._log = service, shutdown, log
+        self._on_scaled = on_scaled
+        self.socket = socket
+        self._folder = Path(socket).parent
+        self._folder.mkdir(mode=0o700)
+        self._server = grpc.server(ThreadPoolExecutor(8, "operator"))
+        operator_pb2_grpc.add_OperatorServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{self.socket}")
+        self._server.start()
+
+    def stop(self) -> None:
+        """End it; nothing of it is left."""
+        self._server.stop(0.5).wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> Iterator[pb.StopEvent]:
+        """Ask for the end, and pass on what is told until it has come."""
+        self._shutdown.request(request.drain_s)
+        for stage in self._shutdown.follow():
+            if not context.is_active():
+                return
+            if stage:
+                yield pb.StopEvent(stage=stage)
+
+    def ListLogs(self, request: pb.ListLogsRequest, context: grpc.ServicerContext) -> pb.ListLogsResponse:
+        """Those of supervisor, gateway and workers."""
+        logs = [pb.Log(name=SUPERVISOR, node="here", path=self._log)]
+        logs += [pb.Log(name=name, node=log.node, path=log.path) for name, log in self._service.logs().items()]
+        return pb.ListLogsResponse(logs=logs)
+
+    def ReadLog(self, request: pb.ReadLogRequest, context: grpc.ServicerContext) -> pb.ReadLogResponse:
+        """A part of the log of the gateway or a worker."""
+        try:
+            part = self._service.read_log(request.name, request.path, request.offset)
+        except PdserveError as error:
+            return pb.ReadLogResponse(error=str(error))
+        return pb.ReadLogResponse(data=part.data, path=part.path, offset=part.offset)
+
+    def Scale(self, request: pb.ScaleRequest, context: grpc.ServicerContext) -> Iterator[pb.ScaleEvent]:
+        """Scale on a thread of its own: a caller that goes away must not leave it half done."""
+        events: queue.SimpleQueue[pb.ScaleEvent] = queue.SimpleQueue()
+        threading.Thread(target=self._scale, args=(request, events.put), name="scale").start()
+        while True:
+            event = events.get()
+            yield event
+            if event.WhichOneof("event") != "stage":
+                return
+
+    def _scale(self, request: pb.ScaleRequest, tell: Callable[[pb.ScaleEvent], None]) -> None:
+        wanted = {}
+        if request.HasField("prefill"):
+            wanted[Role.PREFILL] = request.prefill
+        if request.HasField("decode"):
+            wanted[Role.DECODE] = request.decode
+        try:
+            try:
+                waiting = self._service.scale(
+                    wanted, request.drain_s, lambda stage: tell(pb.ScaleEvent(stage=stage)), request.oversubscribe
+                )
+            finally:
+                self._on_scaled()
+            counts = self._service.counts
+            scaled = pb.Scaled(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], waiting=waiting)
+            tell(pb.ScaleEvent(scaled=scaled))
+        except Exception as error:  # whatever it is: the caller waits for an answer
+            kind, message = to_wire(error)
+            tell(pb.ScaleEvent(failure=pb.Failure(kind=kind, message=message)))
+            if not isinstance(error, PdserveError):
+                raise
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """How many workers there are now, and which of them wait for a node."""
+
+    prefill: int
+    decode: int
+    waiting: tuple[str, ...]
+
+
+class OperatorClient:
+    """Asks the supervisor at ``socket``. Every call raises LaunchError if it does not answer."""
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+
+    def scale(
+        self,
+        wanted: Mapping[Role, int],
+        drain_s: float,
+        timeout_s: float,
+        report: Report,
+        oversubscribe: bool = False,
+    ) -> Scaled:
+        """Ask for so many workers. Raises what kept it from having them."""
+        request = pb.ScaleRequest(drain_s=drain_s, oversubscribe=oversubscribe)
+        if Role.PREFILL in wanted:
+            request.prefill = wanted[Role.PREFILL]
+        if Role.DECODE in wanted:
+            request.decode = wanted[Role.DECODE]
+
+        def ask(stub: Any) -> Scaled:
+            for event in stub.Scale(request, timeout=timeout_s):
+                match event.WhichOneof("event"):
+                    case "stage":
+                        report(event.stage)
+                    case "scaled":
+                        return Scaled(event.scaled.prefill, event.scaled.decode, tuple(event.scaled.waiting))
+                    case _:
+                        raise from_wire(event.failure.kind, event.failure.message)
+            raise LaunchError("the service's supervisor ended while it scaled")
+
+        return self._call(ask)
+
+    def stop(self, drain_s: float, timeout_s: float, report: Report) -> None:
+        """Have the service end. Returns when it has, or is about to."""
+
+        def ask(stub: Any) -> None:
+            for event in stub.Stop(pb.StopRequest(drain_s=drain_s), timeout=timeout_s):
+                report(event.stage)
+
+        self._call(ask)
+
+    def logs(self) -> dict[str, tuple[str, str]]:
+        """Node and path of every log, by name; an empty path where there is none."""
+        answer = self._call(lambda stub: stub.ListLogs(pb.ListLogsRequest(), timeout=CALL_TIMEOUT_S))
+        return {log.name: (log.node, log.path) for log in answer.logs}
+
+    def read_log(self, name: str, path: str = "", offset: int = 0) -> tuple[bytes, str, int]:
+        """A part of a log: bytes, the file they are from, and the offset at which it goes on."""
+        request = pb.ReadLogRequest(name=name, path=path, offset=offset)
+        part = self._call(lambda stub: stub.ReadLog(request, timeout=CALL_TIMEOUT_S))
+        if part.error:
+            raise LaunchError(part.error)
+        return part.data, part.path, part.offset
+
+    def _call(self, ask: Callable[[Any], T]) -> T:
+        if not os.path.exists(self._socket):
+            raise LaunchError(f"the service's supervisor does not listen at {self._socket}; was it killed?")
+        with grpc.insecure_channel(f"unix:{self._socket}") as channel:
+            try:
+                grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
+                return ask(operator_pb2_grpc.OperatorStub(channel))
+            except grpc.FutureTimeoutError:
+                raise LaunchError(f"the service's supervisor does not answer at {self._socket}") from None
+            except grpc.RpcError as error:
+                details = getattr(error, "details", None)  # a call's errors have it
+                why = details() if callable(details) else error
+                raise LaunchError(f"the service's supervisor gave no answer: {why}") from None

@@ -1,0 +1,51 @@
+"""Which ports a service listens on, so that firewalls can be told beforehand."""
+
+from __future__ import annotations
+
+import socket
+
+from pdserve.core.config import ClusterConfig
+from pdserve.core.errors import LaunchError
+
+DEFAULT_BASE = 20_000
+"""Of a service on a Ray that is there already. One on a Ray of its own lets the system pick."""
+
+PORTS_PER_WORKER = 4
+"""Control, and one for each KV transport that uses a port."""
+
+
+def port_base(config: ClusterConfig) -> int:
+    """The registry's port, from which all others are counted; 0: the system picks them all."""
+    if config.port_base is not None:
+        return config.port_base
+    return 0 if config.address == "local" else DEFAULT_BASE
+
+
+def first_port(base: int, ordinal: int) -> int:
+    """The first of the ports of the service's worker number ``ordinal``, whatever node it is on; LaunchError if they
+    would lie beyond the last port there is."""
+    first = base + 1 + PORTS_PER_WORKER * ordinal if base else 0
+    if first + PORTS_PER_WORKER > 65_536:
+        raise LaunchError(f"cluster.port_base: {base} leaves no ports for worker number {ordinal}; choose a lower one")
+    return first
+
+
+def free_port(host: str, port: int, key: str = "gateway.port") -> int:
+    """``port`` if it can be listened on, or (0) a free one; LaunchError that names the configuration's ``key`` if it is
+    taken. ``host`` is a name or an address, of either IP version."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+            bound: int = probe.getsockname()[1]
+            return bound
+    except OSError as error:
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if isinstance(error, socket.gaierror):
+            raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
+        hint = " with --port" if key == "gateway.port" else ""
+        raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}; choose another{hint}") from None

@@ -1,0 +1,106 @@
+"""What a model costs in memory and arithmetic, from its shape alone: `pdserve model-info` prints it.
+
+All of it is counting, none of it is measured; each function says what it counts. Bytes are bytes, GB are 10^9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.model.shape import ModelShape
+from pdserve.core.kv_layout import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class KVVariant:
+    """What one way of attention would make of the KV cache: bytes of one token in all layers."""
+
+    name: str
+    bytes_per_token: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a device's memory leaves for KV: ``tokens`` in all, or ``requests`` of the full context."""
+
+    memory_bytes: int
+    kv_bytes: int
+    tokens: int
+    requests: int
+
+
+def kv_variants(shape: ModelShape, dtype: str) -> list[KVVariant]:
+    """KV bytes per token as MHA, as GQA with each group size that divides the heads, as MQA and as MLA.
+
+    MLA is DeepSeek-V2's: one latent of 4 head dims and one shared rope key of half a head dim per layer (512 + 64
+    where the head dim is 128), without the factor 2, as keys and values come from the same latent.
+    """
+    heads, head_dim = shape.num_heads, shape.head_dim
+    variants = [KVVariant("MHA", shape.kv_bytes_per_token(dtype, heads), f"{heads} KV heads, one per query head")]
+    for group in (g for g in range(2, heads) if heads % g == 0):
+        kv_heads = heads // group
+        what = f"{kv_heads} KV heads, each shared by {group} query heads"
+        variants.append(KVVariant(f"GQA-{group}", shape.kv_bytes_per_token(dtype, kv_heads), what))
+    if heads > 1:
+        variants.append(KVVariant("MQA", shape.kv_bytes_per_token(dtype, 1), "1 KV head for all query heads"))
+    latent, rope = mla_dims(shape)
+    mla = shape.num_layers * (latent + rope) * DTYPE_BYTES[dtype]
+    what = f"assumed latent {latent} + rope key {rope} (DeepSeek-V2's 4 and 1/2 head dims of {head_dim})"
+    return [*variants, KVVariant("MLA", mla, what)]
+
+
+def mla_dims(shape: ModelShape) -> tuple[int, int]:
+    """Latent and rope dims that MLA is assumed to have for this head dim."""
+    return 4 * shape.head_dim, shape.head_dim // 2
+
+
+def window_kv_bytes(shape: ModelShape, dtype: str, context: int, windows: Sequence[int | None]) -> int:
+    """KV bytes of one request of ``context`` tokens if each layer kept only its window of them (None: all); one entry
+    of ``windows`` per layer. pdserve's pool keeps all tokens in all layers: this is what a window could save."""
+    per_layer = shape.kv_bytes_per_token(dtype) // shape.num_layers
+    return per_layer * sum(context if window is None else min(context, window) for window in windows)
+
+
+def activation_bytes(shape: ModelShape, dtype: str, tokens: int, sampled: int = 1) -> int:
+    """Peak activations of one step over ``tokens`` tokens: residual and normed input, beside them the larger one of
+    attention (q, k, v, output) and MLP (gate, up, product); plus float32 logits of ``sampled`` rows. Counted with an
+    attention that never materialises its scores, and without the allocator's slack."""
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    widest = max(2 * q_size + 2 * kv_size, 3 * shape.intermediate_size)
+    return tokens * (2 * shape.hidden_size + widest) * DTYPE_BYTES[dtype] + sampled * shape.vocab_size * 4
+
+
+def fit(shape: ModelShape, dtype: str, memory_bytes: int, tokens: int, context: int) -> Fit:
+    """What is left for KV once weights and the activations of a ``tokens`` budget are in ``memory_bytes``; all zero if
+    those alone do not fit."""
+    left = memory_bytes - shape.weight_bytes(dtype) - activation_bytes(shape, dtype, tokens)
+    kv_bytes = max(0, left)
+    kv_tokens = kv_bytes // shape.kv_bytes_per_token(dtype)
+    return Fit(memory_bytes, kv_bytes, kv_tokens, kv_tokens // context)
+
+
+def prefill_flops_per_token(shape: ModelShape, prompt_tokens: int) -> float:
+    """Mean floating-point operations per prompt token: 2 per weight of the layers' matrices, and causal attention over
+    half the prompt or what a layer's window leaves of it (scores and values, 2 operations each); the head runs for the
+    last token only."""
+    weights = 2.0 * shape.num_layers * shape.layer_matrices
+    seen = sum(_mean_seen(prompt_tokens, window) for window in shape.layer_windows)
+    attention = 4.0 * shape.num_heads * shape.head_dim * seen
+    head = 2.0 * shape.vocab_size * shape.hidden_size / prompt_tokens
+    return weights + attention + head
+
+
+def _mean_seen(prompt_tokens: int, window: int | None) -> float:
+    """Tokens that a prompt's token sees on average, itself included."""
+    seen = prompt_tokens if window is None else min(window, prompt_tokens)
+    return (seen * (seen + 1) / 2 + (prompt_tokens - seen) * seen) / prompt_tokens
+
+
+def phi_gbps_per_tflops(shape: ModelShape, dtype: str, prompt_tokens: int) -> float:
+    """Φ, the bandwidth at which layer-wise overlap hides the whole hand-off, in Gbit/s for each TFLOP/s that prefill
+    really reaches: KV bytes of the prompt over its prefill time. Twice the compute asks for twice the link."""
+    bits = 8.0 * shape.kv_bytes_per_token(dtype)
+    seconds_at_one_tflops = prefill_flops_per_token(shape, prompt_tokens) / 1e12
+    return bits / seconds_at_one_tflops / 1e9

@@ -1,0 +1,108 @@
+"""Where each stage's bar lies in time: the one layout that terminal and picture draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdserve.client.generation import Generation
+from pdserve.core.timeline import NETWORK, STAGES, UNATTRIBUTED, Breakdown, Figure
+
+COLORS: Mapping[str, str] = {
+    NETWORK: "#9aa5b1",
+    "gateway": "#7b6fb5",
+    "route": "#4f6bd8",
+    "reserve": "#2f9bd6",
+    "dispatch": "#23b5c4",
+    "prefill_queue": "#f2c14e",
+    "prefill": "#3fa34d",
+    "kv_exposed": "#d62246",
+    "decode_queue": "#f79256",
+    "first_decode": "#a0c55f",
+    UNATTRIBUTED: "#444444",
+}
+
+WHAT: Mapping[str, str] = {
+    NETWORK: "between client and gateway, both ways",
+    **{stage.name: stage.what for stage in STAGES[Figure.TTFT_DECODE]},
+    UNATTRIBUTED: "the client's figure minus the sum of the stages",
+}
+
+FIGURE_TITLES: Mapping[Figure, str] = {
+    Figure.TTFT: "TTFT · token 1 at the client",
+    Figure.TTFT_DECODE: "TTFT_DECODE · token 2 at the client",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stage's place: it begins where the stage before it ended. ``length_ms`` may be negative (clock error or
+    residue): the next bar then begins earlier."""
+
+    stage: str
+    start_ms: float
+    length_ms: float
+    percent: float
+
+    @property
+    def left_ms(self) -> float:
+        """The bar's left edge."""
+        return min(self.start_ms, self.start_ms + self.length_ms)
+
+
+def bars(breakdown: Breakdown) -> list[Bar]:
+    """The breakdown's stages, laid end to end from 0 to its total."""
+    placed: list[Bar] = []
+    start_ms = 0.0
+    for stage, length_ms in breakdown.stages_ms.items():
+        percent = 100 * length_ms / breakdown.total_ms if breakdown.total_ms else 0.0
+        placed.append(Bar(stage, start_ms, length_ms, percent))
+        start_ms += length_ms
+    return placed
+
+
+def longest(generation: Generation) -> Breakdown | None:
+    """The breakdown that tells most: that of ``ttft_decode`` if there was a second token, else of ``ttft``."""
+    return generation.breakdowns.get(Figure.TTFT_DECODE) or generation.breakdowns.get(Figure.TTFT)
+
+
+def human_bytes(count: float) -> str:
+    """1234567 → '1.2 MB' (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def reused(generation: Generation) -> str:
+    """One line that says what prefix caches saved: 'prefix cache: 128 of 200 prompt tokens not computed, …'."""
+    parts = []
+    if generation.prefill_cached_tokens:
+        parts.append(f"{generation.prefill_cached_tokens} of {generation.prompt_tokens} prompt tokens not computed")
+    if generation.kv_blocks_skipped:
+        total = generation.kv_blocks_skipped + generation.kv_blocks_sent
+        parts.append(f"{generation.kv_blocks_skipped} of {total} blocks not sent")
+    return "prefix cache: " + (", ".join(parts) or "nothing found")
+
+
+def proof(generation: Generation) -> str:
+    """One line that says whether the KV cache moved as it must: 'kv 1.2 MB = expected, 5 blocks over grpc_stream'."""
+    if not generation.kv_bytes and not generation.kv_bytes_expected and not generation.kv_blocks_skipped:
+        why = "colocated" if generation.mode == "colocated" else "nothing to hand over"
+        return f"kv not moved ({why})"
+    parts = [f"kv {human_bytes(generation.kv_bytes)}"]
+    if generation.kv_bytes == generation.kv_bytes_expected:
+        parts[0] += " = expected"
+    else:
+        parts[0] += f" ≠ expected {human_bytes(generation.kv_bytes_expected)} ({generation.kv_bytes} ≠ "
+        parts[0] += f"{generation.kv_bytes_expected} bytes)"
+    blocks = "block" if generation.kv_blocks_sent == 1 else "blocks"
+    parts.append(f"{generation.kv_blocks_sent} {blocks} over {generation.transport}")
+    if generation.kv_blocks_skipped:
+        parts.append(f"{generation.kv_blocks_skipped} held by decode already")
+    if generation.transfer.kv_bytes_retried:
+        parts.append(f"{human_bytes(generation.transfer.kv_bytes_retried)} retried")
+    if generation.transfer.checksum:
+        parts.append(generation.transfer.checksum)
+    return ", ".join(parts)

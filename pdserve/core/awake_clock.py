@@ -1,0 +1,69 @@
+"""A clock for timeouts: it stands still while its event loop is blocked or its process is stopped.
+
+When a loop was blocked for three seconds (or its process was stopped, or the machine paused), the peers' answers of
+those seconds wait unread in sockets. A timer on the host's clock would fire before the loop reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pdserve.core.clock import Clock, MonotonicClock
+
+TICK_S = 0.1
+MOST_S = 0.25
+"""A gap between two readings counts as this much at most."""
+
+
+class AwakeClock:
+    """Seconds for which an event loop ran. Read it every `TICK_S` on that loop, or use `awake_clock`, which does."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._read_s = self._clock.now()
+        self._awake_s = 0.0
+
+    def now(self) -> float:
+        """Seconds for which the loop has run since the clock was made."""
+        now_s = self._clock.now()
+        self._awake_s += min(now_s - self._read_s, MOST_S)
+        self._read_s = now_s
+        return self._awake_s
+
+
+_CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, AwakeClock] = WeakKeyDictionary()
+
+
+def awake_clock() -> AwakeClock:
+    """The running event loop's own clock; the loop ticks it from the first call on."""
+    loop = asyncio.get_running_loop()
+    clock = _CLOCKS.get(loop)
+    if clock is None:
+        clock = _CLOCKS[loop] = AwakeClock()
+        loop.call_soon(_tick, loop, clock)
+    return clock
+
+
+def _tick(loop: asyncio.AbstractEventLoop, clock: AwakeClock) -> None:
+    clock.now()
+    loop.call_later(TICK_S, _tick, loop, clock)
+
+
+class RunningAwakeClock:
+    """A `Clock` that reads the `awake_clock` of the running event loop: it can be made before there is a loop."""
+
+    def now(self) -> float:
+        """Seconds for which the running loop has run."""
+        return awake_clock().now()
+
+
+async def wait_awake(future: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Wait until ``future`` is done, for ``timeout_s`` seconds of the running loop's `awake_clock` at most. Returns
+    whether it is done; it is never cancelled."""
+    clock = awake_clock()
+    until_s = clock.now() + timeout_s
+    while not future.done() and (left_s := until_s - clock.now()) > 0:
+        await asyncio.wait({future}, timeout=left_s)
+    return future.done()

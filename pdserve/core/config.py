@@ -1,0 +1,290 @@
+"""The configuration file, as types. Every field is documented here and nowhere else (`pdserve config` prints them).
+
+Unknown keys and bad values raise `ConfigError` with the dotted key, what was wrong and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from pdserve.core.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+PlacementPolicy = Literal["pack", "spread", "strict_spread"]
+"""See `ClusterConfig.placement`."""
+
+KVFailurePolicy = Literal["retry", "recompute", "fail"]
+"""See `TransferConfig.on_kv_failure`."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    path: str = Field("tiny", description="'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json' or a folder")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="auto: the checkpoint's own type where the devices of all workers compute it natively, else the "
+        "fastest that they do: of bfloat16, float16 on GPUs before Ampere and float32 on CPUs without bfloat16 "
+        "instructions; a type that is named is used everywhere, with a warning where it is emulated",
+    )
+    name: str | None = Field(None, description="the name shown to clients; default: the folder's")
+
+
+class ClusterConfig(_Section):
+    """Which workers run, and where."""
+
+    prefill: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="prefill workers")
+    decode: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="decode workers")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray sees GPUs, else cpu")
+    cores_per_worker: Positive = Field(1, description="cores of a CPU device slot, and threads of its engine")
+    oversubscribe: bool = Field(False, description="allow more workers than device slots (they then share slots)")
+    address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
+    placement: PlacementPolicy = Field(
+        "pack",
+        description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: each role over "
+        "as many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for "
+        "each worker, or an error",
+    )
+    worker_resources: dict[str, float] = Field(
+        default_factory=dict, description="Ray resources each worker asks for instead of its device slot's own"
+    )
+    prefill_resources: dict[str, float] = Field(
+        default_factory=dict,
+        description="Ray resources each prefill worker asks for besides, such as {prefill: 1}: ties it to nodes that "
+        "have them",
+    )
+    decode_resources: dict[str, float] = Field(
+        default_factory=dict, description="the same for decode workers, such as {decode: 1}"
+    )
+    nodes: Positive | None = Field(
+        None, description="how many nodes a Ray that is joined must have before workers are placed; up waits for them"
+    )
+    autoscale: bool = Field(
+        False, description="workers that do not fit onto the present nodes are no error: Ray is asked for more nodes"
+    )
+    port_base: Annotated[int, Field(ge=1024, le=65_000)] | None = Field(
+        None,
+        description="first of the ports of gateway and workers: the registry listens on this one, four for each "
+        "worker after it; default: 20000 on a Ray that is joined, free ones on a Ray of its own",
+    )
+    start_timeout_s: Seconds = Field(180.0, description="how long start-up may take before it is given up")
+
+
+class EngineConfig(_Section):
+    """One engine's memory and scheduling."""
+
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="tokens of a KV block; default 64 (few large blocks travel faster than many small ones)"
+    )
+    num_blocks: Positive | None = Field(None, description="KV blocks of the pool; default: what kv_memory_mb holds")
+    kv_memory_mb: Positive | None = Field(
+        None, description="memory of the KV pool in MiB; default 512 on a CPU, 80 % of what is free on a GPU"
+    )
+    max_num_batched_tokens: Positive = Field(512, description="token budget of one step; longer prompts are chunked")
+    max_num_seqs: Positive = Field(64, description="requests that may run in one step")
+    chunk_tokens: int | Literal["off"] | None = Field(
+        None,
+        description="most tokens of one prompt that a step computes; default: the budget. off: a prompt is never cut, "
+        "and one beyond the budget gets a step of its own",
+    )
+    batching: Literal["continuous", "static"] = Field(
+        "continuous",
+        description="continuous: requests join the running batch as soon as there is room; static: a batch is admitted "
+        "when nothing runs, and nobody joins until all of it has ended",
+    )
+    prefix_caching: bool = Field(
+        True, description="keep KV blocks of past prompts and reuse those of equal beginnings (within one salt)"
+    )
+    hang_timeout_s: Seconds = Field(
+        6.0, description="an engine that neither answers nor computes for this long is killed and started again"
+    )
+    max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
+    cuda_graphs: bool = Field(
+        True, description="on a GPU, record decode steps as CUDA graphs at start-up: slower to start, faster to decode"
+    )
+
+    @field_validator("chunk_tokens", mode="before")
+    @classmethod
+    def _read_chunk_tokens(cls, value: object) -> object:
+        if value is False:
+            return "off"  # which YAML takes for a boolean
+        number = int(value) if isinstance(value, str) and value.isdecimal() else value
+        if value in (None, "off") or (isinstance(number, int) and number is not True and number >= 1):
+            return number
+        raise PydanticCustomError("chunk_tokens", "Input should be off or a whole number of at least 1")
+
+
+class TransferConfig(_Section):
+    """How KV blocks travel."""
+
+    transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl", "loopback"] = Field(
+        "auto",
+        description="auto: for each pair the best of what both ends share, which is shm on one host, cuda_ipc on one "
+        "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA, and needs pip install nixl; loopback works "
+        "only within a process",
+    )
+    overlap: Literal["none", "chunk", "layer"] = Field(
+        "layer",
+        description="when blocks are pushed. layer: each group of layers while the next is computed; chunk: each chunk "
+        "of the prompt while the next is computed; none: all at the end",
+    )
+    layer_groups: Annotated[int, Field(ge=2, le=256)] = Field(
+        8, description="with overlap: layer, the groups of layers in which a chunk is pushed (at most one per layer)"
+    )
+    checksum: bool = Field(
+        True,
+        description="xxh3-64 over every message, verified before its blocks count as filled; nixl always uses it, "
+        "whatever is set here",
+    )
+    message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
+        4 * 2**20, description="target size of one message; blocks are coalesced up to it"
+    )
+    max_inflight_bytes: Annotated[int, Field(ge=4096)] = Field(
+        16 * 2**20, description="bytes that may be on their way to one worker before it has acknowledged some"
+    )
+    on_kv_failure: KVFailurePolicy = Field(
+        "retry",
+        description="what becomes of a request whose hand-off fails. retry: another hand-off, from the same prefill "
+        "worker if it can (what that has computed is sent again, not computed again); recompute: one worker computes "
+        "everything there is and goes on; fail: an error at once",
+    )
+    connect_timeout_s: Seconds = Field(10.0, description="how long a handshake with a peer may take")
+    lease_s: Seconds = Field(30.0, description="how long blocks are held for a silent peer")
+    interface: str | None = Field(
+        None,
+        description="what KV travels over on every host: a device (eth1), a network (10.1.0.0/16), or an address or "
+        "name; default: the address that Ray knows the host by",
+    )
+
+
+class RouterConfig(_Section):
+    """Which workers a request gets."""
+
+    policy: Literal["round_robin", "least_outstanding_tokens"] = Field(
+        "least_outstanding_tokens", description="how a worker is chosen among those that are ready"
+    )
+    prefill_backlog_tokens: Positive = Field(
+        1024, description="a prefill worker is free while fewer prompt tokens than this wait on it (or none at all)"
+    )
+    max_queue: Positive = Field(1024, description="requests that may wait; one more is refused (RESOURCE_EXHAUSTED)")
+    max_attempts: Positive = Field(
+        5,
+        description="attempts of a request in a row that bring no token when workers or transfers fail; after a failed "
+        "transfer the last of them runs on one worker",
+    )
+    retry_pause_s: Annotated[float, Field(ge=0, le=60)] = Field(
+        0.05, description="pause before the first retry of a request, with jitter; it doubles with each, up to 2 s"
+    )
+    retry_share: Annotated[float, Field(ge=0)] = Field(
+        0.5,
+        description="retries are at most this share of the requests of the last 4 s, and 10; further ones wait",
+    )
+    patience_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        30.0,
+        description="how long a request waits for a worker to be ready again, within its deadline, in a service that "
+        "was ready; then it is refused (UNAVAILABLE)",
+    )
+    max_unread_tokens: Annotated[int, Field(ge=2)] = Field(
+        1024,
+        description="tokens of a request that may wait for its client to read; beyond that the request leaves its "
+        "workers, and goes on from there once the client has read them",
+    )
+    heartbeat_s: Seconds = Field(0.5, description="how often workers report")
+    heartbeat_timeout_s: Seconds = Field(3.0, description="a worker silent for this long is taken for dead")
+    forget_s: Seconds = Field(60.0, description="a dead worker is no longer shown after this long")
+
+
+class GatewayConfig(_Section):
+    """The front door."""
+
+    host: str = Field("0.0.0.0", description="address the gRPC server listens on")
+    port: Annotated[int, Field(ge=0, le=65_535)] = Field(50_051, description="port of the gRPC server; 0 picks one")
+    default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
+
+
+class TestingConfig(_Section):
+    """Hooks for tests; leave empty in service."""
+
+    delay_ms: dict[
+        Literal[
+            "network", "gateway", "route", "reserve", "dispatch", "prefill_queue", "prefill", "kv_exposed",
+            "decode_queue", "first_decode",
+        ],
+        Annotated[float, Field(ge=0)],
+    ] = Field(default_factory=dict, description="a delay planted in the named stage of every request")  # fmt: skip
+
+
+class PdserveConfig(_Section):
+    """The whole file."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="what is served")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="which workers run, and where")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and scheduling of each engine")
+    transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
+    testing: TestingConfig = Field(default_factory=TestingConfig, description="hooks for tests")
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> PdserveConfig:
+        """Check a mapping (a parsed YAML file); `ConfigError` names the first wrong key, dotted."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def load(cls, path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> PdserveConfig:
+        """The YAML file at ``path`` (None: defaults) with dotted ``overrides`` (None values are ignored) on top."""
+        data: dict[str, Any] = {}
+        if path is not None:
+            try:
+                loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+            if loaded is not None and not isinstance(loaded, dict):
+                raise ConfigError(f"{path}: the file must be a mapping of sections, not a {type(loaded).__name__}")
+            # A section whose keys are all commented out reads as null and means its defaults.
+            data = {key: {} if value is None else value for key, value in (loaded or {}).items()}
+        for dotted, value in (overrides or {}).items():
+            if value is None:
+                continue
+            *sections, key = dotted.split(".")
+            place = data
+            for depth, section in enumerate(sections, 1):
+                if not isinstance(place.setdefault(section, {}), dict):
+                    raise ConfigError(f"{'.'.join(sections[:depth])}: must be a mapping, not {place[section]!r}")
+                place = place[section]
+            place[key] = value
+        return cls.parse(data)
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]") or "(the file)"
+    if first["type"] == "extra_forbidden":
+        return f"{key}: unknown key; known here: {', '.join(_known_keys(first['loc'][:-1]))}"
+    return f"{key}: {first['msg']} (got {first['input']!r})"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    section: type[BaseModel] = PdserveConfig
+    for part in loc:
+        annotation = section.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
+    return sorted(section.model_fields)

@@ -1,0 +1,104 @@
+"""What router, gateway and workers say of a worker and of the work on it: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdserve.core.handoff import KVEndpoint, PeerLink, TransferProof
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.timeline import Event
+
+
+class Role(StrEnum):
+    """What the router gives a worker; its engine can always do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself once; a new ``epoch`` means it (or its engine) started anew and holds nothing."""
+
+    worker_id: str
+    role: Role
+    epoch: str
+    control_address: str
+    kv_endpoints: tuple[KVEndpoint, ...]
+    node: str
+    device: str
+    pid: int
+    engine_pid: int
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    cuda_visible_devices: str
+    cores: str
+    version: str
+    engine_restarts: int
+    ready: bool
+    clock_id: str = ""  # equal non-empty ids: the very same monotonic clock (`pdserve.core.clock.clock_id`)
+    life: str = ""  # of its process: the same over restarts of its engine
+    service: str = ""  # the one it was started for
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says of itself with every heartbeat: its engine's load; ``links`` to workers it sends KV to; of its
+    prefix cache, prompt tokens of all requests its engine admitted, how many of those were cached, and the blocks that
+    can be found now; and how many KV messages it refused, by reason."""
+
+    free_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    links: tuple[PeerLink, ...] = ()
+    prompt_tokens_looked_up: int = 0
+    prompt_tokens_cached: int = 0
+    cached_blocks: int = 0
+    kv_refused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The workers it sends KV to."""
+        return tuple(link.worker_id for link in self.links)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request as a worker gets it. ``token_ids`` are prompt and outputs so far (the last ``num_prior_outputs``),
+    ``sampling.max_tokens`` counts what is still wanted, ``sampling.seed`` is set, ``timeout_s`` is what is left of the
+    deadline. Cached KV is shared within one ``salt`` only."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    timeout_s: float
+    num_prior_outputs: int = 0
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One message about a request from a worker: a token (or None), the events it knows of, and how it goes on.
+
+    ``events`` of a token: on prefill PREFILL_RECEIVED, PREFILL_SCHEDULED, TOKEN_1_SAMPLED with token 1; on decode
+    KV_VERIFIED, DECODE_SCHEDULED, TOKEN_2_SAMPLED with token 2; colocated, the first three with its first token and
+    DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last message
+    has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
+    ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
+    in the prefix cache.
+    """
+
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    events: tuple[Event, ...] = ()
+    proof: TransferProof | None = None
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0

@@ -1,0 +1,222 @@
+"""Findings from made-up reports: what no test can plant on one host, and what must not be found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.model.dtypes import NativeDtypes, choose_dtype
+from kv_transfer.handshake import LinkFigures
+from ops.doctor.endpoints import Endpoints, Trouble
+from ops.doctor.finding import Finding, Level
+from ops.doctor.meeting import Meeting, Obstacle
+from ops.doctor.memory_need import MemoryNeed
+from ops.doctor.node_checks import (
+    check_clocks,
+    check_cores,
+    check_devices,
+    check_dtype,
+    check_endpoints,
+    check_memory,
+    check_models,
+    check_versions,
+)
+from ops.doctor.node_report import Device, NodeReport
+from ops.doctor.pair_checks import check_reach, check_speed
+from ops.doctor.ping import ClockReading
+from ops.doctor.report import ExaminedNode, ExaminedPair, Prediction
+from ops.doctor.seats import Seat
+from ops.launch.plan import Node
+from pdserve.core.worker import Role
+from worker.addresses import Interface
+from worker.cores import CoreHolder
+
+GB = 10**9
+REPORT = NodeReport(
+    host="a",
+    python="3.11.7",
+    torch="2.13.0+cpu",
+    cuda="",
+    ray="2.60.0",
+    pdserve="1.0",
+    source="s",
+    model_hash="m",
+    model_error="",
+    torch_error="",
+    devices=(),
+    cores=8,
+    memory_bytes=10 * GB,
+    clock_id="boot-a/time:[1]",
+    native={"cpu": (NativeDtypes("a CPU", ("float32", "bfloat16")),)},
+    allowed_cores=(0, 1),
+    held_cores=(),
+)
+NEED = MemoryNeed(weight_bytes=2 * GB, pool_bytes=GB, activation_bytes=0)
+
+
+def seat(worker_id: str, ip: str, gpus: float = 0.0) -> Seat:
+    resources = {"CPU": 8.0, "GPU": gpus}
+    role = Role.PREFILL if worker_id.startswith("prefill") else Role.DECODE
+    return Seat(worker_id, role, Node(ip, ip, resources, resources), 0, 0, {"CPU": 1.0})
+
+
+def node(
+    report: NodeReport | None = REPORT,
+    ip: str = "10.0.0.2",
+    *,
+    workers: int = 1,
+    gpus: float = 0.0,
+    clock: ClockReading | None = None,
+    endpoints: Sequence[Endpoints] = (),
+) -> ExaminedNode:
+    seats = tuple(seat(f"decode-{index}", ip, gpus) for index in range(workers))
+    return ExaminedNode(Node(ip, ip, {"GPU": gpus}), seats, report, clock, tuple(endpoints))
+
+
+def levels(findings: Sequence[Finding]) -> list[Level]:
+    return [finding.level for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        ({}, None),
+        ({"python": "3.11.2"}, None),
+        ({"python": "3.12.0"}, Level.FAIL),
+        ({"ray": "2.61.0"}, Level.FAIL),
+        ({"pdserve": "1.1"}, Level.FAIL),
+        ({"source": "t"}, Level.FAIL),
+        ({"torch": "2.13.0+cu128"}, None),
+        ({"torch": "2.12.0+cpu"}, Level.WARN),
+        ({"torch_error": "libcudart is missing"}, Level.FAIL),
+    ],
+)
+def test_versions(change: dict[str, Any], level: Level | None) -> None:
+    findings = [*check_versions(REPORT, [node(), node(replace(REPORT, **change), "10.0.0.3"), node(None)])]
+    assert levels(findings) == ([] if level is None else [level])
+    assert all(finding.where == "10.0.0.3" and finding.remedy for finding in findings)
+
+
+def test_a_model_that_the_gateways_host_lacks_is_told_once() -> None:
+    here = replace(REPORT, model_hash="", model_error="no such folder")
+    findings = [*check_models(here, "10.0.0.2", [node(here), node(REPORT, "10.0.0.3")], "path")]
+    assert [finding.where for finding in findings] == ["the gateway's host"]
+    other = replace(REPORT, model_hash="n")
+    findings = [*check_models(here, "10.0.0.2", [node(REPORT, "10.0.0.3"), node(other, "10.0.0.4")], "path")]
+    assert [finding.where for finding in findings] == ["the gateway's host", "10.0.0.4"]
+
+
+def test_a_report_survives_the_trip() -> None:
+    report = replace(REPORT, devices=(Device("A100", 2, 1),), held_cores=(CoreHolder(0, 1, 2, 3, "s", "prefill-0"),))
+    assert NodeReport.from_wire(json.loads(json.dumps(report.to_wire()))) == report
+
+
+@pytest.mark.parametrize(
+    ("workers", "width", "found"), [(1, 1, False), (2, 1, True), (1, 2, True), (4, 4, True), (0, 1, False)]
+)
+def test_cores_that_another_service_has_claimed(workers: int, width: int, found: bool) -> None:
+    held = CoreHolder(1, 123, os.getuid(), 50_052, "", "prefill-0")
+    nodes = [node(replace(REPORT, held_cores=(held, replace(held, core=7))), workers=workers)]
+    findings = list(check_cores(nodes, "cpu", width, (), oversubscribed=False))
+    assert levels(findings) == ([Level.WARN] if found else [])
+    assert not found or "core 1: prefill-0 of the service on port 50052 (process 123)" in findings[0].what
+    assert not list(check_cores(nodes, "cpu", width, (50_052,), oversubscribed=False)), "its own cores are its own"
+    assert not list(check_cores(nodes, "cpu", width, (), oversubscribed=True))
+    assert not list(check_cores(nodes, "cuda", width, (), oversubscribed=False))
+
+
+@pytest.mark.parametrize("asked", ["auto", "bfloat16", "float32"])
+def test_a_dtype_that_a_node_emulates(asked: str) -> None:
+    places = {"10.0.0.1": REPORT.native["cpu"], "10.0.0.2": (NativeDtypes("a CPU without", ("float32",)),)}
+    findings = list(check_dtype(asked, choose_dtype(asked, "bfloat16", places)))
+    assert levels(findings) == ([] if asked == "float32" else [Level.WARN])
+    assert all("10.0.0.2 (a CPU without)" in finding.what and finding.remedy for finding in findings)
+
+
+def test_devices() -> None:
+    gpu = Device("H200", 141 * GB, 140 * GB)
+    for cuda, remedy in (("", "CPU build"), ("12.8", "nvidia-smi")):
+        (finding,) = check_devices([node(replace(REPORT, cuda=cuda), gpus=1)], "cuda")
+        assert remedy in finding.remedy
+    assert not [*check_devices([node(replace(REPORT, devices=(gpu,)), gpus=1), node(None)], "cuda")]
+    assert not [*check_devices([node(gpus=1)], "cpu")]
+
+
+def test_workers_of_a_node_add_up() -> None:
+    assert not [*check_memory([node(workers=2)], NEED, "cpu", [])]
+    (tight,) = check_memory([node(replace(REPORT, memory_bytes=6_500_000_000), workers=2)], NEED, "cpu", [])
+    assert tight.level is Level.WARN
+    (fails,) = check_memory([node(workers=4)], NEED, "cpu", [])
+    assert (fails.level, "4 ×" in fails.what) == (Level.FAIL, True)
+    (beside,) = check_memory([node(workers=4)], NEED, "cpu", [50_051])
+    assert beside.level is Level.OK
+
+
+def test_a_gpu_of_its_own_for_each_worker_or_a_share() -> None:
+    gpus = replace(REPORT, devices=(Device("x", 4 * GB, 4 * GB),) * 2)
+    assert not [*check_memory([node(gpus, workers=2, gpus=2)], NEED, "cuda", [])]
+    (fails,) = check_memory([node(gpus, workers=4, gpus=2)], NEED, "cuda", [])
+    assert fails.level is Level.FAIL
+
+
+def test_clocks() -> None:
+    def found(clock: ClockReading, clock_id: str) -> list[Finding]:
+        return [*check_clocks([node(replace(REPORT, clock_id=clock_id), clock=clock)], REPORT)]
+
+    assert not found(ClockReading(7000.0, 0.0001, 0.01), "boot-b/time:[1]")  # of another machine: any offset will do
+    assert not found(ClockReading(0.00005, 0.0001, 0.0), "boot-a/time:[2]")
+    (vague,) = found(ClockReading(7000.0, 0.02, 0.0), "boot-b/time:[1]")
+    assert "20.0 ms" in vague.what
+    (skewed,) = found(ClockReading(7000.0, 0.0001, -90.0), "boot-b/time:[1]")
+    assert ("-90.0 s" in skewed.what, "chrony" in skewed.remedy) == (True, True)
+    (namespace,) = found(ClockReading(5000.0, 0.0001, 0.0), "boot-a/time:[2]")
+    assert "time namespace" in namespace.what
+
+
+def test_interfaces() -> None:
+    up, down = Interface("10.0.0.2", "eth0", 10_000), Interface("10.0.0.2", "eth0", 10_000, is_up=False)
+    ends = Endpoints("decode-0", "", up, (), ())
+    assert not [*check_endpoints([node(endpoints=[ends])], "cpu", [])]
+    (dead,) = check_endpoints([node(endpoints=[replace(ends, interface=down)])], "cpu", [])
+    assert (dead.check, "carrier" in dead.what) == ("interface", True)
+    (shared,) = check_endpoints([node(endpoints=[ends]), node(ip="10.0.0.3", endpoints=[ends])], "cpu", [])
+    assert "call itself" in shared.what
+
+
+@pytest.mark.parametrize("check", ["transport", "kv", "interface", "port"])
+def test_whatever_keeps_a_worker_from_listening_fails(check: str) -> None:
+    ends = Endpoints("decode-0", "", None, (), (Trouble(check, "what", 1),))
+    (finding,) = check_endpoints([node(endpoints=[ends])], "cpu", [])
+    assert (finding.level, finding.check, bool(finding.remedy)) == (Level.FAIL, check, True)
+
+
+def pair(gbs: float, decode: str = "10.0.0.2", *, wire_ms: float = 1.0, measured: bool = True) -> ExaminedPair:
+    meeting = Meeting("tcp", f"{decode}:1", "", LinkFigures(gbs, gbs, 0.001, 0.001, 1))
+    predictions = (Prediction(2048, 1, wire_ms, wire_ms),)
+    return ExaminedPair(seat("prefill-0", "10.0.0.1"), seat("decode-0", decode), meeting, measured, predictions, 1.0)
+
+
+def test_slow_links() -> None:
+    interfaces = {"prefill-0": Interface("10.0.0.1", "eth0", 10_000)}
+    assert not [*check_speed([pair(1.2), pair(0.4, "10.0.0.3")], interfaces)]
+    (slow,) = check_speed([pair(1.2), pair(0.2, "10.0.0.3")], interfaces)
+    assert "9.6" in slow.what
+    assert "eth0 10.0.0.1 (prefill-0; claims 10000 Mbit/s)" in slow.remedy
+    assert not [*check_speed([pair(9.0, "10.0.0.1"), pair(1.0)], interfaces)]  # within a host is another matter
+    (long,) = check_speed([pair(0.1, wire_ms=1500)], interfaces)
+    assert "1.5 s" in long.what
+    assert not [*check_speed([pair(0.0, measured=False)], interfaces)]
+
+
+@pytest.mark.parametrize("obstacle", [each for each in Obstacle if each not in (Obstacle.NONE, Obstacle.NOT_TRIED)])
+def test_every_obstacle_has_a_remedy(obstacle: Obstacle) -> None:
+    met = Meeting("tcp", "10.0.0.2:20007", "", None, obstacle, "what")
+    (finding,) = check_reach([replace(pair(1.0), meeting=met)])
+    assert "10.0.0.2:20007" in finding.what
+    assert finding.remedy
+    assert not [*check_reach([replace(pair(1.0), meeting=replace(met, obstacle=Obstacle.NOT_TRIED))])]

@@ -1,0 +1,236 @@
+"""Faults planted for real into one of two "nodes", and the doctor that has to find each, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.model.source import resolve_model
+from ops.doctor.finding import Level
+from ops.doctor.source_hash import PACKAGES, ROOT
+from tests.e2e.test_clocks import time_namespaces_problem
+from tests.local_cluster import free_port, free_ports
+from tests.ops.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
+
+
+def installation(folder: Path) -> Path:
+    """A copy of pdserve in ``folder``."""
+    for package in (*PACKAGES, "models"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def test_two_nodes_that_are_fit() -> None:
+    host = PlantedHost()
+    report = examine(host, cluster={"port_base": free_ports(12)}, model={"dtype": "float32"})
+    findings = [each for each in report.findings if each.check != "cores"]  # services that run beside the tests
+    assert not findings, findings
+    assert [node.name for node in report.nodes] == [FIRST, SECOND]
+    (pair,) = report.pairs
+    assert pair.across
+    assert pair.gbs > 0.01
+    assert pair.meeting.figures is not None
+    assert 0 < pair.meeting.figures.round_trip_s < 0.1
+    assert [each.tokens for each in pair.predictions] == [512, 2048]
+    assert all(each.exposed_none_ms > each.wire_ms > 0 for each in pair.predictions)
+    values = report.to_dict()
+    assert values["ok"] is True
+    assert values["nodes"][0]["memory_bytes"] > values["need_bytes"]["total_bytes"]
+    assert all(process.ended for process in host.processes)
+
+
+def test_a_running_services_ports_are_no_fault() -> None:
+    base, port = free_ports(12), free_port()
+    with socket.create_server((SECOND, base + 5)), socket.create_server((FIRST, port)):
+        report = examine(
+            PlantedHost(running=[port]), cluster={"port_base": base}, gateway={"host": FIRST, "port": port}
+        )
+    assert not report.failed
+    assert {finding.where for finding in found(report, "port", Level.OK)} == {"the gateway", SECOND}
+
+
+def test_a_wrong_interface() -> None:
+    report = examine(PlantedHost(), cluster={"port_base": free_ports(12)}, transfer={"interface": "nosuch0"})
+    assert troubles(report) == ["interface"]
+    assert len(found(report, "interface")) == 2
+    assert "lo 127.0.0.1" in found(report, "interface")[0].what  # what there is
+    assert report.pairs[0].meeting.obstacle == "not tried"
+
+
+def test_another_model(tmp_path: Path) -> None:
+    """The same path, other weights."""
+    for name in ("first", "second"):
+        shutil.copytree(ROOT / "models" / "tiny", tmp_path / name / "model")
+    weights = tmp_path / "second" / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    host = PlantedHost(first=Planted(cwd=tmp_path / "first"), second=Planted(cwd=tmp_path / "second"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "first")
+        report = examine(host, cluster={"port_base": free_ports(12)}, model={"path": "model"})
+    assert troubles(report) == ["model", "reach"]
+    assert found(report, "model")[0].where == SECOND
+    assert report.pairs[0].meeting.obstacle == "layout"
+
+
+def test_a_model_that_one_node_does_not_have(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "models" / "tiny", tmp_path / "model")
+    host = PlantedHost(first=Planted(cwd=tmp_path), second=Planted(cwd=Path("/")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        report = examine(host, cluster={"port_base": free_ports(12)}, model={"path": "model"})
+    assert troubles(report) == ["model"]
+    assert "no such folder" in found(report, "model")[0].what
+
+
+def test_an_installation_without_a_doctor(tmp_path: Path) -> None:
+    """An old pdserve cannot even say what it is: that is a finding, too."""
+    other = installation(tmp_path)
+    shutil.rmtree(other / "ops" / "doctor")
+    report = examine(PlantedHost(second=Planted(root=other)), cluster={"port_base": free_ports(12)})
+    assert troubles(report) == ["probe"]
+    assert report.pairs[0].meeting.obstacle == "not tried"
+
+
+def test_gpus_that_ray_has_and_torch_does_not() -> None:
+    report = examine(
+        PlantedHost(resources={"CPU": 1.0, "GPU": 1.0}), cluster={"port_base": free_ports(12), "device": "cuda"}
+    )
+    findings = found(report, "device")
+    if any(node.report is not None and node.report.devices for node in report.nodes):
+        pytest.skip("this host has a GPU")
+    assert [finding.where for finding in findings] == [FIRST, SECOND]
+    assert "sees none" in findings[0].what
+
+
+def test_more_workers_than_slots() -> None:
+    report = examine(PlantedHost(), cluster={"port_base": free_ports(12), "decode": 5})
+    assert troubles(report) == ["slots"]
+    assert [node.report is not None for node in report.nodes] == [True, True]  # all are examined all the same
+
+
+def test_several_faults_at_once(tmp_path: Path) -> None:
+    """Another version, busy ports, too little memory: each is told, with what to do about it."""
+    other = installation(tmp_path)
+    (other / "pdserve" / "version.py").write_text('VERSION = "0.0.1"\n')
+    base, port = free_ports(12), free_port()
+    # decode-0 is the second worker: its control port is 5 after the base, its one KV transport's 6.
+    with socket.create_server((SECOND, base + 6)), socket.create_server((FIRST, port)):
+        report = examine(
+            PlantedHost(second=Planted(root=other)),
+            cluster={"port_base": base},
+            engine={"kv_memory_mb": 100_000_000},
+            gateway={"host": FIRST, "port": port},
+        )
+    assert troubles(report) == ["memory", "port", "version"]
+    (version,) = found(report, "version")
+    assert (version.where, "0.0.1" in version.what) == (SECOND, True)
+    gateway, worker = sorted(found(report, "port"), key=lambda finding: "decode-0" in finding.where)
+    assert "--port" in gateway.remedy
+    assert f"{SECOND}, port {base + 6}" in worker.what
+    assert f"process {os.getpid()} " in worker.what  # who holds it
+    assert "cluster.port_base" in worker.remedy
+    assert [finding.where for finding in found(report, "memory")] == [FIRST, SECOND]
+    assert "engine.kv_memory_mb" in found(report, "memory")[0].remedy
+    assert report.pairs[0].gbs > 0  # measured over a free port
+
+
+def test_a_hot_fix_an_address_of_everybodys_and_a_clock_of_its_own(tmp_path: Path) -> None:
+    other = installation(tmp_path)
+    with (other / "kv_transfer" / "status.py").open("a") as file:
+        file.write("\n# a hot fix\n")
+    problem = time_namespaces_problem()
+    ahead = ("unshare", "--time", "--monotonic", "5000", "--boottime", "5000", "--fork", "--kill-child")
+    report = examine(
+        PlantedHost(second=Planted(root=other, prefix=() if problem else ahead)),
+        cluster={"port_base": free_ports(12)},
+        transfer={"interface": "127.0.0.0/8"},  # as with a bridge of containers
+    )
+    assert troubles(report) == ["interface", "version"]
+    assert "source" in found(report, "version")[0].what
+    assert "call itself" in found(report, "interface")[0].what
+    if problem is not None:
+        pytest.skip(problem)
+    (finding,) = found(report, "clock", Level.WARN)
+    assert "time namespace" in finding.what
+    clock = report.nodes[1].clock
+    assert clock is not None
+    assert abs(clock.offset_s - 5000) < 1
+    assert clock.error_s < 0.01
+
+
+def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.doctor.examine._REPORT_S", 15.0)
+    report = examine(
+        PlantedHost(second=Planted(prefix=("sh", "-c", "exec sleep 600"))), cluster={"port_base": free_ports(12)}
+    )
+    assert troubles(report) == ["probe"]
+    assert "did not answer report within 15 s" in found(report, "probe")[0].what
+
+
+@pytest.mark.parametrize("fault", ["shard", "pointer", "truncated", "tensor"])
+def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
+    """What the loader would refuse is found without loading, by the same code."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "tiny", folder)
+    weights = folder / "model.safetensors"
+    said = {
+        "shard": "model-2-of-2.safetensors: missing, but model.safetensors.index.json names it",
+        "pointer": "model.safetensors: is a Git LFS pointer instead of the file; run `git lfs pull`",
+        "truncated": "model.safetensors: corrupt or truncated",
+        "tensor": "tensor 'model.norm.weight' is in none of its safetensors files",
+    }[fault]
+    if fault == "shard":
+        names = {"model.norm.weight": weights.name, "lm_head.weight": "model-2-of-2.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    elif fault == "pointer":
+        weights.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n")
+    elif fault == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    else:
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+    report = examine(PlantedHost(), model={"path": str(folder)})
+    assert troubles(report) == ["model"]
+    assert any(said in each.what for each in found(report, "model")), report.findings
+
+
+@pytest.mark.parametrize(
+    ("content", "level", "said"),
+    [
+        (None, Level.WARN, "has no tokenizer.json: prompts must be token ids"),
+        ("version https://git-lfs.github.com/spec/v1\n", Level.FAIL, "tokenizer.json: is a Git LFS pointer"),
+        ("{}", Level.FAIL, "tokenizer.json: not a readable tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level, said: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "tiny", folder)
+    (folder / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    report = examine(PlantedHost(), model={"path": str(folder)})
+    (finding,) = found(report, "tokenizer", level)
+    assert said in finding.what
+    assert troubles(report) == (["tokenizer"] if level is Level.FAIL else [])
+
+
+def test_nodes_that_emulate_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's own limit makes the probes' hosts such ones. Layouts are those of the dtype that `up` would take."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    report = examine(PlantedHost())
+    (finding,) = found(report, "dtype", Level.WARN)
+    assert f"auto converts the bfloat16 weights to float32: bfloat16 is emulated on {FIRST} (a CPU " in finding.what
+    assert not troubles(report)
+    assert report.need is not None
+    assert report.need.weight_bytes == 4 * resolve_model("tiny").shape.num_parameters
+    (finding,) = found(examine(PlantedHost(), model={"dtype": "bfloat16"}), "dtype", Level.WARN)
+    assert "expect prompts to take several times as long" in finding.what

@@ -1,0 +1,95 @@
+"""Who is added and who goes, before Ray is asked; and which ports are whose."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from ops.launch.members import Members
+from ops.launch.plan import Node
+from ops.launch.ports import first_port, port_base
+from ops.launch.service import _to_leave
+from ops.launch.slots import worker_bundles
+from ops.launch.state import ServiceState
+from pdserve.core.config import ClusterConfig, PdserveConfig
+from pdserve.core.errors import LaunchError
+from pdserve.core.worker import Role
+from tests.local_cluster import ROOT
+
+NODES = {"p0": "", "p1": "a", "p2": "b", "p3": ""}
+ONE_HOST = [Node("a", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})]
+
+
+def test_strict_spread_refuses_rather_than_waits() -> None:
+    config = PdserveConfig.parse({"cluster": {"placement": "strict_spread"}})
+    bundles = {Role.PREFILL: {"CPU": 1.0}, Role.DECODE: {"CPU": 1.0}}
+    members = Members(config, "cpu", bundles, registry_address="", service="", port_base=0, host="")
+    with pytest.raises(LaunchError, match="strict_spread wants a node for each worker, and there is none for 1 of 2"):
+        members.add([Role.PREFILL, Role.DECODE], ONE_HOST)
+    assert members.all == ()
+    waiting = ClusterConfig(placement="strict_spread", autoscale=True)
+    with pytest.raises(LaunchError, match=r"cluster\.placement: strict_spread"):
+        worker_bundles(waiting, "cpu", ONE_HOST)
+
+
+def test_those_without_a_node_go_first_then_the_last_to_come() -> None:
+    members: list[Any] = [SimpleNamespace(worker_id=name, node_id=node) for name, node in NODES.items()]
+
+    def leaving(stay: int) -> list[str]:
+        return [member.worker_id for member in _to_leave(members, stay)]
+
+    assert leaving(3) == ["p3"]
+    assert leaving(2) == ["p0", "p3"]
+    assert leaving(1) == ["p2", "p0", "p3"]
+    assert leaving(5) == []
+
+
+def test_ports_belong_to_the_workers_number() -> None:
+    assert port_base(ClusterConfig()) == 0
+    assert port_base(ClusterConfig(address="auto")) == 20_000
+    assert port_base(ClusterConfig(port_base=3000)) == 3000
+    assert [first_port(20_000, ordinal) for ordinal in range(3)] == [20_001, 20_005, 20_009]
+    assert first_port(0, 7) == 0
+    with pytest.raises(LaunchError, match=r"cluster\.port_base: 65000 leaves no ports for worker number 133"):
+        first_port(65_000, 133)
+
+
+def test_a_killed_service_is_cleared_up_after_by_the_next_on_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "pdserve-operator-x"
+    folder.mkdir()
+    killed = ServiceState(os.getpid(), psutil.Process().create_time() - 1000, 7, "", socket=str(folder / "socket"))
+    killed.claim()
+    other = psutil.Process(os.getppid())
+    now = ServiceState(other.pid, other.create_time(), 7, "log", socket="", phase="starting")
+    now.claim()
+    assert not folder.exists()
+    assert json.loads(ServiceState.path(7).read_text())["log"] == "log"
+    with pytest.raises(LaunchError, match=rf"process {other.pid}, starting\) has port 7; choose another with --port"):
+        ServiceState(os.getpid(), psutil.Process().create_time(), 7, "").claim()
+    killed.remove()
+    assert ServiceState.read(7) == now, "a service removes its own file, not that of the next one"
+    assert now.update(phase="ready", processes=((1, 2.0),)) == ServiceState.read(7)
+
+
+def test_a_state_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(in_the_way))
+    up = [sys.executable, "-c", "from ops.cli.main import main; main()", "up", "--port", "0"]
+    for detach in ([], ["--detach"]):
+        answer = subprocess.run([*up, *detach], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+        assert answer.returncode == 1
+        assert answer.stderr.count("\n") == 1, answer.stderr
+        assert re.match(rf"error: cannot write to {in_the_way}/.*set XDG_STATE_HOME to a folder that is", answer.stderr)

@@ -1,0 +1,61 @@
+"""Signals ask for the end and nothing else: the first leaves time, the second none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from ops.launch.shutdown import DRAIN_S, Shutdown
+
+
+def test_the_first_signal_leaves_time_the_second_none() -> None:
+    shutdown = Shutdown()
+    before = signal.getsignal(signal.SIGTERM)
+    with shutdown.caught() as renew:
+        assert not shutdown.is_requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert shutdown.is_requested()
+        assert shutdown.signum == signal.SIGTERM
+        assert DRAIN_S - 5 < shutdown.time_left_s <= DRAIN_S
+        # A library takes the signal for itself; afterwards it is ours again.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        renew()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert shutdown.time_left_s == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.timeout(30, method="thread")  # pytest's own alarm would be the one that is put off
+def test_a_signal_puts_off_the_alarm_that_would_abort_the_process() -> None:
+    """Ray's handler, in whose place ours is put back, sets one of three seconds when the first signal comes."""
+    previous = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        with Shutdown().caught():
+            signal.alarm(20)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.alarm(0) == 0, "none was left"
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_the_shorter_time_counts_and_is_told() -> None:
+    told: list[str] = []
+    shutdown = Shutdown(told.append)
+    following = shutdown.follow()
+    shutdown.request(100.0)
+    shutdown.request(10.0)
+    shutdown.request(50.0)
+    assert 5 < shutdown.time_left_s <= 10
+    stages: list[str] = []
+    thread = threading.Thread(target=lambda: stages.extend(stage for stage in following if stage))
+    thread.start()
+    while not shutdown._followers:
+        pass
+    shutdown.tell("waiting")
+    shutdown.end()
+    thread.join(10)
+    assert stages == told == ["waiting"]
+    assert list(shutdown.follow()) == [], "one who comes late is not kept waiting"

@@ -1,0 +1,421 @@
+"""The commands, run in this process against a scripted service; what they print is what a user sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ops.cli.config import documented_defaults
+from ops.cli.main import main
+from ops.waterfall.picture import FORMATS
+from pdserve.core.config import PdserveConfig
+from tests.pdserve.core.test_dtypes import AVX2, ZEN4
+from tests.pdserve.scripted_service import ScriptedService
+from tests.pdserve.test_client import ISSUE_KEYS, free_target
+from tests.random_models import save_random_model
+
+PDSERVE = (sys.executable, "-c", "from ops.cli.main import main; main()")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def pdserve(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> Run:
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        code = exit_.value.code
+        captured = capsys.readouterr()
+        return Run(0 if code is None else int(code), captured.out, captured.err)
+
+    return run
+
+
+def test_generate_streams_then_explains(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    png = tmp_path / "w.png"
+    ran = pdserve(
+        *("generate", "hello", "--target", service.target, "--max-tokens", "3", "--stop", "A", "--stop", "B"),
+        *("--mode", "pd", "--top-k", "5", "--top-p", "0.5", "--temperature", "0.5", "--png", str(png)),
+    )
+    assert ran.code == 0, ran.err
+    text, _, rest = ran.out.partition("\n")
+    assert len(text.split()) == 3
+    assert "ttft_decode" in rest
+    assert "= expected" in rest
+    assert png.read_bytes().startswith(b"\x89PNG")
+    sampling = service.servicer.requests[0].sampling
+    assert list(sampling.stop) == ["A", "B"]
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (5, 0.5, 0.5)
+
+
+def test_generate_takes_all_sampling_options_and_shows_logprobs(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve(
+        *("generate", "hello", "--target", service.target, "--max-tokens", "2", "--min-p", "0.5", "--logprobs", "2"),
+        *("--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"),
+        *("--logit-bias", "7=-100", "--logit-bias", "8=2.5"),
+    )
+    assert ran.code == 0, ran.err
+    sampling = service.servicer.requests[0].sampling
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.logprobs) == (0.5, 1.5, 2)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert dict(sampling.logit_bias) == {7: -100.0, 8: 2.5}
+    for shown in ("logprob", "-0.500", "60.7%", '"t1" 13.5%'):
+        assert shown in ran.out
+    plain = pdserve("generate", "hello", "--target", service.target, "--logprobs", "0", "--json").json
+    assert plain["logprobs"][0] == {"token_id": plain["token_ids"][0], "logprob": -0.5, "top": []}
+
+
+def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve("generate", "--token-ids", "1, 2,3", "--target", service.target, "--json", "--ignore-eos")
+    assert ran.code == 0, ran.err
+    assert ran.out.count("\n") == 1
+    assert list(ran.json) == ISSUE_KEYS
+    assert list(service.servicer.requests[0].token_ids.ids) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "x", "--temperature", "-1"], 2, "error: temperature: "),
+        (["generate", "x", "--logit-bias", "7"], 2, "error: logit_bias: "),
+        (["generate", "x", "--logit-bias", "a=1"], 2, "error: logit_bias: "),
+        (["generate", "x", "--logprobs", "21"], 2, "error: logprobs: "),
+        (["generate"], 2, "error: prompt: "),
+        (["generate", "x", "--token-ids", "1"], 2, "error: prompt: "),
+        (["generate", "--token-ids", "1,b"], 2, "error: token_ids: "),
+        (["generate", "x", "--mode", "up"], 2, "error: mode: "),
+        (["generate", "fail UNAVAILABLE no decode worker is ready"], 1, "no decode worker is ready"),
+        (["generate", "fail RESOURCE_EXHAUSTED the queue is full", "--json"], 1, "error: the queue is full"),
+        (["generate", "fail INVALID_ARGUMENT prompt: empty"], 2, "error: prompt: empty"),
+        (["generate", "fail FAILED_PRECONDITION one worker"], 1, "error: one worker"),
+        (["generate", "hang", "--timeout", "0.2"], 1, "deadline"),
+        (["bench", "--rate", "1", "--concurrency", "2"], 2, "error: concurrency: "),
+        (["bench", "--slo", "speed=1"], 2, "error: slo: "),
+        (["bench", "--timeout", "-1"], 2, "error: timeout: "),
+        (["bench", "--input-len", "2048"], 2, "error: input_len: "),
+        (["bench", "--input-len", "2000", "--output-len", "100"], 2, "error: output_len: "),
+        (["bench", "--input-len", "10", "--output-len", "5000000000"], 2, "error: output_len: "),
+        (["bench", "--input-len", "1000", "--output-len", "100"], 1, "error: input_len and output_len: "),
+    ],
+)
+def test_mistakes_are_one_line(
+    service: ScriptedService, pdserve: Any, arguments: list[str], code: int, message: str
+) -> None:
+    ran = pdserve(*arguments, "--target", service.target)
+    assert ran.code == code
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+    assert "Traceback" not in ran.err
+    assert ran.out.strip() in ("", "a")
+
+
+def picture_paths(folder: Path) -> dict[str, tuple[Path, str]]:
+    (folder / "file").touch()
+    (folder / "folder.png").mkdir()
+    return {
+        "unknown suffix": (folder / "w.xyz", "must end in one of .jpg, .pdf, .png"),
+        "no suffix": (folder / "w", "must end in one of"),
+        "folder is a file": (folder / "file" / "w.png", "cannot be written: "),
+        "is a folder": (folder / "folder.png", "cannot be written: Is a directory"),
+        "name too long": (folder / f"{'w' * 300}.png", "cannot be written: File name too long"),
+    }
+
+
+@pytest.mark.parametrize("command", ["generate", "demo"])
+@pytest.mark.parametrize("case", ["unknown suffix", "no suffix", "folder is a file", "is a folder", "name too long"])
+def test_a_picture_that_cannot_be_saved_is_refused_at_once(
+    service: ScriptedService, pdserve: Any, tmp_path: Path, command: str, case: str
+) -> None:
+    path, message = picture_paths(tmp_path)[case]
+    arguments = ["x"] if command == "generate" else []
+    ran = pdserve(command, *arguments, "--target", service.target, "--png", str(path))
+    assert ran.code == 2
+    assert ran.err.startswith("error: --png: ")
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+    assert not ran.out
+    assert not service.servicer.requests
+
+
+def test_checking_a_picture_changes_nothing(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.png", tmp_path / "sub" / "new.png"
+    old.write_bytes(b"as it was")
+    for path in (old, new):
+        ran = pdserve("generate", "fail UNAVAILABLE no", "--target", service.target, "--png", str(path))
+        assert ran.code == 1
+    assert old.read_bytes() == b"as it was"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_picture_of_each_format(service: ScriptedService, pdserve: Any, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"w{suffix}"
+    ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
+    assert ran.code == 0, ran.err
+    assert path.stat().st_size > 1000
+    assert f"saved {path}" in ran.err
+
+
+def test_a_full_disk_is_one_line(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "w.png"
+    path.symlink_to("/dev/full")
+    ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
+    assert ran.code == 1
+    assert "ttft_decode" in ran.out  # what was asked for is shown all the same
+    assert ran.err == f"error: the picture '{path}' cannot be written: No space left on device\n"
+    with open("/dev/full", "w") as full:
+        config = subprocess.run([*PDSERVE, "config"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert config.returncode == 1
+    assert config.stderr == "error: the output: No space left on device\n"
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run([*PDSERVE, "model-info", "tiny"], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "? vocabulary 4096" in ran.stdout
+
+
+def test_bench_counts_refusals(service: ScriptedService, pdserve: Any) -> None:
+    service.servicer.refuse_ms = "250"
+    options = ("--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
+    ran = pdserve("bench", *options)
+    assert ran.code == 1
+    assert "refused     4 requests; to be tried again after 250 ms (median)" in ran.out
+    ran = pdserve("bench", *options, "--json")
+    assert ran.json["refused"] == {"requests": 4, "retry_after_ms": 250}
+
+
+def test_bench_reports_even_if_the_service_goes_before_its_blocks_are_counted(
+    service: ScriptedService, pdserve: Any
+) -> None:
+    service.servicer.status_after_requests = False
+    ran = pdserve("bench", "--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
+    assert ran.code == 1
+    assert "KV blocks could not be counted: the service at" in ran.err
+    assert "TTFT_DECODE" in ran.out
+    assert "leaked      not known" in ran.out
+
+
+def interrupted_bench(service: ScriptedService, *options: str) -> subprocess.Popen[str]:
+    """A bench of very many requests that got Ctrl-C when a few had finished, and has said so."""
+    bench = subprocess.Popen(
+        [*PDSERVE, "bench", "--target", service.target, "--requests", "100000", "--concurrency", "4", "--input-len",
+         "20", "--output-len", "3", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline_s = time.monotonic() + 60
+    while len(service.servicer.requests) < 20:
+        assert bench.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    service.servicer.free_blocks -= 2  # to be waited for
+    bench.send_signal(signal.SIGINT)
+    assert bench.stderr is not None
+    assert any("interrupted" in line for line in iter(bench.stderr.readline, ""))
+    return bench
+
+
+def test_ctrl_c_in_bench_reports_what_had_finished(service: ScriptedService) -> None:
+    with interrupted_bench(service) as bench:
+        service.servicer.free_blocks += 2
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in err
+    partial = re.search(r"partial +interrupted when (\d+) of 100000 requests had finished", out)
+    assert partial is not None
+    assert 16 <= int(partial[1]) <= len(service.servicer.requests)
+    for word in ("TTFT_DECODE", "throughput", "failures    none", "leaked      0 blocks"):
+        assert word in out
+
+
+def test_a_second_ctrl_c_waits_for_nothing(service: ScriptedService) -> None:
+    with interrupted_bench(service, "--json") as bench:
+        bench.send_signal(signal.SIGINT)
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in err
+    result = json.loads(out)
+    assert (result["partial"], result["planned"], result["failed"]) == (True, 100_000, 0)
+    assert 16 <= result["requests"] <= len(service.servicer.requests)
+    assert result["ttft_ms"]["count"] == result["requests"]
+    assert result["leaked_blocks"] is None  # not waited for
+
+
+def test_no_service_and_unknown_options(pdserve: Any) -> None:
+    for command in (["generate", "x"], ["status"], ["bench"], ["demo"]):
+        target = free_target()
+        ran = pdserve(*command, "--target", target)
+        assert ran.code == 1
+        assert ran.err.startswith(f"error: nothing answers at {target}: ")
+    assert pdserve("generate", "x", "--nope").code == 2
+    assert pdserve("nonsense").code == 2
+
+
+def test_status(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve("status", "--target", service.target)
+    assert ran.code == 0
+    assert "prefill-0" in ran.out
+    assert "64/64" in ran.out
+    assert "37" in ran.out
+    assert "75 %" in ran.out
+    assert "scripted (float32 from bfloat16, context 2048)" in ran.out
+    assert "note: decode-0: core 3 is shared [with another]" in ran.out
+    plain = pdserve("status", "--target", service.target, "--json").json
+    assert plain["ready"] is True
+    assert plain["notes"] == ["decode-0: core 3 is shared [with another]"]
+    assert [worker["worker_id"] for worker in plain["workers"]] == ["prefill-0", "decode-0"]
+    (figures,) = {
+        (w["prompt_tokens_looked_up"], w["prompt_tokens_cached"], w["cached_blocks"]) for w in plain["workers"]
+    }
+    assert figures == (200, 150, 37)
+
+
+def test_generate_passes_the_salt_on(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve("generate", "x", "--salt", "tenant", "--target", service.target)
+    assert ran.code == 0, ran.err
+    assert "prefix cache: nothing found" in ran.out
+    assert pdserve("generate", "x", "--target", service.target, "--json").json["prefill_cached_tokens"] == 0
+    assert [request.salt for request in service.servicer.requests] == ["tenant", ""]
+
+
+def test_bench(service: ScriptedService, pdserve: Any) -> None:
+    options = ("--target", service.target, "--requests", "8", "--input-len", "20", "--output-len", "3")
+    ran = pdserve("bench", *options, "--mode", "both", "--slo", "ttft=2000")
+    assert ran.code == 0, ran.err
+    for word in ("TTFT_DECODE", "TPOT", "goodput", "100.0 %", "added", "leaked      0 blocks"):
+        assert word in ran.out
+    ran = pdserve("bench", *options, "--rate", "200", "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["requests"], ran.json["failed"], ran.json["leaked_blocks"]) == (8, 0, 0)
+    assert ran.json["ttft_ms"]["p50"] > 4
+
+
+def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
+    ran = pdserve("config")
+    assert ran.out == documented_defaults()
+    data = yaml.safe_load(ran.out)
+    assert PdserveConfig.parse(data) == PdserveConfig()
+    assert list(data) == list(PdserveConfig.model_fields)
+    for name, section in PdserveConfig.model_fields.items():
+        fields = section.annotation.model_fields  # type: ignore[union-attr]
+        assert list(data[name]) == list(fields)
+        assert all(f"# {field.description}" in ran.out for field in fields.values())
+
+
+def plant_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, cpuinfo: str) -> None:
+    """Have this host's CPU be another."""
+    (folder / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr("engine.model.device_dtypes.CPUINFO", folder / "cpuinfo")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_model_info_counts_in_what_the_device_computes(
+    pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_cpu(monkeypatch, tmp_path, AVX2)
+    ran = pdserve("model-info", "dummy:8b", "--device", "cpu")
+    assert "32.1 GB in float32 (stored in bfloat16)" in ran.out
+    assert "auto converts the bfloat16 weights to float32: bfloat16 is emulated on this host (a CPU without" in ran.out
+    named = pdserve("model-info", "dummy:8b", "--device", "cpu", "--dtype", "bfloat16", "--json").json
+    assert (named["dtype"], named["checkpoint_dtype"]) == ("bfloat16", "bfloat16")
+    assert "model.dtype: bfloat16 is emulated on" in named["notes"][0]
+    plant_cpu(monkeypatch, tmp_path, ZEN4)
+    native = pdserve("model-info", "dummy:8b", "--device", "cpu", "--json").json
+    assert (native["dtype"], native["notes"]) == ("bfloat16", [])
+    assert pdserve("model-info", "tiny", "--device", "tpu").err.startswith("error: device: 'tpu' is none of")
+
+
+def test_model_info_tells_of_a_missing_tokenizer(pdserve: Any, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path, "gqa")
+    assert f"note: {folder} has no tokenizer.json: prompts must be token ids" in pdserve("model-info", str(folder)).out
+
+
+def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_cpu(monkeypatch, tmp_path, ZEN4)
+    ran = pdserve("model-info", "dummy:8b", "--device", "cpu", "--memory", "24")
+    assert ran.code == 0, ran.err
+    for word in (
+        "8,030,261,248",
+        "16.1 GB in bfloat16",
+        "MHA",
+        "GQA-4",
+        "MQA",
+        "latent 512 + rope key 64",
+        "window",
+        "Φ",
+    ):
+        assert word in ran.out
+    plain = pdserve("model-info", "dummy:135m", "--json", "--dtype", "float32", "--window", "100").json
+    assert plain["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+    assert plain["kv_bytes_context_windowed"] == 100 * plain["kv_bytes_per_token"]
+    assert [fit["memory_bytes"] for fit in plain["fits"]] == [16e9, 24e9, 80e9]
+    missing = pdserve("model-info", "/no/such/folder")
+    assert missing.code == 1
+    assert missing.err.startswith("error: /no/such/folder: no such folder")
+    assert pdserve("model-info", "dummy:8b", "--dtype", "int3").err.startswith("error: dtype: ")
+
+
+def test_model_info_names_what_a_family_has_of_its_own(pdserve: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    shape = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 1,
+    }
+    config.write_text(json.dumps(shape))
+    ran = pdserve("model-info", f"dummy:{config}")
+    assert ran.code == 0, ran.err
+    text = " ".join(ran.out.split())
+    assert "biases queries, keys, values · attention output" in text
+    assert "norms queries and keys, per head" in text
+    assert "window 32 tokens in 3 of 4 layers; the KV pool keeps all tokens" in text
+    facts = pdserve("model-info", f"dummy:{config}", "--json").json
+    per_token = facts["kv_bytes_per_token"]
+    assert (facts["kv_bytes_context"], per_token) == (1024 * per_token, 4 * 2 * 2 * 128 * 4)
+    assert facts["kv_bytes_context_windowed"] == (3 * 32 + 1024) * per_token // 4
+    plain = pdserve("model-info", "dummy:135m").out
+    assert not [word for word in ("biases", "norms", "the KV pool keeps") if word in plain]
+
+
+def test_start_up_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom ops.cli.main import main\n"
+        "try: main(['config'])\nexcept SystemExit: pass\n"
+        "heavy = ('torch', 'ray', 'grpc', 'matplotlib', 'transformers', 'numpy')\n"
+        "print([m for m in heavy if m in sys.modules], file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr.strip() == "[]"

@@ -1,0 +1,95 @@
+"""The demo against a scripted service, and what it makes of findings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ops.cli.main import main
+from ops.demo.prompts import demo_prompts
+from ops.demo.report import DemoReport, Pair
+from pdserve.core.errors import NotReady
+from pdserve.core.timeline import Figure
+from pdserve.pb import inference_pb2 as pb
+from tests.ops.made_up import made_up
+from tests.pdserve.scripted_service import ScriptedService
+
+LAST_LINE = {"requests", "failed", "tokens_equal_colocated", "kv_bytes_equal_expected", "unattributed", "leaked_blocks",
+             "added_ttft_ms"}  # fmt: skip
+
+
+def demo(service: ScriptedService, png: Path) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["demo", "--target", service.target, "--png", str(png), "--rounds", "1"])
+    return int(exit_.value.code or 0)
+
+
+def test_the_demo_ends_with_its_findings(
+    service: ScriptedService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(service, tmp_path / "w.png") == 0
+    out = capsys.readouterr().out
+    findings = json.loads(out.splitlines()[-1])
+    assert set(findings) == LAST_LINE
+    assert findings["requests"] == 8
+    assert (findings["failed"], findings["leaked_blocks"]) == (0, 0)
+    assert findings["tokens_equal_colocated"] is findings["kv_bytes_equal_expected"] is True
+    assert set(findings["unattributed"]["ttft_decode"]) == {"ms_max", "pct_max"}
+    assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
+    assert "one request at a time" in out
+    assert "kv_exposed" in out
+    measured = service.servicer.requests[2:]  # the others warm up
+    assert len({request.salt for request in measured} - {""}) == len(measured) == 3 * 8, "each must find a cold cache"
+
+
+@pytest.mark.parametrize(("fault", "key"), [("tokens", "tokens_equal_colocated"), ("bytes", "kv_bytes_equal_expected")])
+def test_the_demo_fails_when_tokens_or_bytes_differ(
+    service: ScriptedService, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, key: str
+) -> None:
+    if fault == "tokens":
+        service.servicer.token_shift[pb.MODE_COLOCATED] = 1
+    else:
+        service.servicer.lost_bytes = 1
+    assert demo(service, tmp_path / "w.png") == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])[key] is False
+
+
+def test_prompts_have_very_different_lengths_and_fit() -> None:
+    chars_per_token, max_tokens = 3.0, 32
+    prompts = demo_prompts(chars_per_token, 4096, max_tokens)
+    lengths = [len(prompt.text) / chars_per_token for prompt in prompts]
+    assert len(prompts) == 8
+    assert lengths == sorted(lengths)
+    assert lengths[0] < 8
+    assert lengths[-1] > 1200
+    short = demo_prompts(chars_per_token, 256, max_tokens)
+    assert max(len(prompt.text) for prompt in short) <= (256 - max_tokens) * chars_per_token
+
+
+def report() -> DemoReport:
+    pairs = [Pair(i, made_up(n), made_up(n, mode="colocated")) for i, n in enumerate((10, 100))]
+    return DemoReport(requests=2, live=[made_up(10), made_up(100)], pairs=pairs)
+
+
+def test_the_report_takes_the_worst_residue_and_the_median_of_pairs() -> None:
+    good = report()
+    assert good.ok
+    shortest = made_up(10).breakdowns[Figure.TTFT]
+    assert good.unattributed(Figure.TTFT) == {"ms_max": 0.25, "pct_max": round(25 / shortest.total_ms, 3)}
+    assert good.added_ms(Figure.TTFT) == 0
+    assert good.added_ms(Figure.TTFT_DECODE) == 1.5
+    assert good.to_dict()["added_ttft_ms"] == {"ttft": 0.0, "ttft_decode": 1.5}
+
+
+def test_the_report_is_not_ok_when_anything_is_wrong() -> None:
+    failed, leaked, unpaired, unequal, idle = report(), report(), report(), report(), report()
+    failed.errors.append(NotReady("gone"))
+    leaked.leaked_blocks = 1
+    unpaired.pairs.pop()
+    unequal.pairs[0] = replace(unequal.pairs[0], pd=replace(unequal.pairs[0].pd, token_ids=(1,)))
+    idle.live, idle.pairs = [], [replace(pair, pd=pair.colocated) for pair in idle.pairs]
+    assert not any(broken.ok for broken in (failed, leaked, unpaired, unequal, idle))
+    assert DemoReport(requests=8).unattributed(Figure.TTFT) == {"ms_max": None, "pct_max": None}

@@ -1,0 +1,146 @@
+"""What `up` tells before anything goes wrong: a dtype that is converted, a tokenizer or weights that are missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.model.device_dtypes import native_dtypes
+from pdserve import Client
+from pdserve.client.status import ServiceStatus
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.worker import Role
+from tests.e2e.conftest import Cli
+from tests.local_cluster import ROOT, free_port, free_ports, local_cluster
+from tests.ray_nodes import ray_head, ray_node
+from worker.cores import claim_cores
+from worker.spec import WorkerSpec
+
+pytestmark = pytest.mark.timeout(300)
+NO_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n"
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """A user with an empty home. What other tests have made of this process's Ray and oneDNN settings is left out."""
+    (tmp_path / "home").mkdir()
+    env = {n: v for n, v in os.environ.items() if not n.endswith("MAX_CPU_ISA") and not n.startswith("RAY_")}
+    places = {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    return Cli({**env, **places, "COLUMNS": "120"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded model, to be changed."""
+    copy = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "tiny", copy)
+    return copy
+
+
+@pytest.fixture
+def ports(cli: Cli) -> Iterator[list[int]]:
+    """The ports of services to take down."""
+    taken: list[int] = []
+    yield taken
+    for port in taken:
+        cli.run("down", "--target", f"127.0.0.1:{port}")
+
+
+def status_of(port: int) -> ServiceStatus:
+    with Client(f"127.0.0.1:{port}") as client:
+        assert len(client.generate([5, 6, 7, 8], max_tokens=4).result().token_ids) == 4
+        return client.status()
+
+
+@pytest.mark.ray
+def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folder: Path, ports: list[int]) -> None:
+    """All are told by `up` and by the status, and token ids are served."""
+    (folder / "tokenizer.json").unlink()
+    other = PdserveConfig.parse({"cluster": {"cores_per_worker": os.cpu_count()}, "gateway": {"port": free_port()}})
+    spec = WorkerSpec("prefill-0", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", "127.0.0.1:1", "test", config=other)
+    _, claim = claim_cores(spec)
+    ports.append(free_port())
+    arguments = ("--model", str(folder), "--oversubscribe", "--port", str(ports[0]), "--detach")
+    up = Cli({**cli.env, **NO_BFLOAT16}).run("up", *arguments)
+    claim.close()
+    assert up.returncode == 0, up.stderr
+    status = status_of(ports[0])
+    assert (status.dtype, status.checkpoint_dtype) == ("float32", "bfloat16")
+    for expected in (
+        "model.dtype: auto converts the bfloat16 weights to float32: bfloat16 is emulated on this host (a CPU ",
+        f"{folder} has no tokenizer.json: prompts must be token ids, and outputs have no text",
+    ):
+        assert f"note: {expected}" in up.stderr
+        assert any(note.startswith(expected) for note in status.notes), status.notes
+    holder = f"is shared with prefill-0 of the service on port {other.gateway.port} (process {os.getpid()})"
+    for said in (up.stderr.splitlines(), status.notes):
+        told = [line for line in said if holder in line]
+        assert {line.removeprefix("note: ").partition(":")[0] for line in told} == {"prefill-0", "decode-0"}, said
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_git_lfs_pointer_is_refused_before_anything_starts(cli: Cli, folder: Path, name: str) -> None:
+    (folder / name).write_text(LFS_POINTER)
+    up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=120)
+    assert up.returncode != 0
+    assert f"{folder / name}: is a Git LFS pointer instead of the file; run `git lfs pull`" in up.stderr
+    assert "Traceback" not in up.stderr
+    assert "starting Ray" not in up.stderr
+
+
+def test_a_missing_shard_is_refused_before_anything_starts(cli: Cli, folder: Path) -> None:
+    shards = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model-2-of-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
+    up = cli.run("up", "--model", str(folder), "--oversubscribe", "--port", str(free_port()), timeout_s=120)
+    assert up.returncode != 0
+    assert "model-2-of-2.safetensors: missing, but model.safetensors.index.json names it" in up.stderr
+    assert "starting Ray" not in up.stderr
+
+
+@pytest.mark.ray
+def test_workers_of_unlike_hosts_agree_before_they_load(cli: Cli, tmp_path: Path, ports: list[int]) -> None:
+    """One node has bfloat16 instructions (as far as this machine has), the other is kept from using them."""
+    home = Path(cli.env["HOME"])
+    with ray_head(home, "--num-cpus=1") as head, ray_node(home, head.address, env=NO_BFLOAT16):
+        ports.append(free_port())
+        config = tmp_path / "pdserve.yaml"
+        config.write_text(f"cluster: {{port_base: {free_ports(12)}, device: cpu}}\n")
+        arguments = ("--address", head.address, "--nodes", "2", "--placement", "spread")
+        deadline_s = time.monotonic() + 180
+        while (up := cli.run("up", "-c", str(config), *arguments, "--port", str(ports[0]), "--detach")).returncode:
+            assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
+            assert time.monotonic() < deadline_s, up.stderr
+        status = status_of(ports[0])
+        assert status.dtype == "float32"
+        assert {worker.state for worker in status.workers} == {"ready"}
+        assert "auto converts the bfloat16 weights to float32: bfloat16 is emulated on " in up.stderr
+        cli.run("down", "--target", f"127.0.0.1:{ports.pop()}")
+
+
+def test_without_ray_unlike_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker then decides by its own device, and the handshake compares."""
+    if native_dtypes("cpu")[0].dtypes == ("float32",):
+        pytest.skip("both would take float32 on this CPU")
+    with local_cluster({"model": {"path": "tiny"}}) as cluster, Client(cluster.target) as client:
+        assert client.status().dtype == "bfloat16"
+        cluster.kill("decode-0")
+        for name, value in NO_BFLOAT16.items():
+            monkeypatch.setenv(name, value)
+        cluster.start_worker(Role.DECODE, 0)
+        deadline_s = time.monotonic() + 60
+        refusal = ""
+        while "KV layout differs in dtype: 'float32' here, 'bfloat16' at the peer" not in refusal:
+            assert time.monotonic() < deadline_s, refusal
+            try:
+                client.generate([5, 6, 7, 8], max_tokens=4, mode="pd", timeout_s=5).result()
+            except PdserveError as error:
+                refusal = str(error)
+            time.sleep(0.2)

@@ -1,0 +1,198 @@
+"""The configuration file: defaults, overrides, and errors that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from pdserve.core.config import EngineConfig, PdserveConfig
+from pdserve.core.errors import ConfigError
+
+SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway", "testing"]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "pdserve.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- what is right ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_at_all_gives_the_defaults(tmp_path: Path) -> None:
+    assert PdserveConfig.load(None) == PdserveConfig.parse({}) == PdserveConfig.load(write(tmp_path, ""))
+    config = PdserveConfig.load(None)
+    assert (config.model.path, config.cluster.prefill, config.cluster.decode) == ("tiny", 1, 1)
+    assert (config.gateway.port, config.engine.block_size) == (50_051, None)
+
+
+def test_the_file_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "engine:\n  num_blocks: 17\ntesting:\n  delay_ms: {route: 2.5}\n")
+    config = PdserveConfig.load(str(path))
+    assert config.engine.num_blocks == 17
+    assert config.testing.delay_ms == {"route": 2.5}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_with_all_keys_commented_out_means_its_defaults(tmp_path: Path, section: str) -> None:
+    path = write(tmp_path, f"{section}:\n  # nothing\n")
+    assert PdserveConfig.load(path) == PdserveConfig()
+    assert PdserveConfig.load(path, {"engine.num_blocks": 3}).engine.num_blocks == 3
+
+
+def test_overrides_win_over_the_file_and_none_is_no_override(tmp_path: Path) -> None:
+    path = write(tmp_path, "engine: {num_blocks: 17, block_size: 8}\n")
+    config = PdserveConfig.load(
+        path, {"engine.num_blocks": 4, "engine.block_size": None, "router.policy": "round_robin"}
+    )
+    assert (config.engine.num_blocks, config.engine.block_size) == (4, 8)
+    assert config.router.policy == "round_robin"
+
+
+def test_dumped_and_parsed_it_is_the_same() -> None:
+    config = PdserveConfig.load(None, {"engine.num_blocks": 4, "model.name": "m"})
+    assert PdserveConfig.parse(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("off", "off"), ("'off'", "off"), ("64", 64), ("'64'", 64), ("null", None), ("false", "off")]
+)
+def test_chunk_tokens_is_a_number_or_off_even_though_yaml_takes_that_for_a_boolean(
+    tmp_path: Path, text: str, value: int | str | None
+) -> None:
+    config = PdserveConfig.load(write(tmp_path, f"engine: {{chunk_tokens: {text}}}\n"))
+    assert config.engine.chunk_tokens == value
+    assert PdserveConfig.parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "on", "1.5", "never", "[1]"])
+def test_other_chunk_tokens_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine\.chunk_tokens: Input should be off or a whole number of at least 1"
+    ):
+        PdserveConfig.load(write(tmp_path, f"engine: {{chunk_tokens: {text}}}\n"))
+
+
+@pytest.mark.parametrize("key", ["num_blocks", "max_num_seqs"])
+def test_it_cannot_be_changed(key: str) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(PdserveConfig().engine, key, 3)
+
+
+def test_every_field_is_documented() -> None:
+    def walk(section: type[BaseModel]) -> None:
+        assert section.__doc__
+        for name, info in section.model_fields.items():
+            assert info.description, f"{section.__name__}.{name}"
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                walk(info.annotation)
+
+    assert list(PdserveConfig.model_fields) == SECTIONS
+    walk(PdserveConfig)
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_unknown_key_is_named_with_its_section_and_the_known_ones(section: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PdserveConfig.parse({section: {"bogus": 1}})
+    known = type(getattr(PdserveConfig(), section)).model_fields
+    assert str(caught.value) == f"{section}.bogus: unknown key; known here: {', '.join(sorted(known))}"
+
+
+def test_an_unknown_section_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PdserveConfig.parse({"enigne": {}})
+    assert str(caught.value) == f"enigne: unknown key; known here: {', '.join(sorted(SECTIONS))}"
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "allowed"),
+    [
+        ("model.dtype", "float8", "'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("cluster.prefill", -1, "greater than or equal to 0"),
+        ("cluster.decode", 1025, "less than or equal to 1024"),
+        ("cluster.device", "tpu", "'auto', 'cpu' or 'cuda'"),
+        ("cluster.oversubscribe", "perhaps", "valid boolean"),
+        ("engine.block_size", 0, "greater than or equal to 1"),
+        ("engine.block_size", 4.5, "valid integer"),
+        ("engine.num_blocks", "many", "valid integer"),
+        ("engine.max_num_seqs", 0, "greater than or equal to 1"),
+        ("transfer.transport", "pigeon", "'auto'"),
+        ("transfer.message_bytes", 1, "greater than or equal to 4096"),
+        ("transfer.lease_s", 0, "greater than 0"),
+        ("transfer.lease_s", float("nan"), "86400"),
+        ("router.max_attempts", 0, "greater than or equal to 1"),
+        ("gateway.port", 65_536, "less than or equal to 65535"),
+        ("gateway.default_timeout_s", float("inf"), "86400"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(dotted: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PdserveConfig.load(None, {dotted: value})
+    message = str(caught.value)
+    assert message.startswith(f"{dotted}: ")
+    assert allowed in message
+    assert message.endswith(f"(got {value!r})")
+
+
+@pytest.mark.parametrize(
+    ("delays", "start"),
+    [({"lunch": 1}, "testing.delay_ms.lunch: "), ({"route": -1}, "testing.delay_ms.route: ")],
+)
+def test_planted_delays_have_known_stages_and_are_never_negative(delays: dict[str, float], start: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PdserveConfig.parse({"testing": {"delay_ms": delays}})
+    assert str(caught.value).startswith(start)
+
+
+@pytest.mark.parametrize("value", [3, "x", [1]])
+def test_a_section_must_be_a_mapping(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^engine: "):
+        PdserveConfig.parse({"engine": value})
+
+
+def test_an_override_into_something_that_is_no_section_names_the_whole_key(tmp_path: Path) -> None:
+    path = write(tmp_path, "engine: {num_blocks: 3}\n")
+    with pytest.raises(ConfigError, match=r"^engine\.num_blocks: must be a mapping, not 3$"):
+        PdserveConfig.load(path, {"engine.num_blocks.x": 1})
+    with pytest.raises(ConfigError, match=r"^engine\.bogus: unknown key"):
+        PdserveConfig.load(path, {"engine.bogus": 1})
+
+
+@pytest.mark.parametrize("text", ["a: [1", "a: b: c", "!!python/object/apply:os.getcwd []", "a: \x01"])
+def test_broken_yaml_names_the_file(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        PdserveConfig.load(path)
+    assert str(caught.value).startswith(f"{path}: not valid YAML: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        PdserveConfig.load(path)
+
+
+@pytest.mark.parametrize(("text", "what"), [("[1, 2]", "list"), ("3", "int"), ("just words", "str")])
+def test_a_file_that_is_no_mapping_says_what_it_is(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"must be a mapping of sections, not a {what}$"):
+        PdserveConfig.load(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        PdserveConfig.load(tmp_path / "nowhere.yaml")
+
+
+def test_engine_defaults_hold_no_surprise() -> None:
+    engine = EngineConfig()
+    assert (engine.max_num_batched_tokens, engine.max_num_seqs) == (512, 64)
