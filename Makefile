@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := pdserve engine kv_transfer worker router prefill_worker decode_worker gateway ops tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer bench-abuse proto tiny clean
+.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer bench-abuse bench-dispatch proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,9 @@ bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP
 
 bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a burst of streams gets (about 9 minutes)
 	$(BIN)/python -m benchmarks.abuse
+
+bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and beside a busy decode (about 3 minutes)
+	$(BIN)/python -m benchmarks.dispatch
 
 proto:  ## regenerate pb/ from proto/pdserve/pb/
 	scripts/gen_proto.sh

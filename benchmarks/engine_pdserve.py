@@ -10,11 +10,12 @@ import torch
 
 from benchmarks.engine_cases import STEPS, WARM_STEPS, Case, Decode, Mixed, Prefill
 from engine.process.build import build_engine
-from engine.scheduling.batch import SamplerParams, ScheduledSeq
+from engine.scheduling.batch import ScheduledSeq
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
 from pdserve.core import memory_file
+from pdserve.core.sampling import SamplingParams
 
-_GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+_GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 class PdserveSide:

@@ -11,7 +11,8 @@ from engine.messages import KVRole, Step, Submit
 from engine.model.shape import ModelShape
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Request
+from pdserve.core.sampling import SamplingParams
 
 _TIMEOUT_S = 300.0
 _PROMPT_TOKENS = 2048
@@ -38,23 +39,20 @@ async def process_costs(model: str, shape: ModelShape, cores: tuple[int, ...], d
         for i in range(_REQUESTS):
             engine.send(
                 Submit(
-                    request_id=f"r{i}",
-                    kv_role=KVRole.LOCAL,
-                    prompt_token_ids=[1 + i] * _PROMPT_TOKENS,
-                    max_tokens=_OUTPUT_TOKENS,
-                    temperature=0.0,
-                    top_k=0,
-                    top_p=1.0,
-                    seed=0,
-                    stop_token_ids=[],
-                    ignore_eos=True,
+                    Request(
+                        f"r{i}",
+                        (1 + i,) * _PROMPT_TOKENS,
+                        SamplingParams(max_tokens=_OUTPUT_TOKENS, seed=0, ignore_eos=True),
+                        attempt_id=f"r{i}",
+                    ),
+                    KVRole.LOCAL,
                 )
             )
         await asyncio.wait_for(_finished(engine), _TIMEOUT_S)
         peak_bytes = _peak_bytes(engine.pid)
     finally:
         await engine.stop(5.0)
-    pool_bytes = KVLayout.from_wire(ready.layout).block_bytes * ready.num_blocks
+    pool_bytes = ready.layout.block_bytes * ready.num_blocks
     return ProcessCosts(ready_s, peak_bytes, shape.weight_bytes("bfloat16") + pool_bytes)
 
 

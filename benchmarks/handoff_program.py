@@ -9,6 +9,8 @@ import random
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from benchmarks.peers.buffer import Buffer
 from kv_transfer.factory import create_transport
@@ -108,13 +110,13 @@ class HandoffEndpoint(LoopEndpoint):
         blocks = self.buffer.blocks(num_bytes)
         if self.role == "target":
             return self.on_loop(self._receive(blocks))
-        destination = KVDestination.from_wire(self.told()["destination"])
+        destination = msgspec.convert(self.told()["destination"], KVDestination)
         return self.on_loop(self._send(blocks, destination))
 
     async def _receive(self, blocks: list[int]) -> float:
         name = str(self._count)
         destination = self._receiver.expect(name, blocks, 0, self._clock.now() + TIMEOUT_S)
-        self.say(destination=destination.to_wire())
+        self.say(destination=asdict(destination))
         received = await self._receiver.wait(name)
         expected = len(blocks) * self.buffer.store.layout.block_bytes
         if received.proof.kv_bytes != expected:

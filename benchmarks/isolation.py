@@ -27,15 +27,18 @@ import grpc
 import numpy as np
 
 import worker.incarnation
-from decode_worker.flow import FLOWS
+from decode_worker.receive import ROLES
 from engine.messages import EngineEvent, Step
 from engine.process.client import EngineClient
 from pdserve.core.config import PdserveConfig
+from pdserve.core.request import Request
+from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
 from worker.cores import leave_engine_cores
 from worker.host import WorkerHost
+from worker.messages import TO_GATEWAY, Outputs, Ping, Run, to_frame
 from worker.spec import WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,15 +162,15 @@ def _compute(until_s: float) -> None:
 
 
 async def _decode_for_ever(stub: Any) -> None:
-    async def calls() -> AsyncIterator[pb.ControlRequest]:
-        sampling = pb.Sampling(max_tokens=8000, top_p=1.0, repetition_penalty=1.0, ignore_eos=True)
-        submit = pb.Submit(request_id="long", token_ids=[1] * 64, sampling=sampling, timeout_s=3600.0)
-        yield pb.ControlRequest(call_id=1, run=submit)
+    async def calls() -> AsyncIterator[pb.Frame]:
+        sampling = SamplingParams(max_tokens=8000, seed=0, ignore_eos=True)
+        yield to_frame(Run(Request("long", (1,) * 64, sampling, timeout_s=3600.0, attempt_id="long")))
         await asyncio.Event().wait()
 
-    async for response in stub.Control(calls()):
-        if response.HasField("reply") and response.reply.HasField("error"):
-            raise RuntimeError(response.reply.error.message)
+    async for frame in stub.Control(calls()):
+        message = TO_GATEWAY.decode(frame)
+        if isinstance(message, Outputs) and message.failures:
+            raise RuntimeError(message.failures[0][1].message)
 
 
 async def _hammer(address: str, until_s: float) -> int:
@@ -175,12 +178,12 @@ async def _hammer(address: str, until_s: float) -> int:
     answered = 0
     room = asyncio.Semaphore(PINGS_IN_FLIGHT)
 
-    async def calls() -> AsyncIterator[pb.ControlRequest]:
+    async def calls() -> AsyncIterator[pb.Frame]:
         for call_id in itertools.count(1):
             await room.acquire()
             if time.monotonic() > until_s:
                 return
-            yield pb.ControlRequest(call_id=call_id, ping=pb.Ping())
+            yield to_frame(Ping(call_id))
 
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = worker_pb2_grpc.WorkerControlStub(channel)
@@ -206,7 +209,7 @@ def _serve(spec: WorkerSpec) -> None:
     logging.basicConfig(level=logging.ERROR)  # no gateway is there to answer its heartbeats, and it would say so
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     leave_engine_cores(spec)
-    host = WorkerHost(spec, FLOWS)
+    host = WorkerHost(spec, ROLES)
     sys.stdout.write(host.wait_ready(_START_S).control_address + "\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decode_worker.flow import FLOWS
+from decode_worker.receive import ROLES
 from worker.main import serve
 
 if __name__ == "__main__":
-    serve(FLOWS)
+    serve(ROLES)

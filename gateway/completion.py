@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from gateway.output_text import OutputText
-from pdserve.core.request import Mode, Request
+from pdserve.core.request import Mode
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure, Timeline
 from pdserve.pb import inference_pb2 as pb
+from router.request_record import RequestRecord
 from router.routed import RoutingResult
 
 _MODES: dict[Mode | None, pb.Mode.ValueType] = {Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
 
 
 def completion_to_proto(
-    request: Request, result: RoutingResult, output: OutputText, finish_reason: FinishReason
+    record: RequestRecord, result: RoutingResult, output: OutputText, finish_reason: FinishReason
 ) -> pb.Completion:
     """Everything the service knows of a finished request."""
-    timeline = request.timeline
+    request, timeline = record.request, record.timeline
     return pb.Completion(
         request_id=request.request_id,
         text=output.text,
@@ -25,7 +26,7 @@ def completion_to_proto(
         prefill_worker=result.prefill_worker,
         decode_worker=result.decode_worker,
         prompt_tokens=len(request.prompt_token_ids),
-        output_tokens=len(request.output_token_ids),
+        output_tokens=len(record.output_token_ids),
         transfer=_transfer(timeline, result),
         events=[
             pb.Event(kind=event.kind, worker=event.worker, time_s=event.time_s) for event in timeline.events.values()
@@ -60,6 +61,7 @@ def _transfer(timeline: Timeline, result: RoutingResult) -> pb.Transfer:
     sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
     if timeline.has(sampled) and timeline.has(verified):
         transfer.exposed_ms = max(0.0, timeline.gateway_time(verified) - timeline.gateway_time(sampled)) * 1e3
+        transfer.room_wait_ms = timeline.room_wait_ms
     return transfer
 
 

@@ -36,6 +36,7 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, EventKind
 from pdserve.pb import inference_pb2 as pb
 from router.deadline import Deadline
+from router.request_record import RequestRecord
 from router.router import Router
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class InferenceService:
                 raise NotReady(*self.draining.args)
             self._router.arrived(self._being_read)
             deadline = Deadline(received_s + timeout_s, self._clock)
-            async with aclosing(self._respond(read_message(data), received_s + timeout_s, received_s)) as responses:
+            async with aclosing(self._respond(read_message(data), deadline, received_s)) as responses:
                 network_s = self._delay_s.get("network", 0.0)
                 written = late_writes(responses, network_s, first=len(_EMITTED)) if network_s else responses
                 async with aclosing(written):
@@ -139,27 +140,27 @@ class InferenceService:
         await context.abort(status_of(failure), message, tuple(metadata))
 
     async def _respond(
-        self, message: pb.GenerateRequest, deadline_s: float, received_s: float
+        self, message: pb.GenerateRequest, deadline: Deadline, received_s: float
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         request_id = read_request_id(message, self._in_use)
         self._in_use.add(request_id)
         try:
-            reading = Deadline(deadline_s, self._clock)
             self._being_read += 1
             try:
-                request = await reading.bound(self._read(message, request_id, deadline_s), "its prompt was tokenized")
+                request = await deadline.bound(self._read(message, request_id), "its prompt was tokenized")
             finally:
                 self._being_read -= 1
-            request.timeline.record(EventKind.RECEIVED, GATEWAY, received_s)
+            record = RequestRecord(request, deadline)
+            record.timeline.record(EventKind.RECEIVED, GATEWAY, received_s)
             if (delay_s := self._delay_s.get("gateway", 0.0)) > 0:
                 await asyncio.sleep(delay_s)
-            async with aclosing(self._tokens(request)) as responses:
+            async with aclosing(self._tokens(record)) as responses:
                 async for response in responses:
                     yield response
         finally:
             self._in_use.discard(request_id)
 
-    async def _read(self, message: pb.GenerateRequest, request_id: str, deadline_s: float) -> Request:
+    async def _read(self, message: pb.GenerateRequest, request_id: str) -> Request:
         mode, salt = read_mode(message), read_salt(message)
         sampling = read_sampling(message, self._tokenizer)
         limits = self._limits()
@@ -170,15 +171,15 @@ class InferenceService:
         check_logit_bias(sampling, limits.vocab_size)
         prompt = await read_prompt(message, self._tokenizer, limits)
         sampling = fit_max_tokens(message, len(prompt), limits, sampling)
-        return Request(request_id, prompt, sampling, mode, deadline_s, salt=salt)
+        return Request(request_id, prompt, sampling, mode, salt=salt)
 
-    async def _tokens(self, request: Request) -> AsyncGenerator[pb.GenerateResponse, None]:
-        timeline, now = request.timeline, self._clock.now
+    async def _tokens(self, record: RequestRecord) -> AsyncGenerator[pb.GenerateResponse, None]:
+        request, timeline, now = record.request, record.timeline, self._clock.now
         detokenizer = self._tokenizer.detokenizer(request.prompt_token_ids) if self._tokenizer else None
         output = OutputText(detokenizer, request.sampling.stop)
         finish_reason = FinishReason.ERROR
         timeline.record(EventKind.TOKENIZED, GATEWAY, now())
-        generation = self._router.generate(request)
+        generation = self._router.generate(record)
         async with aclosing(generation):
             index = 0
             async for token in generation:
@@ -198,4 +199,4 @@ class InferenceService:
                     await generation.stop()
                     break
         timeline.record(EventKind.FINISHED, GATEWAY, now())
-        yield pb.GenerateResponse(completion=completion_to_proto(request, generation.result, output, finish_reason))
+        yield pb.GenerateResponse(completion=completion_to_proto(record, generation.result, output, finish_reason))

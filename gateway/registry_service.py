@@ -7,9 +7,10 @@ import logging
 import grpc
 
 from gateway.worker_directory import WorkerDirectory
+from pdserve.core.errors import PdserveError
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
-from worker.wire import info_from_proto, load_from_proto
+from worker.messages import BEATS, BeatAnswer, to_frame
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +23,15 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
         self._service = service
         self._gateway_epoch = gateway_epoch
 
-    async def Heartbeat(
-        self,
-        request: pb.HeartbeatRequest,
-        context: grpc.aio.ServicerContext[pb.HeartbeatRequest, pb.HeartbeatResponse],
-    ) -> pb.HeartbeatResponse:
+    async def Heartbeat(self, request: pb.Frame, context: grpc.aio.ServicerContext[pb.Frame, pb.Frame]) -> pb.Frame:
         """Register a worker, or note that it lives."""
         try:
-            info = info_from_proto(request.info)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"info: {error}")
+            beat = BEATS.decode(request)
+        except PdserveError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         # One of an earlier service, or of another that was told this address: it may serve anything.
-        is_ours = info.service == self._service
+        is_ours = beat.info.service == self._service
         if not is_ours:
-            log.warning("worker %s of another service reports here: it is told to end", info.worker_id)
-        welcome = is_ours and self._directory.heard(info, load_from_proto(request.load))
-        return pb.HeartbeatResponse(gateway_epoch=self._gateway_epoch, superseded=not welcome)
+            log.warning("worker %s of another service reports here: it is told to end", beat.info.worker_id)
+        welcome = is_ours and self._directory.heard(beat.info, beat.load)
+        return to_frame(BeatAnswer(self._gateway_epoch, superseded=not welcome))

@@ -6,8 +6,9 @@ import random
 import re
 import uuid
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 from google.protobuf.message import DecodeError
 
 from gateway.tokenizer import Tokenizer
@@ -180,7 +181,7 @@ def fit_max_tokens(
             f"prompt and max_tokens: {prompt_tokens} + {wanted} tokens exceed the {limits.pool_tokens} that a worker's "
             "KV pool holds; ask for less, or raise engine.kv_memory_mb"
         )
-    return replace(sampling, max_tokens=wanted)
+    return msgspec.structs.replace(sampling, max_tokens=wanted)
 
 
 def check_stop_token_ids(sampling: SamplingParams, vocab_size: int) -> None:

@@ -131,7 +131,7 @@ class WorkerDirectory:
     async def _shake(self, prefill: RegisteredWorker, decode: RegisteredWorker) -> None:
         names = (prefill.worker_id, decode.worker_id)
         try:
-            await prefill.handle.connect_peer(decode.worker_id, decode.info.epoch, decode.info.kv_endpoints)
+            await prefill.handle.connect_peer(decode.info.peer)
         except PdserveError as error:
             if self._are_current(prefill, decode):
                 self._registry.not_connected(*names, error)

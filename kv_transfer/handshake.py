@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kv_transfer.base import MAX_PAYLOAD_BYTES, BlockStore, Buffer, KVLink, Message
 from kv_transfer.integrity import (
     MAX_EOS_TOKEN_IDS,
+    Announce,
     Header,
     Hello,
     HelloOk,
@@ -60,12 +61,13 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
         raise TransferRefused(f"another worker than {worker_id} answers at its KV endpoint")
 
 
-async def measure(link: KVLink, store: BlockStore) -> float:
+async def measure(link: KVLink, store: BlockStore, announced: list[Announce]) -> float:
     """What the link moves at best, in 10^9 bytes per second: larger and larger payloads of zeros that lie with the
-    pool, for some 25 ms (or one payload of 64 KiB, if the link is slow). Unbounded as well."""
+    pool, for some 25 ms (or one payload of 64 KiB, if the link is slow). Unbounded as well. What the receiver announces
+    meanwhile is added to ``announced``."""
     best, size, blank, started_s = 0.0, _FIRST_PROBE_BYTES, _Blank(store, link), time.perf_counter()
     while time.perf_counter() - started_s < _PROBE_S:
-        took_s = await _probe(link, blank.next(size))
+        took_s = await _probe(link, blank.next(size), announced)
         if is_telling(size, took_s):
             best = max(best, size / took_s / 1e9)
         size = min(size * 4, MAX_PROBE_BYTES)
@@ -80,7 +82,7 @@ async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
     trips_s: list[float] = []
     while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s):
         sent_s = time.perf_counter()
-        await _probe(link, ())
+        await _probe(link, (), [])
         trips_s.append(time.perf_counter() - sent_s)
     rates: list[float] = []  # of payloads of ``size``
     size, moved_bytes, best, blank, started_s = _FIRST_PROBE_BYTES, 0, 0.0, _Blank(store, link), time.perf_counter()
@@ -89,7 +91,7 @@ async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
             break
         payload = blank.next(size)
         sent_s = time.perf_counter()
-        told_s = await _probe(link, payload)
+        told_s = await _probe(link, payload, [])
         took_s = max(told_s, time.perf_counter() - sent_s - min(trips_s))
         moved_bytes += size
         rates.append(size / took_s / 1e9)
@@ -122,10 +124,11 @@ class _Blank:
         return [self._store.blank(start, size, on_device=self._on_device)]
 
 
-async def _probe(link: KVLink, payload: Sequence[Buffer]) -> float:
+async def _probe(link: KVLink, payload: Sequence[Buffer], announced: list[Announce]) -> float:
     """How many seconds the receiver took to take it."""
     await link.send(encode(Probe()), payload)
-    answer = decode((await link.recv()).header)
+    while isinstance(answer := decode((await link.recv()).header), Announce):
+        announced.append(answer)
     if not isinstance(answer, Probed):
         raise TransferRefused(f"a {type(answer).__name__} has no place here")
     return max(answer.micros, 1) / 1e6
@@ -136,12 +139,13 @@ def is_telling(num_bytes: int, took_s: float) -> bool:
     return num_bytes >= _SMALLEST_TELLING_BYTES or took_s > _PROBE_S
 
 
-async def greet(link: KVLink, expected: Hello) -> None:
-    """The receiver's part: `Refusal` unless the peer's hello is as ``expected``, where ``worker_id`` is the receiver's
-    own; then `dismiss` it. Unbounded as well."""
-    _check(parse(await link.recv()), expected)
+async def greet(link: KVLink, expected: Hello) -> Hello:
+    """The receiver's part: the peer's hello. `Refusal` unless it is as ``expected``, where ``worker_id`` is the
+    receiver's own; then `dismiss` it. Unbounded as well."""
+    hello = _check(parse(await link.recv()), expected)
     link.introduced()
     await link.send(encode(HelloOk(expected.worker_id, expected.epoch)))
+    return hello
 
 
 async def dismiss(link: KVLink, refusal: Refusal) -> None:
@@ -176,14 +180,14 @@ def sorted_eos(token_ids: Iterable[int]) -> list[int]:
     return ids
 
 
-def _check(hello: Header, ours: Hello) -> None:
+def _check(hello: Header, ours: Hello) -> Hello:
     if not isinstance(hello, Hello):
         raise Refusal(Reason.MALFORMED, "the first message must be a hello")
     if hello.epoch != ours.epoch:
         why = f"{ours.worker_id} has started anew and holds nothing for {hello.worker_id}"
         raise Refusal(Reason.STALE_EPOCH, why)
     try:
-        KVLayout.from_wire(ours.layout).check_compatible(KVLayout.from_wire(hello.layout))
+        ours.layout.check_compatible(hello.layout)
     except LayoutMismatch as error:
         raise Refusal(Reason.LAYOUT, str(error)) from None
     if hello.checksums != ours.checksums:
@@ -195,6 +199,7 @@ def _check(hello: Header, ours: Hello) -> None:
             f"eos_token_ids differ: {_some(ours.eos_token_ids)} here, {_some(hello.eos_token_ids)} at the peer; all "
             "workers of a service must run a model with the same config.json and generation_config.json",
         )
+    return hello
 
 
 def _some(token_ids: Sequence[int]) -> str:

@@ -9,13 +9,20 @@ from pdserve.core.clock import Clock
 
 
 class Lease:
-    """Calls ``expire(why)`` once, on the running loop, when ``deadline_s`` (of ``clock``) has passed or `renew` was not
-    called for ``lease_s`` seconds; not after `cancel`."""
+    """Calls ``expire(why)`` once, on the running loop, when ``deadline_s`` (of ``clock``) has passed, or when `renew`
+    was not called for ``lease_s`` seconds (None: silence does not count before `watch`); not after `cancel`."""
 
-    def __init__(self, clock: Clock, deadline_s: float, lease_s: float, expire: Callable[[str], None]) -> None:
+    def __init__(self, clock: Clock, deadline_s: float, lease_s: float | None, expire: Callable[[str], None]) -> None:
         self._clock, self._deadline_s, self._lease_s, self._expire = clock, deadline_s, lease_s, expire
         self._loop = asyncio.get_running_loop()
         self._heard_s = clock.now()
+        self._arm()
+
+    def watch(self, lease_s: float) -> None:
+        """Expire after so much silence from now on."""
+        self._lease_s = lease_s
+        self.renew()
+        self._timer.cancel()
         self._arm()
 
     def renew(self) -> None:
@@ -26,15 +33,18 @@ class Lease:
         """Never expire."""
         self._timer.cancel()
 
+    @property
+    def _until_s(self) -> float:
+        return self._deadline_s if self._lease_s is None else min(self._deadline_s, self._heard_s + self._lease_s)
+
     def _arm(self) -> None:
-        left_s = min(self._deadline_s, self._heard_s + self._lease_s) - self._clock.now()
-        self._timer = self._loop.call_later(max(0.0, left_s), self._fire)
+        self._timer = self._loop.call_later(max(0.0, self._until_s - self._clock.now()), self._fire)
 
     def _fire(self) -> None:
         now_s = self._clock.now()
         if now_s >= self._deadline_s:
             self._expire("its deadline passed")
-        elif now_s >= self._heard_s + self._lease_s:
+        elif now_s >= self._until_s:
             self._expire(f"the peer was silent for {self._lease_s:g} s")
         else:
             self._arm()

@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from prefill_worker.flow import FLOWS
+from prefill_worker.push import ROLES
 from worker.actor_body import ActorBody
 
 
@@ -17,7 +17,7 @@ class PrefillWorkerActor(ActorBody):
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__(
             spec,
-            FLOWS,
+            ROLES,
             node=ray.util.get_node_ip_address(),
             restarted=ray.get_runtime_context().was_current_actor_reconstructed,
         )

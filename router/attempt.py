@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from dataclasses import replace
 from types import TracebackType
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError, WorkerLost
-from pdserve.core.request import Mode, Request
+from pdserve.core.request import Mode
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, Event, EventKind
-from pdserve.core.worker import TokenOutput, Work
+from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
-from router.deadline import Deadline
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 from router.registry import Share, WorkerRegistry
+from router.request_record import RequestRecord
 from router.routed import RoutedToken, RoutingResult
 from router.waiting_line import Placement
 from router.worker_stream import Arrival, WorkerStream
@@ -42,37 +40,34 @@ class Attempt:
 
     def __init__(
         self,
-        request: Request,
+        record: RequestRecord,
         placement: Placement,
         result: RoutingResult,
         registry: WorkerRegistry,
         clock: Clock,
-        deadline: Deadline,
         delay_s: Mapping[str, float],
         max_unread: int,
         arrivals: Arrivals,
     ) -> None:
         self.failed: set[str] = set()
-        self._request = request
+        self._record = record
+        self._request = record.next_attempt()
         self._placement = placement
         self._result = result
         self._registry = registry
         self._clock = clock
-        self._deadline = deadline
+        self._deadline = record.deadline
         self._delay_s = delay_s
         self._max_unread = max_unread
         self._arrivals = arrivals
-        self._delivered_before = len(request.output_token_ids)
-        # No two attempts ever have the same name on a worker, not even if a client uses an id again: what a worker or
-        # its engine still says of, or does for, an earlier one cannot be taken for this one's.
-        self._work_id = f"{request.request_id}#{secrets.token_hex(4)}"
+        self._delivered_before = len(record.output_token_ids)
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
         self._aborts: set[asyncio.Task[None]] = set()
         self._left = False
         self._placed_s = clock.now()
         self._complete = False
-        self._reserved = self._decoded = False
+        self._dispatched = self._decoded = False
 
     async def __aenter__(self) -> Attempt:
         prefill = self._placement.prefill.worker
@@ -81,7 +76,7 @@ class Attempt:
         result.mode = Mode.COLOCATED if colocated else Mode.PD
         result.prefill_worker, result.decode_worker = prefill.worker_id, prefill.worker_id if colocated else ""
         result.proof, result.kv_bytes_expected, result.prefill_cached_tokens = None, 0, 0
-        result.block_size, result.attempts = prefill.info.layout.block_size, self._request.attempts
+        result.block_size, result.attempts = prefill.info.layout.block_size, self._record.attempts
         self._note(EventKind.PAIR_CHOSEN)
         return self
 
@@ -104,7 +99,9 @@ class Attempt:
             return
         self._left = True
         if not self._complete:
-            self._aborts = {asyncio.create_task(_abort(worker.handle, self._work_id)) for worker in self._contacted}
+            self._aborts = {
+                asyncio.create_task(_abort(worker.handle, self._request.attempt_id)) for worker in self._contacted
+            }
             for task in self._aborts:
                 _keep(task)
         self._placement.end()
@@ -117,7 +114,7 @@ class Attempt:
     @property
     def gave_tokens(self) -> bool:
         """Whether the request has tokens from this attempt."""
-        return len(self._request.output_token_ids) > self._delivered_before
+        return len(self._record.output_token_ids) > self._delivered_before
 
     def call_off(self) -> None:
         """No more tokens are wanted. While decode has given nothing, its hand-off is called off with them: then no KV
@@ -127,8 +124,8 @@ class Attempt:
 
     @property
     def hands_off(self) -> bool:
-        """Whether its hand-off is under way: room is reserved, and decode has given nothing yet."""
-        return self._reserved and not self._decoded
+        """Whether both workers have it, and decode has given nothing yet."""
+        return self._dispatched and not self._decoded
 
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens this attempt adds; raises what went wrong (`failed` then names the workers to avoid)."""
@@ -137,31 +134,26 @@ class Attempt:
     async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
         share = self._placement.prefill
         await self._send(share.worker)
-        stream = self._open(share, share.worker.handle.run(self._work()))
+        stream = self._open(share, share.worker.handle.run(self._request))
         while not self._complete:
             yield await self._token(stream)
 
     async def _pd(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
-        share, decode = self._placement.prefill, decode_share.worker
-        work = self._work()
-        if work.sampling.max_tokens == 1:
+        share, decode, request = self._placement.prefill, decode_share.worker, self._request
+        if request.max_tokens == 1:
             await self._send(share.worker)
-            token = await self._token(self._open(share, share.worker.handle.prefill(work, None)))
+            token = await self._token(self._open(share, share.worker.handle.run(request)))
             self._complete = True
             self._placement.end()
-            yield replace(token, finish_reason=token.finish_reason or FinishReason.LENGTH)
+            yield token
             return
-        self._contacted.append(decode)
-        with self._blaming(decode):
-            reserving = decode.handle.reserve(work)
-            destination = await self._deadline.bound(reserving, f"reserving blocks on {decode.worker_id}")
-        self._reserved = True
-        self._note(EventKind.DESTINATION_KNOWN)
         self._result.decode_worker = decode.worker_id
-        self._result.kv_bytes_expected = decode.info.layout.expected_bytes(len(work.token_ids), destination.num_skipped)
-        decoding = self._open(decode_share, decode.handle.decode(self._work_id))
-        await self._send(share.worker)
-        prefilling = self._open(share, share.worker.handle.prefill(self._work(), destination))
+        self._result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
+        await self._send(share.worker, decode)
+        self._dispatched = True
+        # Both at once: prefill computes while decode makes room and tells it where the KV goes.
+        decoding = self._open(decode_share, decode.handle.receive(request, share.worker.info.peer))
+        prefilling = self._open(share, share.worker.handle.push(request, decode.info.peer))
         arrival = await self._first_of(prefilling, decoding)
         share.end()
         token = self._token_of(arrival, share.worker)
@@ -222,23 +214,10 @@ class Attempt:
 
     # --- small parts -------------------------------------------------------------------------------------------------
 
-    def _work(self) -> Work:
-        request = self._request
-        left = request.sampling.max_tokens - len(request.output_token_ids)
-        sampling = replace(request.sampling, max_tokens=left)
-        return Work(
-            self._work_id,
-            request.token_ids_so_far,
-            sampling,
-            self._deadline.left_s,
-            num_prior_outputs=len(request.output_token_ids),
-            salt=request.salt,
-        )
-
-    async def _send(self, worker: RegisteredWorker) -> None:
+    async def _send(self, *workers: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)
         await self._deadline.sleep(self._delay_s.get("dispatch", 0.0), "it was dispatched")
-        self._contacted.append(worker)
+        self._contacted += workers
 
     def _open(self, share: Share, outputs: AsyncIterator[TokenOutput]) -> WorkerStream:
         def arrived(output: TokenOutput) -> None:
@@ -279,18 +258,20 @@ class Attempt:
 
     def _note(self, kind: EventKind) -> None:
         if self._delivered_before == 0:
-            self._request.timeline.record(kind, GATEWAY, self._clock.now())
+            self._record.timeline.record(kind, GATEWAY, self._clock.now())
 
     def _deliver(self, arrival: Arrival, worker: RegisteredWorker) -> RoutedToken | None:
         """Merge an output into request and result; its token, if it has one."""
-        output, request = arrival.output, self._request
-        if output.proof is not None:
-            self._result.proof = output.proof
+        output, record = arrival.output, self._record
+        if (proof := output.proof) is not None:
+            layout = worker.info.layout
+            self._result.proof = proof
+            self._result.kv_bytes_expected = layout.expected_bytes(self._request.num_tokens, proof.blocks_skipped)
         if output.cached_tokens:  # a retry's prompt has the outputs so far in it
-            self._result.prefill_cached_tokens = min(output.cached_tokens, len(request.prompt_token_ids))
+            self._result.prefill_cached_tokens = min(output.cached_tokens, len(record.request.prompt_token_ids))
         if worker.worker_id == self._result.decode_worker:
             self._decoded = True
-        index = len(request.output_token_ids)
+        index = len(record.output_token_ids)
         if self._delivered_before == 0 and index <= 1:
             self._merge(output.events, worker)
         elif self._delivered_before == index == 1:
@@ -300,14 +281,14 @@ class Attempt:
             return None
         if index <= 1:
             kind = EventKind.TOKEN_1_ARRIVED if index == 0 else EventKind.TOKEN_2_ARRIVED
-            request.timeline.record(kind, GATEWAY, arrival.time_s)
-        request.output_token_ids.append(output.token_id)
+            record.timeline.record(kind, GATEWAY, arrival.time_s)
+        record.output_token_ids.append(output.token_id)
         return RoutedToken(output.token_id, output.finish_reason, output.logprobs)
 
     def _merge(self, events: tuple[Event, ...], worker: RegisteredWorker) -> None:
         if events:
-            self._request.timeline.extend(events)
-            self._request.timeline.clocks[worker.worker_id] = worker.handle.clock
+            self._record.timeline.extend(events)
+            self._record.timeline.clocks[worker.worker_id] = worker.handle.clock
 
 
 _BACKGROUND: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
@@ -318,8 +299,8 @@ def _keep(task: asyncio.Task[None]) -> None:
     task.add_done_callback(_BACKGROUND.discard)
 
 
-async def _abort(handle: WorkerHandle, work_id: str) -> None:
+async def _abort(handle: WorkerHandle, attempt_id: str) -> None:
     try:
-        await handle.abort(work_id)
+        await handle.abort(attempt_id)
     except PdserveError as error:
-        log.warning("abort of %s on worker %s: %s", work_id, handle.info.worker_id, error)
+        log.warning("abort of %s on worker %s: %s", attempt_id, handle.info.worker_id, error)

@@ -10,13 +10,15 @@ from typing import Any, Literal, TypeVar
 
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import PdserveError, WorkerLost
-from pdserve.core.handoff import KVDestination, KVEndpoint, PeerLink, TransferProof
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import ClockOffset, Event, EventKind
-from pdserve.core.worker import Role, TokenOutput, Work, WorkerInfo
+from pdserve.core.worker import Role, TokenOutput, WorkerInfo
 
-Point = Literal["connect_peer", "reserve", "prefill", "decode", "decode_more", "run", "run_more", "abort"]
+Point = Literal["connect_peer", "room", "prefill", "decode", "decode_more", "run", "run_more", "abort"]
+Call = Literal["push", "receive", "run"]
 T = TypeVar("T")
 
 FAKE_LAYOUT = KVLayout("fake", "float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
@@ -59,6 +61,7 @@ class _Held:
 
     token_ids: list[int]
     max_tokens: int
+    has_room: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
 
@@ -71,9 +74,9 @@ def fake_links(*worker_ids: str) -> tuple[PeerLink, ...]:
 class FakeWorker:
     """Satisfies `router.handles.WorkerHandle`. Workers that share a ``fleet`` hand requests over to each other.
 
-    ``delay_s`` and ``failures`` are keyed by point: ``reserve``, ``prefill``, ``decode`` and ``run`` come before the
+    ``delay_s`` and ``failures`` are keyed by point: ``room``, ``prefill``, ``decode`` and ``run`` come before the
     first token there, ``decode_more`` and ``run_more`` before each later one. ``hangs`` are points never passed.
-    ``held`` names the requests on it, ``aborted`` those it was told to drop, ``works`` all it was sent. It finds
+    ``held`` names the requests on it, ``aborted`` those it was told to drop, ``requests`` all it was sent. It finds
     ``cached_tokens`` of every prompt in its cache.
     """
 
@@ -94,7 +97,8 @@ class FakeWorker:
         self.hangs: set[Point] = set()
         self.held: dict[str, _Held] = {}
         self.aborted: list[str] = []
-        self.works: list[tuple[Point, Work]] = []
+        self.requests: list[tuple[Call, Request]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self.cached_tokens = 0
         self.connected: set[str] = set()
         self._time = clock or MonotonicClock()
@@ -121,39 +125,35 @@ class FakeWorker:
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
-    async def connect_peer(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
+    async def connect_peer(self, peer: KVPeer) -> None:
         """Compare layouts as real workers do."""
         await self._pass("connect_peer")
-        self.info.layout.check_compatible(self.fleet[worker_id].info.layout)
-        self.connected.add(worker_id)
+        self.info.layout.check_compatible(self.fleet[peer.worker_id].info.layout)
+        self.connected.add(peer.worker_id)
 
-    async def reserve(self, work: Work) -> KVDestination:
-        """Take the request in; nothing is ever skipped."""
-        self.works.append(("reserve", work))
-        await self._pass("reserve")
-        self.held[work.request_id] = _Held(list(work.token_ids), work.sampling.max_tokens)
-        blocks = self.info.layout.blocks_for(len(work.token_ids))
-        return KVDestination(self.info.worker_id, self.info.kv_endpoints, self.info.epoch, "nonce", blocks, 0)
-
-    async def decode(self, request_id: str) -> AsyncIterator[TokenOutput]:
-        """Token 2 and on."""
-        held = self._held(request_id)
+    async def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+        """Token 2 and on; nothing is ever skipped."""
+        self.requests.append(("receive", request))
+        held = self.held[request.attempt_id] = _Held(list(request.token_ids), request.max_tokens)
+        await self._pass("room")
+        room = self._event(EventKind.ROOM_MADE)
+        held.has_room.set()
         await self._live(held.arrived.wait())
         await self._pass("decode")
         verified = self._event(EventKind.KV_VERIFIED)
         proof = self._proof(len(held.token_ids) - 1)
         if held.ended:
-            self.held.pop(request_id, None)
-            yield TokenOutput(None, FinishReason.STOP, (verified,), proof)
+            self.held.pop(request.attempt_id, None)
+            yield TokenOutput(None, FinishReason.STOP, (room, verified), proof)
             return
         scheduled = self._event(EventKind.DECODE_SCHEDULED)
         first = True
         while True:
             token_id, reason = self._step(held)
             if reason is not None:
-                self.held.pop(request_id, None)
+                self.held.pop(request.attempt_id, None)
             if first:
-                events = (verified, scheduled, self._event(EventKind.TOKEN_2_SAMPLED))
+                events = (room, verified, scheduled, self._event(EventKind.TOKEN_2_SAMPLED))
                 yield TokenOutput(token_id, reason, events, proof)
                 first = False
             else:
@@ -162,25 +162,29 @@ class FakeWorker:
                 return
             await self._pass("decode_more")
 
-    async def prefill(self, work: Work, destination: KVDestination | None) -> AsyncIterator[TokenOutput]:
-        """One token; the destination's worker then goes on."""
-        self.works.append(("prefill", work))
+    async def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+        """One token; the peer then goes on, once it has room."""
+        self.requests.append(("push", request))
         received = self._event(EventKind.PREFILL_RECEIVED)
-        held = self.held[work.request_id] = _Held(list(work.token_ids), work.sampling.max_tokens)
+        held = self.held[request.attempt_id] = _Held(list(request.token_ids), request.max_tokens)
         scheduled = self._event(EventKind.PREFILL_SCHEDULED)
         await self._pass("prefill")
         token_id, reason = self._step(held)
-        del self.held[work.request_id]
         sampled = self._event(EventKind.TOKEN_1_SAMPLED)
-        if destination is not None:
-            self.fleet[destination.worker_id]._arrive(work.request_id, token_id, reason is not None)
-        yield TokenOutput(token_id, reason, (received, scheduled, sampled), cached_tokens=self.cached_tokens)
+        ends_here = reason is FinishReason.STOP
+        self._spawn(self._hand_over(request.attempt_id, self.fleet[peer.worker_id], token_id, ends_here))
+        yield TokenOutput(
+            token_id,
+            reason if ends_here else None,
+            (received, scheduled, sampled),
+            cached_tokens=self.cached_tokens,
+        )
 
-    async def run(self, work: Work) -> AsyncIterator[TokenOutput]:
+    async def run(self, request: Request) -> AsyncIterator[TokenOutput]:
         """All tokens."""
-        self.works.append(("run", work))
+        self.requests.append(("run", request))
         received = self._event(EventKind.PREFILL_RECEIVED)
-        held = self.held[work.request_id] = _Held(list(work.token_ids), work.sampling.max_tokens)
+        held = self.held[request.attempt_id] = _Held(list(request.token_ids), request.max_tokens)
         before = self._event(EventKind.PREFILL_SCHEDULED)
         await self._pass("run")
         kinds = [EventKind.TOKEN_1_SAMPLED, EventKind.TOKEN_2_SAMPLED]
@@ -188,7 +192,7 @@ class FakeWorker:
         while True:
             token_id, reason = self._step(held)
             if reason is not None:
-                self.held.pop(work.request_id, None)
+                self.held.pop(request.attempt_id, None)
             if kinds:
                 events = (*events, self._event(kinds.pop(0)))
             yield TokenOutput(token_id, reason, events, cached_tokens=self.cached_tokens if len(kinds) == 1 else 0)
@@ -197,10 +201,10 @@ class FakeWorker:
             await self._pass("run_more")
             events = (self._event(EventKind.DECODE_SCHEDULED),) if kinds else ()
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, attempt_id: str) -> None:
         """Drop the request."""
-        self.aborted.append(request_id)
-        self.held.pop(request_id, None)
+        self.aborted.append(attempt_id)
+        self.held.pop(attempt_id, None)
         if not self._dead.is_set():
             await self._pass("abort")
 
@@ -214,13 +218,23 @@ class FakeWorker:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, request_id: str, token_id: int, ended: bool) -> None:
-        held = self.held.get(request_id)
-        if held is not None:
-            held.token_ids.append(token_id)
-            held.max_tokens -= 1
-            held.ended = ended
-            held.arrived.set()
+    async def _hand_over(self, attempt_id: str, peer: FakeWorker, token_id: int, ended: bool) -> None:
+        """Hold the request until the peer has room for it, or one of both gives it up."""
+        while attempt_id in self.held and not (self.is_dead or peer.is_dead):
+            held = peer.held.get(attempt_id)
+            if held is not None and held.has_room.is_set():
+                held.token_ids.append(token_id)
+                held.max_tokens -= 1
+                held.ended = ended
+                held.arrived.set()
+                break
+            await asyncio.sleep(0.001)
+        self.held.pop(attempt_id, None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _step(self, held: _Held) -> tuple[int, FinishReason | None]:
         token_id = self._next_token(held.token_ids)
@@ -229,11 +243,6 @@ class FakeWorker:
         if token_id == self._eos_token_id:
             return token_id, FinishReason.STOP
         return token_id, FinishReason.LENGTH if held.max_tokens == 0 else None
-
-    def _held(self, request_id: str) -> _Held:
-        if request_id not in self.held:
-            raise WorkerLost(f"worker {self.info.worker_id} knows nothing of request {request_id}")
-        return self.held[request_id]
 
     def _event(self, kind: EventKind) -> Event:
         return Event(kind, self.info.worker_id, self._time.now())

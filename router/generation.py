@@ -10,13 +10,13 @@ from contextlib import aclosing
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
-from pdserve.core.errors import CapacityExceeded, PdserveError, TransferError, WorkerLost
-from pdserve.core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus
+from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError, WorkerLost
+from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from router.arrivals import Arrivals
 from router.attempt import Attempt
-from router.deadline import Deadline
 from router.registry import WorkerRegistry
+from router.request_record import RequestRecord
 from router.retry_budget import RetryBudget
 from router.routed import RoutedToken, RoutingResult
 from router.waiting_line import Placement, Waiting, WaitingLine, WaitMode
@@ -33,7 +33,13 @@ first token: it may be what breaks them."""
 _BEFORE_ROUTER = frozenset({EventKind.RECEIVED, EventKind.TOKENIZED})
 _ALL_ATTEMPT = frozenset(EventKind) - _BEFORE_ROUTER
 _TOKEN_2 = frozenset(
-    {EventKind.KV_VERIFIED, EventKind.DECODE_SCHEDULED, EventKind.TOKEN_2_SAMPLED, EventKind.TOKEN_2_ARRIVED}
+    {
+        EventKind.ROOM_MADE,
+        EventKind.KV_VERIFIED,
+        EventKind.DECODE_SCHEDULED,
+        EventKind.TOKEN_2_SAMPLED,
+        EventKind.TOKEN_2_ARRIVED,
+    }
 )
 
 
@@ -45,7 +51,7 @@ class Generation:
 
     def __init__(
         self,
-        request: Request,
+        record: RequestRecord,
         order: int,
         line: WaitingLine,
         registry: WorkerRegistry,
@@ -58,7 +64,7 @@ class Generation:
         arrivals: Arrivals,
         on_active: Callable[[int], None],
     ) -> None:
-        self.request = request
+        self.record = record
         self.result = RoutingResult()
         self._order = order
         self._line = line
@@ -66,7 +72,7 @@ class Generation:
         self._config = config
         self._clock = clock
         self._delay_s = delay_s
-        self._mode: WaitMode = auto_mode if request.mode is Mode.AUTO else request.mode
+        self._mode: WaitMode = auto_mode if record.request.mode is Mode.AUTO else record.request.mode
         self._on_kv_failure = on_kv_failure
         self._budget = budget
         self._arrivals = arrivals
@@ -90,24 +96,23 @@ class Generation:
         await self.aclose()
 
     async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
-        request = self.request
+        record, deadline = self.record, self.record.deadline
+        request_id = record.request.request_id
         self._on_active(+1)
         self._budget.note_request()
         try:
-            deadline = Deadline(request.deadline_s, self._clock)
             await deadline.sleep(self._delay_s.get("route", 0.0), "it waited to be routed")
             failures = _Failures(self._config.max_attempts)
             while True:
-                placement = await self._place(deadline, failures)
-                request.transition(RequestStatus.RUNNING)
-                request.attempts += 1
+                placement = await self._place(failures)
+                record.transition(RequestStatus.RUNNING)
+                record.attempts += 1
                 attempt = self._attempt = Attempt(
-                    request,
+                    record,
                     placement,
                     self.result,
                     self._registry,
                     self._clock,
-                    deadline,
                     self._delay_s,
                     self._config.max_unread_tokens,
                     self._arrivals,
@@ -116,26 +121,28 @@ class Generation:
                     async with attempt, aclosing(attempt.tokens()) as tokens:
                         async for token in tokens:
                             if token.finish_reason is not None:
-                                request.transition(RequestStatus.FINISHED)
+                                record.transition(RequestStatus.FINISHED)
                             yield token
                     return
                 except ReaderStalled as stalled:
-                    log.info("request %s: paused until its client reads: %s", request.request_id, stalled)
+                    log.info("request %s: paused until its client reads: %s", request_id, stalled)
                     failures.reset()
                 except PdserveError as error:
-                    if attempt.hands_off and self._on_kv_failure == "fail":
+                    # A worker that does not take the request has not failed to hand it over.
+                    handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
+                    if handoff_failed and self._on_kv_failure == "fail":
                         raise
                     if (final := failures.add(error, attempt, placement)) is not None:
                         raise final from error
-                    log.warning("request %s: attempt %d failed: %s", request.request_id, request.attempts, error)
-                    if attempt.hands_off and self._on_kv_failure == "recompute":
+                    log.warning("request %s: attempt %d failed: %s", request_id, record.attempts, error)
+                    if handoff_failed and self._on_kv_failure == "recompute":
                         self._mode = Mode.COLOCATED
                     elif isinstance(error, TransferError) and failures.is_last:
                         self._mode = Mode.COLOCATED  # the one way that needs no transfer
-                request.transition(RequestStatus.QUEUED)
+                record.transition(RequestStatus.QUEUED)
                 self._forget_attempt()
                 if failures.in_a_row:
-                    await self._pause(deadline, failures.in_a_row)
+                    await self._pause(failures.in_a_row)
         except (asyncio.CancelledError, GeneratorExit):
             self._end(RequestStatus.FINISHED if self._stopped else RequestStatus.ABORTED)
             raise
@@ -145,22 +152,23 @@ class Generation:
         finally:
             self._on_active(-1)
 
-    async def _pause(self, deadline: Deadline, failures: int) -> None:
+    async def _pause(self, failures: int) -> None:
         """Back off before a retry, then wait until the retry budget has one left."""
+        deadline = self.record.deadline
         doing = "waiting to be tried again"
         pause_s = min(self._config.retry_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
         await deadline.sleep(pause_s * random.uniform(0.5, 1.5), doing)
         while not self._budget.take():
             await deadline.sleep(self._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing} (router.retry_share)")
 
-    async def _place(self, deadline: Deadline, failures: _Failures) -> Placement:
-        request = self.request
+    async def _place(self, failures: _Failures) -> Placement:
+        record, deadline = self.record, self.record.deadline
         waiting = Waiting(
             self._order,
             self._mode,
-            prompt_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
-            output_tokens=request.sampling.max_tokens - len(request.output_token_ids),
-            patient=request.attempts > 0,
+            prompt_tokens=record.num_tokens,
+            output_tokens=record.tokens_left,
+            patient=record.attempts > 0,
             avoid=failures.avoid,
             prefer=failures.prefer,
         )
@@ -175,13 +183,13 @@ class Generation:
 
     def _forget_attempt(self) -> None:
         """Events of tokens that were delivered stay, those of tokens that never came go."""
-        delivered = len(self.request.output_token_ids)
+        delivered = len(self.record.output_token_ids)
         if delivered <= 1:
-            self.request.timeline.forget(_TOKEN_2 if delivered else _ALL_ATTEMPT)
+            self.record.timeline.forget(_TOKEN_2 if delivered else _ALL_ATTEMPT)
 
     def _end(self, status: RequestStatus) -> None:
-        if status in REQUEST_TRANSITIONS[self.request.status]:
-            self.request.transition(status)
+        if status in REQUEST_TRANSITIONS[self.record.status]:
+            self.record.transition(status)
 
 
 class _Failures:

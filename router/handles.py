@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Protocol
 
-from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.handoff import KVPeer
+from pdserve.core.request import Request
 from pdserve.core.timeline import ClockOffset
-from pdserve.core.worker import TokenOutput, Work, WorkerInfo
+from pdserve.core.worker import TokenOutput, WorkerInfo
 
 
 class WorkerHandle(Protocol):
     """A live worker. Every method raises from `pdserve.core.errors` (WorkerLost when the connection broke). No two
-    works ever have the same id.
+    requests it gets ever have the same attempt id.
 
     Closing (``aclose``) one of the iterators early does not abort the request: call `abort`.
     """
@@ -27,29 +28,25 @@ class WorkerHandle(Protocol):
         """Its clock against ours."""
         ...
 
-    async def reserve(self, work: Work) -> KVDestination:
-        """Make room for the prompt's KV on this (decode) worker; waits while it is full, at most ``timeout_s``."""
+    def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+        """Run the prompt, give one token, then end. Its KV goes to ``peer``, which tells this worker where (the blocks
+        are released by worker and receiver between themselves)."""
         ...
 
-    def decode(self, request_id: str) -> AsyncIterator[TokenOutput]:
-        """The outputs of a reserved request, from token 2 (its first message carries the proof). If prefill's token
-        ended the request, one message without a token: proof and finish reason."""
+    def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+        """Receive the prompt's KV from ``peer``; the outputs from token 2 on (the first message carries the proof). If
+        prefill's token ended the request, one message without a token: proof and finish reason."""
         ...
 
-    def prefill(self, work: Work, destination: KVDestination | None) -> AsyncIterator[TokenOutput]:
-        """Run the prompt, push its blocks to ``destination``, give one token, then end (the blocks are released by
-        worker and receiver between themselves). Without a destination nothing travels (one token is wanted)."""
-        ...
-
-    def run(self, work: Work) -> AsyncIterator[TokenOutput]:
+    def run(self, request: Request) -> AsyncIterator[TokenOutput]:
         """Prefill and decode here (colocated)."""
         ...
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, attempt_id: str) -> None:
         """Drop the request in whatever state it is in; never raises for one that is gone."""
         ...
 
-    async def connect_peer(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
+    async def connect_peer(self, peer: KVPeer) -> None:
         """Shake hands with a decode worker (this one prefills): `LayoutMismatch`, or another `TransferError`. Asked
         again for a pair that is connected, it does nothing."""
         ...

@@ -18,6 +18,8 @@ class RegisteredWorker:
     set when a request lost it before any heartbeat or broken connection said so; the next good heartbeat clears it.
     ``lost_s`` is when. ``retiring``: it finishes what it has and gets nothing more.
     ``confirmed`` holds the peers it answered to have connected to, whatever its heartbeats say meanwhile.
+    ``held_blocks`` are those that the KV of the requests on it fills, ``held_at_beat`` what that was at its last
+    heartbeat.
     """
 
     handle: WorkerHandle
@@ -27,6 +29,8 @@ class RegisteredWorker:
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
     prompt_tokens: int = 0
+    held_blocks: int = 0
+    held_at_beat: int = 0
     last_used: int = 0
     lost: str = ""
     lost_s: float = 0.0
@@ -81,6 +85,17 @@ class RegisteredWorker:
         """Whether a request of so many tokens, prompt and outputs, could ever run there."""
         return tokens <= min(self.pool_tokens, self.info.max_model_len)
 
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are free there: as many as its last heartbeat said, less what requests have taken since, and with
+        what they have given back."""
+        return min(self.load.free_blocks + self.held_at_beat - self.held_blocks, self.info.num_blocks)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether it can allocate the blocks of so many tokens now. A worker without requests always can (see
+        `fits`)."""
+        return not self.outstanding_requests or self.info.layout.blocks_for(tokens) <= self.free_blocks
+
     def is_free(self, prefill_backlog_tokens: int) -> bool:
         """Whether another prompt may be sent: fewer prompt tokens than this wait on it, or none."""
         return self.prompt_tokens == 0 or self.prompt_tokens < prefill_backlog_tokens
@@ -89,6 +104,7 @@ class RegisteredWorker:
         """Take in a heartbeat."""
         self.heartbeat_s = now_s
         self.load = load
+        self.held_at_beat = self.held_blocks
         self.suspect = False
         if info is not None:
             self.info = info

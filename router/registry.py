@@ -16,8 +16,11 @@ from router.registered_worker import RegisteredWorker
 class Share:
     """What one request adds to one worker's load, until `end`: what is still to be computed, not what was sent."""
 
-    def __init__(self, registry: WorkerRegistry, worker: RegisteredWorker, tokens: int, prompt_tokens: int) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, worker: RegisteredWorker, tokens: int, prompt_tokens: int, kv_tokens: int
+    ) -> None:
         self.worker = worker
+        self._kv_tokens = kv_tokens
         self._registry = registry
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
@@ -34,6 +37,9 @@ class Share:
     def token_made(self) -> None:
         """One of its output tokens is there."""
         self._less(1)
+        if self._open:
+            self.worker.held_blocks += self._kv_tokens % self.worker.info.layout.block_size == 0
+            self._kv_tokens += 1
 
     def end(self) -> None:
         """The request has left the worker. Twice is fine."""
@@ -41,6 +47,7 @@ class Share:
             self._open = False
             self._less(self._tokens)
             self.worker.outstanding_requests -= 1
+            self.worker.held_blocks -= self.worker.info.layout.blocks_for(self._kv_tokens)
             self.worker.prompt_tokens -= self._prompt_tokens
             self._prompt_tokens = 0
             self._registry.notify()
@@ -265,15 +272,16 @@ class WorkerRegistry:
 
     # --- load --------------------------------------------------------------------------------------------------------
 
-    def begin(self, worker_id: str, tokens: int, prompt_tokens: int = 0) -> Share:
+    def begin(self, worker_id: str, tokens: int, prompt_tokens: int = 0, kv_tokens: int = 0) -> Share:
         """Count a request on a worker that is to compute ``tokens``, of which ``prompt_tokens`` it must prefill first.
-        KeyError for an unknown worker."""
+        ``kv_tokens`` are those whose KV it will hold at first. KeyError for an unknown worker."""
         worker = self._workers[worker_id]
+        worker.held_blocks += worker.info.layout.blocks_for(kv_tokens)
         worker.outstanding_tokens += tokens
         worker.outstanding_requests += 1
         worker.prompt_tokens += prompt_tokens
         worker.last_used = next(self._choices)
-        return Share(self, worker, tokens, prompt_tokens)
+        return Share(self, worker, tokens, prompt_tokens, kv_tokens)
 
     def end(self, share: Share) -> None:
         """The request has left the worker."""

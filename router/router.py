@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
-from pdserve.core.request import Mode, Request
+from pdserve.core.request import Mode
 from router.arrivals import Arrivals
 from router.generation import Generation
 from router.registry import WorkerRegistry
+from router.request_record import RequestRecord
 from router.retry_budget import RetryBudget
 from router.waiting_line import WaitingLine, WaitMode
 
@@ -22,7 +23,7 @@ each."""
 class Router:
     """``auto_mode`` is what mode ``auto`` means here: ``auto`` itself, or ``colocated`` in a deployment of one role.
     ``delay_s`` plants delays for tests, in seconds: ``route`` (before a worker is chosen) and ``dispatch`` (before
-    the call to the prefill worker leaves)."""
+    the request leaves for its workers)."""
 
     def __init__(
         self,
@@ -63,14 +64,14 @@ class Router:
         if self._line.is_full or being_read >= self._config.max_queue:
             raise self._line.refusal()
 
-    def generate(self, request: Request) -> Generation:
+    def generate(self, record: RequestRecord) -> Generation:
         """The request's tokens; nothing happens before the first is asked for.
 
         Iterating raises `NotReady` or `LayoutMismatch` (nobody can take it), `CapacityExceeded` (queue full, does not
         fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` once the attempts are used up.
         """
         return Generation(
-            request,
+            record,
             next(self._orders),
             self._line,
             self.registry,

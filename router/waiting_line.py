@@ -233,15 +233,17 @@ class WaitingLine:
         if not free:
             return None
         worker = self._any_policy.choose(_rather_not(free, waiting.avoid | self._registry.late()))
-        return Placement(self._registry.begin(worker.worker_id, tokens, waiting.prompt_tokens), None)
+        placed = self._registry.begin(worker.worker_id, tokens, waiting.prompt_tokens, waiting.prompt_tokens)
+        return Placement(placed, None)
 
     def _choose_pair(self, waiting: Waiting) -> Placement | None:
-        """A prefill worker and a decode worker that are connected."""
+        """A prefill worker and a decode worker that are connected. The decode worker must have room for the prompt's KV
+        now: prefill would hold it meanwhile."""
         prompt_tokens, tokens = waiting.prompt_tokens, waiting.prompt_tokens + waiting.output_tokens
         pairs: dict[RegisteredWorker, list[RegisteredWorker]] = {}
         for prefill in self._registry.ready(Role.PREFILL):
             if prefill.is_free(self._config.prefill_backlog_tokens) and prefill.fits(prompt_tokens + 1):
-                peers = [peer for peer in self._registry.ready_peers(prefill) if peer.fits(tokens)]
+                peers = [p for p in self._registry.ready_peers(prefill) if p.fits(tokens) and p.has_room(prompt_tokens)]
                 if peers:
                     pairs[prefill] = peers
         if not pairs:
@@ -254,8 +256,8 @@ class WaitingLine:
         prefill = again or self._prefill_policy.choose(candidates)
         decode = self._decode_policy.choose(_rather_not(pairs[prefill], avoid))
         return Placement(
-            self._registry.begin(prefill.worker_id, prompt_tokens, prompt_tokens),
-            self._registry.begin(decode.worker_id, waiting.output_tokens),
+            self._registry.begin(prefill.worker_id, prompt_tokens, prompt_tokens, prompt_tokens),
+            self._registry.begin(decode.worker_id, waiting.output_tokens, kv_tokens=prompt_tokens),
         )
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.messages import KVRole
 from pdserve.core.errors import PdserveError, to_wire
+from worker import messages
 from worker.cores import claim_cores, leave_engine_cores, sharing_notes
-from worker.flow import Flow
 from worker.host import WorkerHost
+from worker.request_table import Role
 from worker.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,9 @@ class ActorBody:
     """A `WorkerHost`, and the answers to what the launcher asks of an actor. ``node`` is the address that Ray knows
     this host by. ``restarted``: Ray has started it again after a death, perhaps on another host, and nobody asks."""
 
-    def __init__(self, spec: dict[str, Any], flows: Mapping[KVRole, type[Flow]], *, node: str, restarted: bool) -> None:
+    def __init__(
+        self, spec: dict[str, Any], roles: Mapping[type[messages.Work], Role], *, node: str, restarted: bool
+    ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         parsed, self._claim = claim_cores(WorkerSpec.from_wire(spec))
         parsed = replace(parsed, host=parsed.host or node, node=node)
@@ -31,7 +33,7 @@ class ActorBody:
             log.warning("%s", note)
         leave_engine_cores(parsed)
         self._start_timeout_s = parsed.config.cluster.start_timeout_s
-        self._host = WorkerHost(parsed, flows, on_end=lambda: os._exit(1), restarted=restarted)
+        self._host = WorkerHost(parsed, roles, on_end=lambda: os._exit(1), restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
         """``{"notes": [what its user has to know]}`` once the engine is ready, or ``{"error": (kind, message)}``."""

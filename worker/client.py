@@ -7,27 +7,21 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 
 from pdserve.core.awake_clock import wait_awake
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
-from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.handoff import KVPeer
+from pdserve.core.request import Request
 from pdserve.core.timeline import ClockOffset
-from pdserve.core.worker import TokenOutput, Work, WorkerInfo
+from pdserve.core.worker import TokenOutput, WorkerInfo
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
+from worker.messages import TO_GATEWAY, Abort, Call, ConnectPeer, Ping, Push, Receive, Reply, Run, Work, to_frame
 from worker.options import CONTROL_OPTIONS, MAX_CONTROL_BYTES
-from worker.wire import (
-    destination_from_proto,
-    destination_to_proto,
-    endpoints_to_proto,
-    error_from_proto,
-    output_from_proto,
-    work_to_proto,
-)
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +30,7 @@ PING_TIMEOUT_S = 5.0
 PING_WINDOW = 64
 FIRST_PINGS = 8
 ABORT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 30.0
 Item = TokenOutput | PdserveError
 
 
@@ -47,10 +42,10 @@ class WorkerClient:
         self.clock = ClockOffset(0.0, 0.0)
         self._time = clock or MonotonicClock()
         self._channel: grpc.aio.Channel = grpc.aio.insecure_channel(info.control_address, options=CONTROL_OPTIONS)
-        self._calls: dict[int, asyncio.Future[pb.Reply]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[Item]] = {}
-        self._outgoing: asyncio.Queue[pb.ControlRequest | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.Frame | None] = asyncio.Queue()
         self._samples: deque[ClockOffset] = deque(maxlen=PING_WINDOW)
         self._tasks: list[asyncio.Task[None]] = []
         self._lost = False
@@ -69,7 +64,7 @@ class WorkerClient:
         client = cls(info, clock=clock)
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
-            await client._call(pb.ControlRequest(ping=pb.Ping()), timeout_s)
+            await client._call(Ping(client._next_id()), timeout_s)
             if not client._same_clock:
                 for _ in range(FIRST_PINGS):
                     await client._ping()
@@ -92,64 +87,42 @@ class WorkerClient:
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
-    async def connect_peer(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
+    async def connect_peer(self, peer: KVPeer) -> None:
         """Have this (prefill) worker shake hands with a decode worker."""
-        peer = pb.ConnectPeer(worker_id=worker_id, epoch=epoch, endpoints=endpoints_to_proto(endpoints))
-        await self._call(pb.ControlRequest(connect_peer=peer), 30.0)
+        await self._call(ConnectPeer(self._next_id(), peer), CONNECT_TIMEOUT_S)
 
-    async def reserve(self, work: Work) -> KVDestination:
-        """Make room for the prompt's KV; waits while the worker is full, at most ``work.timeout_s``."""
-        self._open(work.request_id)
-        try:
-            reply = await self._call(pb.ControlRequest(reserve=work_to_proto(work)), work.timeout_s)
-        except BaseException:
-            self._queues.pop(work.request_id, None)
-            raise
-        return destination_from_proto(reply.destination)
+    async def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+        """Run the prompt here, push its blocks to ``peer``, give one token."""
+        async for output in self._outputs(Push(request, peer)):
+            yield output
+            if output.token_id is not None:
+                return
 
-    async def decode(self, request_id: str) -> AsyncIterator[TokenOutput]:
-        """The outputs of a reserved request, from token 2."""
-        async for output in self._outputs(request_id):
+    async def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+        """Receive the prompt's KV from ``peer``, and decode from token 2 on."""
+        async for output in self._outputs(Receive(request, peer)):
             yield output
 
-    async def prefill(self, work: Work, destination: KVDestination | None) -> AsyncIterator[TokenOutput]:
-        """Run the prompt here, push its blocks, give one token."""
-        self._open(work.request_id)
-        message = pb.Prefill(submit=work_to_proto(work))
-        if destination is not None:
-            message.destination.CopyFrom(destination_to_proto(destination))
-        self._start(pb.ControlRequest(prefill=message), work.request_id)
-        try:
-            async for output in self._outputs(work.request_id):
-                yield output
-                if output.token_id is not None:
-                    return
-        finally:
-            self._queues.pop(work.request_id, None)
-
-    async def run(self, work: Work) -> AsyncIterator[TokenOutput]:
+    async def run(self, request: Request) -> AsyncIterator[TokenOutput]:
         """Prefill and decode here."""
-        self._open(work.request_id)
-        self._start(pb.ControlRequest(run=work_to_proto(work)), work.request_id)
-        async for output in self._outputs(work.request_id):
+        async for output in self._outputs(Run(request)):
             yield output
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, attempt_id: str) -> None:
         """Drop the request in whatever state it is in; never raises for one that is gone or a worker that is."""
-        self._queues.pop(request_id, None)
+        self._queues.pop(attempt_id, None)
         with contextlib.suppress(PdserveError):
-            await self._call(pb.ControlRequest(abort=pb.Abort(request_id=request_id)), ABORT_TIMEOUT_S)
+            await self._call(Abort(self._next_id(), attempt_id), ABORT_TIMEOUT_S)
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
-    def _open(self, request_id: str) -> None:
-        self._queues[request_id] = asyncio.Queue()
-
-    async def _outputs(self, request_id: str) -> AsyncIterator[TokenOutput]:
-        queue = self._queues.get(request_id)
-        if queue is None:
-            raise WorkerLost(f"worker {self.info.worker_id} knows nothing of request {request_id}")
+    async def _outputs(self, work: Work) -> AsyncIterator[TokenOutput]:
+        """Send the request, then what comes of it. Raises what it fails with."""
+        attempt_id = work.request.attempt_id
+        queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._queues[attempt_id] = queue
         try:
+            self._send(to_frame(work))
             while True:
                 item = await queue.get()
                 if isinstance(item, PdserveError):
@@ -158,64 +131,50 @@ class WorkerClient:
                 if item.finish_reason is not None:
                     return
         finally:
-            if self._queues.get(request_id) is queue:
-                del self._queues[request_id]
+            if self._queues.get(attempt_id) is queue:
+                del self._queues[attempt_id]
 
-    def _start(self, request: pb.ControlRequest, request_id: str) -> None:
-        """Send a call whose answer matters only if it is an error: that goes into the request's queue."""
-        future = self._send(request)
+    def _next_id(self) -> int:
+        return next(self._call_ids)
 
-        def answered(done: asyncio.Future[pb.Reply]) -> None:
-            queue = self._queues.get(request_id)
-            if done.cancelled() or queue is None:
-                return
-            error = done.exception()
-            if isinstance(error, PdserveError):
-                queue.put_nowait(error)
-
-        future.add_done_callback(answered)
-
-    def _send(self, request: pb.ControlRequest) -> asyncio.Future[pb.Reply]:
-        future: asyncio.Future[pb.Reply] = asyncio.get_running_loop().create_future()
+    def _send(self, frame: pb.Frame) -> None:
         if self._lost:
-            future.set_exception(WorkerLost(f"worker {self.info.worker_id} is lost"))
-            return future
-        request.call_id = next(self._call_ids)
-        if (size := request.ByteSize()) > MAX_CONTROL_BYTES:
+            raise WorkerLost(f"worker {self.info.worker_id} is lost")
+        if (size := len(frame.data)) > MAX_CONTROL_BYTES:
             # Queued, it would break the stream, and with it all other requests of this worker.
-            future.set_exception(
-                InvalidRequest(
-                    f"request: {size} bytes are more than a control stream carries ({MAX_CONTROL_BYTES}); send a "
-                    "shorter prompt or fewer stop ids and biases"
-                )
+            raise InvalidRequest(
+                f"request: {size} bytes are more than a control stream carries ({MAX_CONTROL_BYTES}); send a shorter "
+                "prompt or fewer stop ids and biases"
             )
-            return future
-        self._calls[request.call_id] = future
-        self._outgoing.put_nowait(request)
-        return future
+        self._outgoing.put_nowait(frame)
 
-    async def _call(self, request: pb.ControlRequest, timeout_s: float) -> pb.Reply:
-        future = self._send(request)
+    async def _call(self, call: Call, timeout_s: float) -> Reply:
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._send(to_frame(call))
+        self._calls[call.call_id] = future
         try:
             if not await wait_awake(future, timeout_s):
-                call = request.WhichOneof("call")
-                raise DeadlineExceeded(f"worker {self.info.worker_id} did not answer {call} within {timeout_s:.1f} s")
+                what = type(call).__name__
+                raise DeadlineExceeded(f"worker {self.info.worker_id} did not answer {what} within {timeout_s:.1f} s")
             return future.result()
         finally:
             future.cancel()
-            self._calls.pop(request.call_id, None)
+            self._calls.pop(call.call_id, None)
 
     async def _talk(self) -> None:
         reason = "its control stream ended"
         try:
             stub: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(self._channel)  # type: ignore[assignment]
             stream = stub.Control(self._requests())
-            async for response in stream:
-                if response.WhichOneof("message") == "outputs":
-                    for output in response.outputs.outputs:
-                        self._deliver(output)
-                else:
-                    self._on_reply(response.reply)
+            async for frame in stream:
+                message = TO_GATEWAY.decode(frame)
+                if isinstance(message, Reply):
+                    self._on_reply(message)
+                    continue
+                for attempt_id, output in message.outputs:
+                    self._deliver(attempt_id, output)
+                for attempt_id, failure in message.failures:
+                    self._deliver(attempt_id, failure.error())
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
         except Exception as error:
@@ -224,27 +183,22 @@ class WorkerClient:
         finally:
             self._lose(reason)
 
-    async def _requests(self) -> AsyncIterator[pb.ControlRequest]:
-        while (request := await self._outgoing.get()) is not None:
-            yield request
+    async def _requests(self) -> AsyncIterator[pb.Frame]:
+        while (frame := await self._outgoing.get()) is not None:
+            yield frame
 
-    def _on_reply(self, reply: pb.Reply) -> None:
+    def _on_reply(self, reply: Reply) -> None:
         future = self._calls.pop(reply.call_id, None)
         if future is None or future.done():
             return
-        if reply.HasField("error"):
-            future.set_exception(error_from_proto(reply.error))
+        if reply.failure is not None:
+            future.set_exception(reply.failure.error())
         else:
             future.set_result(reply)
 
-    def _deliver(self, message: pb.Output) -> None:
-        queue = self._queues.get(message.request_id)
-        if queue is None:
-            return
-        if message.HasField("error"):
-            queue.put_nowait(error_from_proto(message.error))
-        else:
-            queue.put_nowait(output_from_proto(self.info.worker_id, message))
+    def _deliver(self, attempt_id: str, item: Item) -> None:
+        if (queue := self._queues.get(attempt_id)) is not None:
+            queue.put_nowait(item)
 
     def _lose(self, reason: str) -> None:
         if self._lost:
@@ -281,7 +235,7 @@ class WorkerClient:
     async def _ping(self) -> None:
         """NTP style: half the round trip bounds the error, and the shortest of the window's round trips counts."""
         sent_s = self._time.now()
-        reply = await self._call(pb.ControlRequest(ping=pb.Ping()), PING_TIMEOUT_S)
+        reply = await self._call(Ping(self._next_id()), PING_TIMEOUT_S)
         arrived_s = self._time.now()
         if self._same_clock:
             return

@@ -8,26 +8,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 
-from pdserve.pb import worker_pb2 as pb
+from pdserve.core.errors import PdserveError
+from pdserve.core.worker import WorkerInfo, WorkerLoad
 from pdserve.pb import worker_pb2_grpc
+from worker.messages import BEAT_ANSWERS, Beat, to_frame
 from worker.options import CONTROL_OPTIONS
-from worker.wire import info_to_proto, load_to_proto
-
-if TYPE_CHECKING:
-    from worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
 
-class Heartbeat:
-    """Calls the gateway's registry every ``router.heartbeat_s``, and at once after `wake`."""
+class Reporting(Protocol):
+    """The worker, as its heartbeat sees it."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    @property
+    def info(self) -> WorkerInfo:
+        """What it is now."""
+        ...
+
+    @property
+    def load(self) -> WorkerLoad:
+        """How full it is now."""
+        ...
+
+    def supersede(self) -> None:
+        """The gateway wants it no more."""
+        ...
+
+
+class Heartbeat:
+    """Calls the registry at ``registry_address`` every ``interval_s`` seconds, and at once after `wake`."""
+
+    def __init__(self, worker: Reporting, worker_id: str, registry_address: str, interval_s: float) -> None:
+        self._worker, self._worker_id = worker, worker_id
+        self._registry_address, self._interval_s = registry_address, interval_s
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -49,25 +66,24 @@ class Heartbeat:
             self._task = None
 
     async def _beat(self) -> None:
-        worker = self._worker
-        interval_s = worker.spec.config.router.heartbeat_s
+        worker, interval_s = self._worker, self._interval_s
         failing = False
-        async with grpc.aio.insecure_channel(worker.spec.registry_address, options=CONTROL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self._registry_address, options=CONTROL_OPTIONS) as channel:
             registry: worker_pb2_grpc.RegistryAsyncStub = worker_pb2_grpc.RegistryStub(channel)  # type: ignore[assignment]
             while True:
-                beat = pb.HeartbeatRequest(info=info_to_proto(worker.info), load=load_to_proto(worker.load))
                 try:
                     answer = await registry.Heartbeat(
-                        beat,
+                        to_frame(Beat(worker.info, worker.load)),
                         timeout=max(interval_s, 2.0),
                         wait_for_ready=True,
                     )
                     failing = False
-                    if answer.superseded:
+                    if BEAT_ANSWERS.decode(answer).superseded:
                         worker.supersede()
-                except grpc.aio.AioRpcError as error:
+                except (grpc.aio.AioRpcError, PdserveError) as error:
                     if not failing:
-                        log.warning("%s: the gateway does not answer: %s", worker.spec.worker_id, error.details())
+                        why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                        log.warning("%s: the gateway does not answer: %s", self._worker_id, why)
                     failing = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), interval_s)

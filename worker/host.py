@@ -10,10 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-from engine.messages import KVRole
 from pdserve.core.errors import LaunchError, PdserveError
 from pdserve.core.worker import WorkerInfo
-from worker.flow import Flow
+from worker import messages
+from worker.request_table import Role
 from worker.spec import WorkerSpec
 from worker.worker import Worker
 
@@ -31,13 +31,13 @@ class WorkerHost:
     def __init__(
         self,
         spec: WorkerSpec,
-        flows: Mapping[KVRole, type[Flow]],
+        roles: Mapping[type[messages.Work], Role],
         on_end: Callable[[], None] | None = None,
         *,
         restarted: bool = False,
     ) -> None:
         self._spec = spec
-        self._flows = flows
+        self._roles = roles
         self._on_end = on_end
         self._restarted = restarted
         self._loop = asyncio.new_event_loop()
@@ -56,7 +56,7 @@ class WorkerHost:
         self._loop.close()
 
     async def _serve(self) -> None:
-        worker = Worker(self._spec, self._flows)
+        worker = Worker(self._spec, self._roles)
         worker.started.add_done_callback(self._pass_on)
         try:
             await worker.run()

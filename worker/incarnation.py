@@ -10,7 +10,7 @@ import os
 import uuid
 from typing import Self
 
-from engine.messages import Progress, Ready
+from engine.messages import Ready
 from engine.process.client import EngineClient
 from engine.process.mapped_pool import MappedPool
 from engine.spec import EngineSpec
@@ -20,12 +20,13 @@ from kv_transfer.shared_memory import SharedMemory
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.awake_clock import awake_clock
 from pdserve.core.clock import Clock
+from pdserve.core.config import TransferConfig
 from pdserve.core.errors import LaunchError, PeerLost
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import WorkerLoad
 from worker.addresses import resolve_interface
-from worker.kv import KVEnds
+from worker.kv import KVThread
+from worker.request_table import Device
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
 
@@ -35,17 +36,17 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Incarnation:
-    """Made by `start`, over by `stop`. ``load`` is what the engine last said of itself, ``computing`` how far the step
-    that runs brings the requests that push."""
+    """Made by `start`, over by `stop`. ``load`` is what the engine last said of itself."""
 
     def __init__(
         self,
         engine: EngineClient,
-        kv: KVEnds,
+        kv: KVThread,
         ready: Ready,
         epoch: str,
         kv_endpoints: tuple[KVEndpoint, ...],
         watchdog: Watchdog,
+        transfer: TransferConfig,
     ) -> None:
         self.engine = engine
         self.kv = kv
@@ -53,8 +54,7 @@ class Incarnation:
         self.epoch = epoch
         self.kv_endpoints = kv_endpoints
         self.watchdog = watchdog
-        self.layout = KVLayout.from_wire(ready.layout)
-        self.computing: list[Progress] = []
+        self.device = Device(engine, kv, ready.layout, ready.vocab_size, transfer)
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
 
     @classmethod
@@ -75,19 +75,20 @@ class Incarnation:
         engine = EngineClient()
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
-        kv: KVEnds | None = None
+        kv: KVThread | None = None
         pool: MappedPool | None = None
         try:
             pool = engine.open_pool()
             memory = None if pool.file is None else SharedMemory(*pool.file)
             device_memory = None if pool.on_device is None else DeviceMemory(*pool.on_device)
-            kv = KVEnds(
+            kv = KVThread(
                 pool,
                 [
                     create_transport(name, device=spec.device, memory=memory, device_memory=device_memory)
                     for name in names
                 ],
                 transfer,
+                engine,
                 worker_id=spec.worker_id,
                 epoch=epoch,
                 clock=clock,
@@ -113,7 +114,7 @@ class Incarnation:
             "%s: engine ready on %s after %.1f s; KV at %s",
             *(spec.worker_id, ready.device, ready.load_s, ", ".join(f"{e.transport} {e.address}" for e in endpoints)),
         )
-        return cls(engine, kv, ready, epoch, endpoints, watchdog)
+        return cls(engine, kv, ready, epoch, endpoints, watchdog, transfer)
 
     async def stop(self) -> None:
         """End the KV ends, then the engine."""

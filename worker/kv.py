@@ -1,33 +1,37 @@
-"""The worker's two KV ends on an event loop and thread of their own, so that no bulk copy ever delays control.
+"""The worker's KV thread: an event loop of its own, so that no bulk copy ever delays control, and the hand-offs on it.
 
-All methods are called from the control loop; the ends themselves live on the KV loop. When the engine dies its pool is
-gone, and so are these ends: the worker builds new ones, with a new epoch, over the new pool.
+The engine's KV events come straight to this thread, and what it has verified goes straight to the engine. The control
+loop begins hand-offs (`KVThread.begin`) and awaits their ends. When the engine dies its pool is gone, and so is this
+thread: the worker begins another, with a new epoch, over the new pool.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
 
+from engine.messages import Command, KVEvent, Progress, Reserved
+from engine.process.client import EngineClient, KVEventReader
 from engine.process.mapped_pool import MappedPool
 from kv_transfer.base import KVTransport
 from kv_transfer.handoff_over import HandoffOver
-from kv_transfer.incoming import ReceivedKV
-from kv_transfer.outgoing import SentKV
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
-from pdserve.core.errors import RequestAborted, TransferError, WorkerLost
-from pdserve.core.handoff import KVDestination, KVEndpoint, PeerLink
+from pdserve.core.errors import PdserveError, TransferError, WorkerLost, from_wire, to_wire
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
 
 CLOSE_TIMEOUT_S = 60.0
 """Above every bound that the ends and their transport have of their own: only a bug gets here."""
@@ -35,6 +39,77 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class KVEnds:
+    """What a hand-off works with, all of it on the KV loop: the two ends over the pool, and the engine's commands."""
+
+    def __init__(self, sender: KVSender, receiver: KVReceiver, engine: EngineClient) -> None:
+        self.sender, self.receiver = sender, receiver
+        self._engine = engine
+
+    def command(self, command: Command) -> None:
+        """Tell the engine."""
+        self._engine.send(command)
+
+
+class KVHandoff(Protocol[R_co]):
+    """One request's hand-off at one end. Everything happens on the KV loop."""
+
+    @property
+    def attempt_id(self) -> str:
+        """The request's name here."""
+        ...
+
+    def begin(self, ends: KVEnds) -> None:
+        """The beginning, before any event."""
+        ...
+
+    def on_event(self, event: Reserved | Progress) -> None:
+        """The engine has done something with the request's blocks. Events come in order."""
+        ...
+
+    async def run(self) -> R_co:
+        """All the rest. However it ends, nothing reads or writes the hand-off's blocks afterwards."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A hand-off on the KV loop. ``error`` overrides what its task ends with."""
+
+    handoff: KVHandoff[Any]
+    task: asyncio.Task[Any]
+    error: PdserveError | None = None
+
+    def end(self) -> None:
+        """Cancel it, unless that is under way: it may still be giving things back."""
+        if not self.task.cancelling():
+            self.task.cancel()
+
+
+class RunningHandoff(Generic[T]):
+    """The control loop's hold on a hand-off; leaving the context ends it and waits until its blocks are at rest.
+
+    ``done`` has the result, or the `PdserveError` that ended it.
+    """
+
+    def __init__(self, thread: KVThread, handoff: KVHandoff[T]) -> None:
+        self._thread, self._handoff = thread, handoff
+        self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(_look)
+
+    async def __aenter__(self) -> RunningHandoff[T]:
+        thread, attempt_id = self._thread, self._handoff.attempt_id
+        thread._starting[attempt_id] = partial(thread._start, self._handoff, asyncio.get_running_loop(), self.done)
+        thread._post(thread._begin_now, attempt_id)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.done.done() or self.done.cancelled():  # who awaits it may have been cancelled
+            await self._thread._end(self._handoff.attempt_id)
+
+
+class KVThread:
     """A `KVSender` and a `KVReceiver` over one pool and the same transports (best first)."""
 
     def __init__(
@@ -42,6 +117,7 @@ class KVEnds:
         pool: MappedPool,
         transports: Sequence[KVTransport],
         config: TransferConfig,
+        engine: EngineClient,
         *,
         worker_id: str,
         epoch: str,
@@ -75,65 +151,30 @@ class KVEnds:
             connect_timeout_s=config.connect_timeout_s,
             eos_token_ids=eos_token_ids,
         )
+        self._ends = KVEnds(self._sender, self._receiver, engine)
+        self._events: KVEventReader = engine.take_kv_events()
+        self._running: dict[str, _Running] = {}
+        # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.
+        self._starting: dict[str, Callable[[], None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"kv-{worker_id}", daemon=True)
 
-    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise WorkerLost("the engine is gone, and its KV ends with it")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():  # not we were cancelled, but the work on the closing loop
-                raise WorkerLost("the engine is gone, and its KV ends with it") from None
-            raise
+    # --- called on the control loop ----------------------------------------------------------------------------------
 
     async def start(self, host: str, port: int = 0) -> tuple[KVEndpoint, ...]:
         """Listen for peers on ``host``, from ``port`` on (0: where the system likes); returns where, for each
         transport."""
         self._thread.start()
-        return await self._on_loop(self._receiver.start(host, port))
+        return await self._on_loop(self._listen(host, port))
 
-    async def aclose(self) -> None:
-        """End every hand-off, the thread, and the mapping of the pool. Closing twice is fine."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            await self._close_loop()
-        finally:
-            self._pool.close()
+    def begin(self, handoff: KVHandoff[T]) -> RunningHandoff[T]:
+        """A hand-off, to be used as a context manager. It begins on entry, before any event of a request that is
+        submitted to the engine afterwards."""
+        return RunningHandoff(self, handoff)
 
-    async def _close_loop(self) -> None:
-        if self._thread.is_alive():
-            closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                log.error("the KV ends did not close within %.0f s; their thread is stopped", CLOSE_TIMEOUT_S)
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
-        if not self._thread.is_alive():  # one that does not end keeps its loop; it is a daemon
-            self._loop.close()
-
-    async def _close_ends(self) -> None:
-        await self._sender.aclose()
-        await self._receiver.aclose()
-        await asyncio.gather(*(transport.aclose() for transport in self._transports))
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-    # --- sending -----------------------------------------------------------------------------------------------------
-
-    async def connect(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
+    async def connect(self, peer: KVPeer) -> None:
         """Shake hands with a decode worker; ConfigError, LayoutMismatch, TransferTimeout or PeerLost if that fails."""
-        await self._on_loop(self._sender.connect(worker_id, epoch, endpoints))
+        await self._on_loop(self._sender.connect(peer.worker_id, peer.epoch, peer.endpoints))
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
@@ -145,75 +186,132 @@ class KVEnds:
         """How many messages were refused here, by reason."""
         return self._receiver.refused
 
-    async def begin_send(self, request_id: str, destination: KVDestination, deadline_s: float) -> None:
-        """Open a hand-off to ``destination``."""
+    async def aclose(self) -> None:
+        """End every hand-off, the thread, and the mapping of the pool. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._close_loop()
+        finally:
+            self._pool.close()
 
-        async def begin() -> None:
-            self._sender.start(request_id, destination, deadline_s)
+    def _post(self, function: Any, *arguments: Any) -> None:
+        if self._closed:
+            raise _gone()
+        self._loop.call_soon_threadsafe(function, *arguments)
 
-        await self._on_loop(begin())
+    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise _gone()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():  # not we were cancelled, but the work on the closing loop
+                raise _gone() from None
+            raise
 
-    def send_blocks(
-        self,
-        request_id: str,
-        first_slot: int,
-        block_ids: Sequence[int],
-        layers: range | None = None,
-        *,
-        last: bool = False,
-        trailer: bytes = b"",
-    ) -> None:
-        """Queue whole blocks (or ``layers`` of them), in order; returns at once. Failures surface in `sent`."""
-        blocks = list(block_ids)
-
-        def queue() -> None:
-            try:
-                self._sender.send_blocks(request_id, first_slot, blocks, layers, last=last, trailer=trailer)
-            except HandoffOver:
-                return  # given up meanwhile: `sent` has told
-            except Exception as error:  # a bug, which must not leave the hand-off open until its deadline
-                log.exception("the blocks of %s cannot be sent", request_id)
-                why = f"the KV hand-off of {request_id} failed at its sender: {type(error).__name__}: {error}"
-                self._sender.fail(request_id, TransferError(why))
-
+    async def _end(self, attempt_id: str) -> None:
         if not self._closed:
-            self._loop.call_soon_threadsafe(queue)
+            await self._on_loop(self._cancel(attempt_id))
 
-    async def sent(self, request_id: str) -> SentKV:
-        """Wait until the receiver has confirmed everything; raises the TransferError otherwise."""
-        with _gone_is_aborted(request_id):
-            return await self._on_loop(self._sender.wait(request_id))
+    async def _close_loop(self) -> None:
+        if self._thread.is_alive():
+            closing = asyncio.run_coroutine_threadsafe(self._close_ends(), self._loop)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                log.error("the KV ends did not close within %.0f s; their thread is stopped", CLOSE_TIMEOUT_S)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        else:
+            self._events.close()
+        if not self._thread.is_alive():  # one that does not end keeps its loop; it is a daemon
+            self._loop.close()
 
-    async def abort_send(self, request_id: str) -> None:
-        """Give a hand-off up; the receiver is told."""
-        await self._on_loop(self._sender.abort(request_id))
+    # --- on the KV loop ----------------------------------------------------------------------------------------------
 
-    # --- receiving ---------------------------------------------------------------------------------------------------
+    async def _listen(self, host: str, port: int) -> tuple[KVEndpoint, ...]:
+        endpoints = await self._receiver.start(host, port)
+        self._events.follow(self._on_event)
+        return endpoints
 
-    async def expect(
-        self, request_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float
-    ) -> KVDestination:
-        """Open a reservation for blocks that the engine has set aside."""
+    def _begin_now(self, attempt_id: str) -> None:
+        if (start := self._starting.pop(attempt_id, None)) is not None:
+            start()
 
-        async def expect() -> KVDestination:
-            return self._receiver.expect(request_id, block_ids, num_skipped, deadline_s)
+    def _start(self, handoff: KVHandoff[T], control: asyncio.AbstractEventLoop, done: asyncio.Future[T]) -> None:
+        attempt_id = handoff.attempt_id
 
-        return await self._on_loop(expect())
+        def ended(task: asyncio.Task[T]) -> None:
+            if self._running.get(attempt_id) is running:
+                del self._running[attempt_id]
+            error = running.error or (_gone() if task.cancelled() else task.exception())
+            if not control.is_closed():
+                control.call_soon_threadsafe(_pass_on, attempt_id, error or task.result(), done)
 
-    async def received(self, request_id: str) -> ReceivedKV:
-        """Wait until every block is verified and in the pool; raises the TransferError otherwise."""
-        with _gone_is_aborted(request_id):
-            return await self._on_loop(self._receiver.wait(request_id))
+        handoff.begin(self._ends)
+        running = self._running[attempt_id] = _Running(handoff, self._loop.create_task(handoff.run()))
+        running.task.add_done_callback(ended)
 
-    async def abort_receive(self, request_id: str) -> None:
-        """Close a reservation; when this returns nothing writes its blocks any more."""
-        await self._on_loop(self._receiver.abort(request_id))
+    def _on_event(self, event: KVEvent) -> None:
+        if isinstance(event, Reserved):
+            self._tell(event)
+            return
+        for progress in event.progress:
+            self._tell(progress)
+
+    def _tell(self, event: Reserved | Progress) -> None:
+        self._begin_now(event.attempt_id)  # the loop may see the event first
+        if (running := self._running.get(event.attempt_id)) is not None and running.error is None:
+            try:
+                running.handoff.on_event(event)
+            except HandoffOver:
+                return  # it has just ended: its result says how
+            except Exception as error:  # a bug, which must not leave the hand-off open until its deadline
+                log.exception("the blocks of %s cannot be handed over", event.attempt_id)
+                why = f"the KV hand-off of {event.attempt_id} failed: {type(error).__name__}: {error}"
+                running.error = TransferError(why)
+                self._loop.call_soon(running.end)  # its task has begun by then, and gives everything back
+
+    async def _cancel(self, attempt_id: str) -> None:
+        if (running := self._running.get(attempt_id)) is not None:
+            running.end()
+            await asyncio.wait({running.task})
+
+    async def _close_ends(self) -> None:
+        self._events.close()
+        await self._sender.aclose()
+        await self._receiver.aclose()
+        await asyncio.gather(*(transport.aclose() for transport in self._transports))
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
-@contextlib.contextmanager
-def _gone_is_aborted(request_id: str) -> Iterator[None]:
-    """RequestAborted for a hand-off that was aborted before this could wait for it."""
-    try:
-        yield
-    except HandoffOver:
-        raise RequestAborted(f"the hand-off of {request_id} was given up before anybody waited for it") from None
+def _gone() -> WorkerLost:
+    return WorkerLost("the engine is gone, and its KV ends with it")
+
+
+def _pass_on(attempt_id: str, outcome: T | BaseException, done: asyncio.Future[T]) -> None:
+    """On the control loop: what became of a hand-off."""
+    if done.done():
+        return
+    if not isinstance(outcome, BaseException):
+        done.set_result(outcome)
+    elif isinstance(outcome, PdserveError):
+        done.set_exception(outcome)
+    else:
+        log.error("the KV hand-off of %s", attempt_id, exc_info=outcome)
+        done.set_exception(from_wire(*to_wire(outcome)))
+
+
+def _look(done: asyncio.Future[Any]) -> None:
+    """Note that the error was seen: a request that has all its tokens does not ask."""
+    if not done.cancelled():
+        done.exception()

@@ -13,16 +13,16 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from engine.messages import KVRole
 from pdserve.core.errors import PdserveError
 from pdserve.core.process import end_with_parent
+from worker import messages
 from worker.cores import claim_cores, leave_engine_cores, sharing_notes
-from worker.flow import Flow
 from worker.host import WorkerHost
+from worker.request_table import Role
 from worker.spec import WorkerSpec
 
 
-def serve(flows: Mapping[KVRole, type[Flow]]) -> None:
+def serve(roles: Mapping[type[messages.Work], Role]) -> None:
     """Serve until SIGTERM; exits with 1 and one line on stderr if the worker cannot start."""
     end_with_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -33,7 +33,7 @@ def serve(flows: Mapping[KVRole, type[Flow]]) -> None:
     for note in sharing_notes(spec, claim.others):
         logging.getLogger(__name__).warning("%s", note)
     leave_engine_cores(spec)
-    host = WorkerHost(spec, flows, on_end=lambda: os._exit(1))
+    host = WorkerHost(spec, roles, on_end=lambda: os._exit(1))
     try:
         host.wait_ready(spec.config.cluster.start_timeout_s)
     except PdserveError as error:

@@ -1,7 +1,7 @@
 """The control server of a worker: one long-lived stream per gateway, calls in, replies and step outputs out.
 
-Only control travels here. A call that has to wait (a reservation on a full worker) never delays the next: each runs as
-a task of its own. When the stream ends, everything asked for over it is aborted: that is the gateway's lease.
+Only control travels here. A call that has to wait never delays the next: each runs as a task of its own. When the
+stream ends, everything asked for over it is aborted: that is the gateway's lease.
 """
 
 from __future__ import annotations
@@ -9,36 +9,47 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 
-from engine.messages import KVRole
+from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError
-from pdserve.core.handoff import KVDestination
+from pdserve.core.handoff import KVPeer
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
+from worker.messages import TO_WORKER, Abort, Call, ConnectPeer, Failure, Ping, Reply, Work
 from worker.options import CONTROL_OPTIONS
 from worker.outbox import Outbox
-from worker.wire import (
-    destination_from_proto,
-    destination_to_proto,
-    endpoints_from_proto,
-    error_to_proto,
-    work_from_proto,
-)
-
-if TYPE_CHECKING:
-    from worker.worker import Worker
 
 log = logging.getLogger(__name__)
+
+
+class Served(Protocol):
+    """The worker, as its control server sees it."""
+
+    def begin(self, work: Work, outbox: Outbox, received_s: float) -> None:
+        """Take a request on. PdserveError if it cannot be."""
+        ...
+
+    async def abort(self, attempt_id: str) -> None:
+        """Drop a request; returns once it holds nothing."""
+        ...
+
+    def abort_all(self, outbox: Outbox) -> None:
+        """Drop all requests that came over a stream."""
+        ...
+
+    async def connect_peer(self, peer: KVPeer) -> None:
+        """Shake hands with a decode worker. PdserveError if that fails."""
+        ...
 
 
 class ControlServer(worker_pb2_grpc.WorkerControlServicer):
     """Serves `WorkerControl` for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: Served, worker_id: str, clock: Clock) -> None:
+        self._worker, self._worker_id, self._clock = worker, worker_id, clock
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -51,7 +62,7 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
             port = self._server.add_insecure_port(f"{bracketed}:{port}")
         except RuntimeError:
             raise LaunchError(
-                f"worker {self._worker.spec.worker_id}: cannot listen on {bracketed}:{port}: the port is in use there, "
+                f"worker {self._worker_id}: cannot listen on {bracketed}:{port}: the port is in use there, "
                 "or the address is not that host's; cluster.port_base chooses others"
             ) from None
         self.address = f"{bracketed}:{port}"
@@ -65,70 +76,56 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
 
     async def Control(
         self,
-        request_iterator: AsyncIterator[pb.ControlRequest],
-        context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse],
-    ) -> AsyncIterator[pb.ControlResponse]:
+        request_iterator: AsyncIterator[pb.Frame],
+        context: grpc.aio.ServicerContext[pb.Frame, pb.Frame],
+    ) -> AsyncIterator[pb.Frame]:
         """One gateway's stream."""
         outbox = Outbox()
         tasks: set[asyncio.Task[None]] = set()
         reader = asyncio.create_task(self._read(request_iterator, outbox, tasks))
         try:
-            while messages := await outbox.take():
-                for message in messages:
-                    yield message
+            while frames := await outbox.take():
+                for frame in frames:
+                    yield frame
         finally:
             outbox.close()
             for task in (reader, *tasks):
                 task.cancel()
             self._worker.abort_all(outbox)
 
-    async def _read(
-        self, requests: AsyncIterator[pb.ControlRequest], outbox: Outbox, tasks: set[asyncio.Task[None]]
-    ) -> None:
+    async def _read(self, frames: AsyncIterator[pb.Frame], outbox: Outbox, tasks: set[asyncio.Task[None]]) -> None:
         try:
-            async for request in requests:
-                received_s = self._worker.clock.now()
-                if request.WhichOneof("call") == "ping":
-                    outbox.reply(pb.Reply(call_id=request.call_id, received_s=received_s, replied_s=received_s))
-                    continue
-                task = asyncio.create_task(self._answer(request, outbox, received_s))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+            async for frame in frames:
+                received_s = self._clock.now()
+                message = TO_WORKER.decode(frame)
+                if isinstance(message, Ping):
+                    outbox.reply(Reply(message.call_id, received_s, received_s))
+                elif isinstance(message, Abort | ConnectPeer):
+                    task = asyncio.create_task(self._answer(message, outbox, received_s))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                else:
+                    self._begin(message, outbox, received_s)
+        except PdserveError as error:
+            log.error("%s: the control stream ends: %s", self._worker_id, error)
         finally:
             outbox.close()
 
-    async def _answer(self, request: pb.ControlRequest, outbox: Outbox, received_s: float) -> None:
-        reply = pb.Reply(call_id=request.call_id, received_s=received_s)
+    def _begin(self, work: Work, outbox: Outbox, received_s: float) -> None:
         try:
-            destination = await self._perform(request, outbox, received_s)
-            if destination is not None:
-                reply.destination.CopyFrom(destination_to_proto(destination))
+            self._worker.begin(work, outbox, received_s)
+        except PdserveError as error:
+            outbox.error(work.request.attempt_id, error)
+
+    async def _answer(self, call: Call, outbox: Outbox, received_s: float) -> None:
+        failure: Failure | None = None
+        try:
+            if isinstance(call, Abort):
+                await self._worker.abort(call.attempt_id)
+            elif isinstance(call, ConnectPeer):
+                await self._worker.connect_peer(call.peer)
         except Exception as error:
             if not isinstance(error, PdserveError):
                 log.exception("unexpected error in a control call")
-            reply.error.CopyFrom(error_to_proto(error))
-        reply.replied_s = self._worker.clock.now()
-        outbox.reply(reply)
-
-    async def _perform(self, request: pb.ControlRequest, outbox: Outbox, received_s: float) -> KVDestination | None:
-        worker = self._worker
-        match request.WhichOneof("call"):
-            case "connect_peer":
-                peer = request.connect_peer
-                await worker.incarnation.kv.connect(peer.worker_id, peer.epoch, endpoints_from_proto(peer.endpoints))
-                return None
-            case "reserve":
-                return await worker.begin(KVRole.RECEIVE, work_from_proto(request.reserve), outbox, received_s)
-            case "prefill":
-                work = work_from_proto(request.prefill.submit)
-                if not request.prefill.HasField("destination"):
-                    return await worker.begin(KVRole.LOCAL, work, outbox, received_s)
-                destination = destination_from_proto(request.prefill.destination)
-                return await worker.begin(KVRole.PUSH, work, outbox, received_s, destination)
-            case "run":
-                return await worker.begin(KVRole.LOCAL, work_from_proto(request.run), outbox, received_s)
-            case "abort":
-                await worker.abort(request.abort.request_id)
-                return None
-            case other:
-                raise PdserveError(f"unknown control call {other!r}; gateway and worker differ in version")
+            failure = Failure.of(error)
+        outbox.reply(Reply(call.call_id, received_s, self._clock.now(), failure))

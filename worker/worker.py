@@ -11,73 +11,47 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from engine.messages import (
-    EngineEvent,
-    Failed,
-    Finished,
-    KVRole,
-    LayersDone,
-    Load,
-    Pong,
-    PrefixFound,
-    Ready,
-    Rejected,
-    Reserved,
-    Step,
-)
+import msgspec
+
+from engine.messages import EngineEvent, Failed, Finished, Load, Pong, Ready, Rejected, Step
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
-from pdserve.core.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    LaunchError,
-    ModelError,
-    NotReady,
-    PdserveError,
-    RequestAborted,
-    WorkerLost,
-    from_wire,
-    to_wire,
-)
-from pdserve.core.handoff import KVDestination
-from pdserve.core.worker import Work, WorkerInfo, WorkerLoad
-from worker.flow import Flow
+from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
+from pdserve.core.handoff import KVPeer
+from pdserve.core.worker import WorkerInfo, WorkerLoad
+from worker import messages
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
 from worker.outbox import Outbox
+from worker.request_table import RequestTable, Role, ServedRequest
 from worker.server import ControlServer
 from worker.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 1.0
-CLOSE_TIMEOUT_S = 5.0
-DEADLINE_GRACE_S = 1.0
-"""The gateway aborts at the deadline; a worker whose gateway does not gives the blocks back this much later."""
 
 
 class Worker:
-    """One worker process's whole content. ``flows`` says which ways of serving a request this worker has.
+    """One worker process's whole content. ``roles`` says which ways of serving a request this worker has.
 
     ``started`` is done when the first engine is ready, or with what kept it from being so.
     """
 
-    def __init__(self, spec: WorkerSpec, flows: Mapping[KVRole, type[Flow]], clock: Clock | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, roles: Mapping[type[messages.Work], Role], clock: Clock | None = None) -> None:
         self.spec = spec
         self.clock = clock or MonotonicClock()
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = uuid.uuid4().hex
-        self._flow_types = dict(flows)
-        self._flows: dict[str, Flow] = {}
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._closing: dict[str, asyncio.Task[None]] = {}
+        self._roles = dict(roles)
+        self._table = RequestTable(spec.worker_id)
         self._incarnation: Incarnation | None = None
         self._info: WorkerInfo | None = None
         self._restarts = 0
-        self._server = ControlServer(self)
-        self._heartbeat = Heartbeat(self)
+        self._server = ControlServer(self, spec.worker_id, self.clock)
+        self._heartbeat = Heartbeat(self, spec.worker_id, spec.registry_address, spec.config.router.heartbeat_s)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -128,7 +102,7 @@ class Worker:
             device=ready.device,
             pid=os.getpid(),
             engine_pid=incarnation.engine.pid,
-            layout=incarnation.layout,
+            layout=ready.layout,
             num_blocks=ready.num_blocks,
             max_model_len=ready.max_model_len,
             max_num_batched_tokens=self.spec.config.engine.max_num_batched_tokens,
@@ -163,8 +137,7 @@ class Worker:
         """The engine has been silent for some time, or has come back: its requests need not wait until it is killed."""
         self._heartbeat.wake()
         if incarnation.watchdog.is_silent:
-            for flow in list(self._flows.values()):
-                self.fail(flow, WorkerLost(f"the engine of worker {self.spec.worker_id} does not answer"))
+            self._table.fail_all(lambda: WorkerLost(f"the engine of worker {self.spec.worker_id} does not answer"))
 
     async def _follow(self, incarnation: Incarnation) -> None:
         async for event in incarnation.engine.events():
@@ -175,10 +148,9 @@ class Worker:
         incarnation, self._incarnation = self._incarnation, None
         if incarnation is not None:
             self._heartbeat.wake()  # the gateway must not send more requests
-        for flow in list(self._flows.values()):
-            self.fail(flow, WorkerLost(f"the engine of worker {self.spec.worker_id} died; its requests are lost"))
-        if self._closing:
-            await asyncio.wait(self._closing.values(), timeout=CLOSE_TIMEOUT_S)
+        why = f"the engine of worker {self.spec.worker_id} died; its requests are lost"
+        self._table.fail_all(lambda: WorkerLost(why))
+        await self._table.settled()
         if incarnation is not None:
             await incarnation.stop()
 
@@ -201,7 +173,7 @@ class Worker:
             self._incarnation.load, links=self._incarnation.kv.links, kv_refused=self._incarnation.kv.refused
         )
 
-    # --- flows ----------------------------------------------------------------------------------------------
+    # --- calls -------------------------------------------------------------------------------------------------------
 
     @property
     def incarnation(self) -> Incarnation:
@@ -210,114 +182,49 @@ class Worker:
             raise NotReady(f"worker {self.spec.worker_id} is starting its engine")
         return self._incarnation
 
-    def has(self, flow: Flow) -> bool:
-        """Whether the flow is not over yet."""
-        return self._flows.get(flow.request_id) is flow
-
-    def forget(self, flow: Flow) -> None:
-        """The flow is over and holds nothing any more."""
-        if self.has(flow):
-            del self._flows[flow.request_id]
-            self._deadlines.pop(flow.request_id).cancel()
-
-    def fail(self, flow: Flow, error: PdserveError) -> None:
-        """The flow is over because of ``error``: tell the gateway, wake who waits in it, give everything back."""
-        if not self.has(flow):
-            return
-        if not isinstance(error, RequestAborted):
-            log.warning("%s: request %s failed: %s", self.spec.worker_id, flow.request_id, error)
-            flow.outbox.error(flow.request_id, error)
-        flow.on_failed(error)
-        self.forget(flow)
-        if self._incarnation is flow.incarnation:  # else everything it held is gone already
-            task = asyncio.get_running_loop().create_task(flow.close())
-            self._closing[flow.request_id] = task
-            task.add_done_callback(lambda _: self._closing.pop(flow.request_id, None))
-
-    # --- calls -------------------------------------------------------------------------------------------------------
-
-    async def begin(
-        self, kv_role: KVRole, work: Work, outbox: Outbox, received_s: float, destination: KVDestination | None = None
-    ) -> KVDestination | None:
-        """A new request. Raises InvalidRequest, NotReady, CapacityExceeded or what the flow's start raises."""
-        kind = self._flow_types.get(kv_role)
-        if kind is None:
-            raise InvalidRequest(f"worker {self.spec.worker_id} is a {self.spec.role} worker and cannot do {kv_role}")
+    def begin(self, work: messages.Work, outbox: Outbox, received_s: float) -> None:
+        """Take a request on. Raises InvalidRequest or NotReady; what it fails with later is told over ``outbox``."""
+        role, worker_id, request = self._roles.get(type(work)), self.spec.worker_id, work.request
+        if role is None:
+            what = type(work).__name__.lower()
+            raise InvalidRequest(f"worker {worker_id} is a {self.spec.role} worker and cannot {what}")
         if self.incarnation.watchdog.is_silent:
-            raise NotReady(f"the engine of worker {self.spec.worker_id} does not answer")
-        if work.request_id in self._flows:
-            raise InvalidRequest(f"request_id: {work.request_id!r} is running on worker {self.spec.worker_id} already")
-        flow = kind(self, work, outbox, received_s, destination)
-        self._flows[work.request_id] = flow
-        self._deadlines[work.request_id] = asyncio.get_running_loop().call_later(
-            work.timeout_s + DEADLINE_GRACE_S,
-            self.fail,
-            flow,
-            DeadlineExceeded(f"request {work.request_id} outlived its deadline on worker {self.spec.worker_id}"),
+            raise NotReady(f"the engine of worker {worker_id} does not answer")
+        if request.attempt_id in self._table:
+            raise InvalidRequest(f"attempt_id: {request.attempt_id!r} is running on worker {worker_id} already")
+        peer = None if isinstance(work, messages.Run) else work.peer
+        served = ServedRequest(
+            request, peer, self.incarnation.device, outbox, worker_id=worker_id, received_s=received_s
         )
-        try:
-            return await flow.start()
-        except Exception as error:
-            self.fail(flow, error if isinstance(error, PdserveError) else from_wire(*to_wire(error)))
-            raise
+        self._table.begin(served, role)
 
-    async def abort(self, request_id: str) -> None:
-        """Drop a request; unknown ids are fine. Returns when everything it held is given back, whatever other requests
-        still have to give back."""
-        flow = self._flows.get(request_id)
-        if flow is not None:
-            self.fail(flow, RequestAborted(f"request {request_id} was aborted"))
-        if (closing := self._closing.get(request_id)) is not None:
-            await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
+    async def abort(self, attempt_id: str) -> None:
+        """Drop a request; unknown ids are fine. Returns when everything it held is given back."""
+        await self._table.abort(attempt_id)
 
     def abort_all(self, outbox: Outbox) -> None:
         """The gateway behind ``outbox`` is gone: drop everything it asked for."""
-        for flow in [f for f in self._flows.values() if f.outbox is outbox]:
-            self.fail(flow, RequestAborted("the gateway's control stream ended"))
+        self._table.abort_all(outbox)
+
+    async def connect_peer(self, peer: KVPeer) -> None:
+        """Shake hands with a decode worker. NotReady, ConfigError or a TransferError if that fails."""
+        await self.incarnation.kv.connect(peer)
 
     # --- engine events -----------------------------------------------------------------------------------------------
 
     def _on_event(self, event: EngineEvent, incarnation: Incarnation) -> None:
         match event:
             case Step():
-                self._on_step(event)
+                self._table.on_step(event)
             case Load():
-                incarnation.load = WorkerLoad(**asdict(event))
-            case LayersDone():
-                self._on_layers(event, incarnation)
-            case Reserved():
-                if flow := self._flows.get(event.request_id):
-                    flow.on_reserved(event)
-            case PrefixFound():
-                if flow := self._flows.get(event.request_id):
-                    flow.on_prefix_found(event)
+                incarnation.load = WorkerLoad(**msgspec.structs.asdict(event))
             case Rejected():
-                if flow := self._flows.get(event.request_id):
-                    self.fail(flow, from_wire(event.kind, event.message))
+                self._table.on_rejected(event)
             case Finished():
-                if flow := self._flows.get(event.request_id):
-                    flow.on_finished(event)
+                self._table.on_finished(event)
             case Failed():
                 log.error("%s: the engine gave up: %s: %s", self.spec.worker_id, event.kind, event.message)
             case Pong():
                 incarnation.watchdog.pong()
             case Ready():
                 raise AssertionError("an engine is ready once")
-
-    def _on_layers(self, event: LayersDone, incarnation: Incarnation) -> None:
-        incarnation.computing = event.progress or incarnation.computing
-        for progress in incarnation.computing:
-            if flow := self._flows.get(progress.request_id):
-                flow.on_layers(progress, event.num_layers)
-
-    def _on_step(self, step: Step) -> None:
-        for progress in step.progress:
-            if flow := self._flows.get(progress.request_id):
-                flow.on_progress(progress)
-        for token in step.tokens:
-            owner = self._flows.get(token.request_id)
-            if owner is None:
-                continue
-            owner.outbox.output(owner.request_id, owner.on_token(token, step))
-            if token.finish_reason and not owner.holds_after_finish:
-                self.forget(owner)

@@ -14,12 +14,13 @@ from engine.model.decoder import LlamaDecoder, ModelStep
 from engine.model.kv_pool import KVPool
 from engine.model.layer_hook import LayerHook
 from engine.model.sampler import sample
-from engine.scheduling.batch import SampledToken, SamplerParams, ScheduledSeq
+from engine.scheduling.batch import SampledToken, ScheduledSeq
+from pdserve.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.kernels.cuda_graphs import DecodeGraphs
 
-_GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+_GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
 
 
@@ -56,7 +57,7 @@ class ModelRunner:
             logits = self._model.logits(hidden)
         positions = [s.start + len(s.token_ids) for s in wanted]
         drawn = sample(logits, [s.params for s in wanted], positions, [s.history for s in wanted])
-        return {seq.request_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
+        return {seq.attempt_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
         """The pass over ``seqs``, and those that get a token, in the order of its hidden states."""
@@ -75,18 +76,18 @@ class ModelRunner:
         for seq in seqs:
             end += len(seq.token_ids)
             if seq.sample:
-                rows[seq.request_id] = end - 1
-                wanted[seq.request_id] = seq
-                lasts[seq.request_id] = replace(
+                rows[seq.attempt_id] = end - 1
+                wanted[seq.attempt_id] = seq
+                lasts[seq.attempt_id] = replace(
                     seq, token_ids=seq.token_ids[-1:], start=seq.start + len(seq.token_ids) - 1
                 )
         ordered = self._attention.order(list(lasts.values()))
         step = replace(
             step,
-            wanted=torch.tensor([rows[s.request_id] for s in ordered], dtype=torch.int64, device=self._device),
+            wanted=torch.tensor([rows[s.attempt_id] for s in ordered], dtype=torch.int64, device=self._device),
             wanted_attention=self._attention.plan(ordered),
         )
-        return step, [wanted[s.request_id] for s in ordered]
+        return step, [wanted[s.attempt_id] for s in ordered]
 
     def warmup(self, max_tokens: int) -> None:
         """Run a prompt chunk and a decode once, so that the first request pays for no lazy initialisation. Writes into

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
-from engine.scheduling.batch import SampledToken, SamplerParams
+from engine.scheduling.batch import SampledToken
 from engine.scheduling.history import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import MAX_BIAS
+from pdserve.core.sampling import MAX_BIAS, SamplingParams
 
 _OFTEN_ENOUGH = (
     1024  # of so many tokens top-p keeps no more in most steps, and to find them is much quicker than to sort
@@ -38,7 +38,7 @@ def uniform(seed: int, position: int) -> float:
 
 def sample(
     logits: torch.Tensor,
-    params: Sequence[SamplerParams],
+    params: Sequence[SamplingParams],
     positions: Sequence[int],
     histories: Sequence[TokenHistory | None] | None = None,
 ) -> list[SampledToken]:
@@ -53,7 +53,7 @@ def sample(
     return tokens
 
 
-def weights(scores: torch.Tensor, params: SamplerParams) -> torch.Tensor:
+def weights(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What the tokens are drawn in proportion to: temperature (above 0) and filters over ``scores`` (``[vocabulary]``,
     float64). The likeliest token weighs 1, one that was dropped 0."""
     scaled = (scores - scores.max()) / params.temperature
@@ -67,7 +67,7 @@ def weights(scores: torch.Tensor, params: SamplerParams) -> torch.Tensor:
     return weighed
 
 
-def adjust(logits: torch.Tensor, params: SamplerParams, history: TokenHistory | None) -> torch.Tensor:
+def adjust(logits: torch.Tensor, params: SamplingParams, history: TokenHistory | None) -> torch.Tensor:
     """Bias and penalties over ``logits`` (``[vocabulary]``); leaves its argument as it is. ValueError if ``params``
     penalise and there is no history."""
     if params.logit_bias:
@@ -89,12 +89,12 @@ def adjust(logits: torch.Tensor, params: SamplerParams, history: TokenHistory | 
 
 
 def _sample_row(
-    logits: torch.Tensor, likeliest: int, params: SamplerParams, position: int, history: TokenHistory | None
+    logits: torch.Tensor, likeliest: int, params: SamplingParams, position: int, history: TokenHistory | None
 ) -> SampledToken:
     logits = logits.to("cpu", torch.float64)
     scores = adjust(logits, params, history)
     if params.temperature > 0.0:
-        token_id = _draw(weights(scores, params), uniform(params.seed, position))
+        token_id = _draw(weights(scores, params), uniform(params.seed or 0, position))
     else:
         token_id = likeliest if scores is logits else int(scores.argmax())
     return SampledToken(token_id, None if params.logprobs is None else _logprobs(logits, token_id, params.logprobs))

@@ -78,7 +78,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         pool = KVPool.on_cuda(layout, num_blocks, device)
         runner = _cuda_runner(spec, weights, pool, max_model_len)
     ready = Ready(
-        layout=layout.to_wire(),
+        layout=layout,
         num_blocks=num_blocks,
         pool_handle=pool.handle,
         max_model_len=max_model_len,

@@ -8,15 +8,15 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from engine.messages import Command, EngineEvent, Failed, FrameReader, Ready, Shutdown, encode
+from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ready, Shutdown, encode
 from engine.process.mapped_pool import MappedPool
 from engine.spec import EngineSpec
 from pdserve.core import memory_file
 from pdserve.core.errors import LaunchError, from_wire
-from pdserve.core.kv_layout import KVLayout
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 2**20
@@ -40,9 +40,10 @@ class EngineClient:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._commands_fd = self._events_fd = self._memory_fd = -1
+        self._commands_fd = self._events_fd = self._kv_events_fd = self._memory_fd = -1
         self._unsent = bytearray()
-        self._frames = FrameReader()
+        self._sending = threading.Lock()
+        self._frames: FrameReader[EngineEvent] = FrameReader(EngineEvent)  # type: ignore[arg-type]  # a union
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
         self._ready: Ready | None = None
 
@@ -81,10 +82,11 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         commands_read, self._commands_fd = os.pipe()
         self._events_fd, events_write = os.pipe()
+        self._kv_events_fd, kv_events_write = os.pipe()
         self._memory_fd = memory_file.create("pdserve-kv")
-        inherited = (commands_read, events_write, self._memory_fd)
+        inherited = (commands_read, events_write, kv_events_write, self._memory_fd)
         try:
-            for fd in (self._commands_fd, self._events_fd):
+            for fd in (self._commands_fd, self._events_fd, self._kv_events_fd):
                 _enlarge(fd)
                 os.set_blocking(fd, False)
             # -P: a folder named like one of ours in the current directory must not be imported.
@@ -95,34 +97,46 @@ class EngineClient:
                 env=_environment(spec),
             )
         finally:
-            os.close(commands_read)
-            os.close(events_write)
+            for fd in (commands_read, events_write, kv_events_write):
+                os.close(fd)
         self._loop.add_reader(self._events_fd, self._on_readable)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, command: Command) -> None:
-        """Hand a command to the engine; never blocks (what the pipe does not take at once waits here). Ignored once
-        the engine is gone, which `events` tells."""
-        if self._commands_fd < 0:
-            return
-        waiting = bool(self._unsent)
-        self._unsent += encode(command)
-        if not waiting:
-            self._flush()
+        """Hand a command to the engine, from any thread; never blocks (what the pipe does not take at once waits here).
+        Ignored once the engine is gone, which `events` tells."""
+        assert self._loop is not None, "the engine was not started"
+        frame = encode(command)
+        with self._sending:
+            waiting = bool(self._unsent)
+            self._unsent += frame
+            if waiting or self._write():
+                return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the engine
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _write(self) -> bool:
+        """Whether all that waits is written (or nobody reads it any more). Holds the lock."""
+        try:
+            while self._unsent and self._commands_fd >= 0:
+                del self._unsent[: os.write(self._commands_fd, self._unsent)]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            pass
+        self._unsent.clear()
+        return True
 
     def _flush(self) -> None:
         assert self._loop is not None
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._commands_fd, self._unsent)]
-        except BlockingIOError:
-            self._loop.add_writer(self._commands_fd, self._flush)
-            return
-        except BrokenPipeError:
-            self._close_commands()
-            return
-        self._loop.remove_writer(self._commands_fd)
+        with self._sending:
+            if self._commands_fd < 0:
+                return
+            if self._write():
+                self._loop.remove_writer(self._commands_fd)
+            else:
+                self._loop.add_writer(self._commands_fd, self._flush)
 
     async def events(self) -> AsyncIterator[EngineEvent]:
         """What the engine says after `Ready`, in order, for one reader. Ends when the engine is gone; `returncode` says
@@ -138,9 +152,15 @@ class EngineClient:
         except BlockingIOError:
             return
         for message in self._frames.feed(data):
-            self._events.put_nowait(message)  # type: ignore[arg-type]
+            self._events.put_nowait(message)
         if not data:
             self._close_events()
+
+    def take_kv_events(self) -> KVEventReader:
+        """The reader of KV events, which is the caller's from now on; AssertionError the second time."""
+        assert self._kv_events_fd >= 0, "the engine was not started, or another reads its KV events"
+        fd, self._kv_events_fd = self._kv_events_fd, -1
+        return KVEventReader(fd)
 
     # --- the pool ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +168,7 @@ class EngineClient:
         """The engine's KV pool, mapped into this process; AssertionError before `start` is done."""
         ready = self._ready
         assert ready is not None, "the engine is not ready"
-        return MappedPool(KVLayout.from_wire(ready.layout), ready.num_blocks, ready.pool_handle, self._memory_fd)
+        return MappedPool(ready.layout, ready.num_blocks, ready.pool_handle, self._memory_fd)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -166,9 +186,10 @@ class EngineClient:
                 self._process.wait()  # for the kernel alone
             self._close_commands()
             self._close_events()
-            if self._memory_fd >= 0:
-                os.close(self._memory_fd)
-                self._memory_fd = -1
+            for fd in (self._kv_events_fd, self._memory_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._kv_events_fd = self._memory_fd = -1
 
     async def _gone_within(self, timeout_s: float) -> bool:
         if self._process is None or self._process.poll() is not None:
@@ -187,12 +208,13 @@ class EngineClient:
         return True
 
     def _close_commands(self) -> None:
-        self._unsent.clear()
-        if self._commands_fd >= 0:
-            if self._loop is not None:
-                self._loop.remove_writer(self._commands_fd)
-            os.close(self._commands_fd)
-            self._commands_fd = -1
+        with self._sending:
+            self._unsent.clear()
+            if self._commands_fd >= 0:
+                if self._loop is not None:
+                    self._loop.remove_writer(self._commands_fd)
+                os.close(self._commands_fd)
+                self._commands_fd = -1
 
     def _close_events(self) -> None:
         if self._events_fd >= 0:
@@ -201,6 +223,38 @@ class EngineClient:
             os.close(self._events_fd)
             self._events_fd = -1
             self._events.put_nowait(None)
+
+
+class KVEventReader:
+    """The engine's KV events, read on an event loop other than the `EngineClient`'s."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._frames: FrameReader[KVEvent] = FrameReader(KVEvent)  # type: ignore[arg-type]  # a union
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
+        """Call ``on_event`` for each event, in order, on the running loop, until `close` or the engine's end."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._on_readable, on_event)
+
+    def _on_readable(self, on_event: Callable[[KVEvent], None]) -> None:
+        try:
+            data = os.read(self._fd, _PIPE_BYTES)
+        except BlockingIOError:
+            return
+        for event in self._frames.feed(data):
+            on_event(event)
+        if not data:
+            self.close()
+
+    def close(self) -> None:
+        """Read no more; on the loop that follows. Closing twice is fine."""
+        if self._fd >= 0:
+            if self._loop is not None:
+                self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _enlarge(fd: int) -> None:

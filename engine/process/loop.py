@@ -1,7 +1,7 @@
-"""The engine process: ``python -m engine.process.loop SPEC COMMANDS_FD EVENTS_FD MEMORY_FD``.
+"""The engine process: ``python -m engine.process.loop SPEC COMMANDS_FD EVENTS_FD KV_EVENTS_FD MEMORY_FD``.
 
 It owns a device and does nothing but step: one thread, no sockets, no event loop. Commands come in over one pipe and
-events leave by another (`engine.messages`). It ends on `Shutdown`, when the command pipe closes, and when its parent
+events leave by two others (`engine.messages`). It ends on `Shutdown`, when the command pipe closes, and when its parent
 dies, however that dies.
 """
 
@@ -19,15 +19,19 @@ from typing import Protocol
 from engine.messages import (
     Abort,
     Command,
+    Computed,
     EngineEvent,
     Failed,
     FrameReader,
+    KVEvent,
     KVReady,
     Load,
     Ping,
     Pong,
     Release,
+    Reserved,
     Shutdown,
+    Step,
     Submit,
     encode,
 )
@@ -38,7 +42,6 @@ from engine.scheduling.scheduler import Scheduler
 from engine.spec import EngineSpec
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
-from pdserve.core.kv_layout import KVLayout
 from pdserve.core.process import end_with_parent
 
 _READ_BYTES = 2**20
@@ -50,12 +53,13 @@ class ParentGone(Exception):
 
 
 class WorkerPipe:
-    """The engine's end of the two pipes."""
+    """The engine's end of the three pipes."""
 
-    def __init__(self, commands_fd: int, events_fd: int) -> None:
+    def __init__(self, commands_fd: int, events_fd: int, kv_events_fd: int) -> None:
         self._commands_fd = commands_fd
         self._events_fd = events_fd
-        self._frames = FrameReader()
+        self._kv_events_fd = kv_events_fd
+        self._frames: FrameReader[Command] = FrameReader(Command)  # type: ignore[arg-type]  # a union
         self._poll = select.poll()
         self._poll.register(commands_fd, select.POLLIN | select.POLLHUP)
         os.set_blocking(commands_fd, False)
@@ -69,17 +73,22 @@ class WorkerPipe:
             data = os.read(self._commands_fd, _READ_BYTES)
             if not data:
                 raise ParentGone
-            for message in self._frames.feed(data):
-                if not isinstance(message, Submit | KVReady | Release | Abort | Ping | Shutdown):
-                    raise AssertionError(f"{type(message).__name__} is no command")
-                commands.append(message)
+            commands += self._frames.feed(data)
 
     def send(self, *events: EngineEvent) -> None:
         """Write events; blocks while the pipe is full. `ParentGone` if nobody reads it any more."""
+        self._write(self._events_fd, events)
+
+    def send_kv(self, *events: KVEvent) -> None:
+        """The same for KV events."""
+        self._write(self._kv_events_fd, events)
+
+    @staticmethod
+    def _write(fd: int, events: Sequence[EngineEvent | KVEvent]) -> None:
         data = memoryview(b"".join(encode(event) for event in events))
         try:
             while data:
-                data = data[os.write(self._events_fd, data) :]
+                data = data[os.write(fd, data) :]
         except BrokenPipeError:
             raise ParentGone from None
 
@@ -144,13 +153,23 @@ class EngineLoop:
         sampled = self._runner.execute(output.seqs, hook)
         self._delays.in_step(output.seqs)
         step = self._scheduler.update(output, sampled, self._clock.now())
-        if step.tokens or step.progress:
-            self._pipe.send(step)
+        if step.tokens:
+            self._pipe.send(Step(step.sampled_s, step.started_s, step.tokens))
+        if step.progress:
+            self._pipe.send_kv(Computed(step.progress))
         self._report()
         return True
 
     def _report(self) -> None:
-        events: list[EngineEvent] = [*self._scheduler.take_events()]
+        events: list[EngineEvent] = []
+        kv_events: list[KVEvent] = []
+        for event in self._scheduler.take_events():
+            if isinstance(event, Reserved | Computed):
+                kv_events.append(event)
+            else:
+                events.append(event)
+        if kv_events:
+            self._pipe.send_kv(*kv_events)
         load = self._scheduler.load()
         if load != self._load:
             self._load = load
@@ -164,8 +183,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
     end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    spec_json, commands_fd, events_fd, memory_fd = sys.argv[1:]
-    pipe = WorkerPipe(int(commands_fd), int(events_fd))
+    spec_json, commands_fd, events_fd, kv_events_fd, memory_fd = sys.argv[1:]
+    pipe = WorkerPipe(int(commands_fd), int(events_fd), int(kv_events_fd))
     try:
         _serve(pipe, EngineSpec.from_json(spec_json), int(memory_fd))
     except ParentGone:
@@ -191,7 +210,7 @@ def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
     built = build_engine(spec, memory_fd)
     scheduler = Scheduler(built.scheduler_config, MonotonicClock())
     pipe.send(built.ready)
-    reports = LayerReports(KVLayout.from_wire(built.ready.layout), spec.layer_groups, pipe.send)
+    reports = LayerReports(built.ready.layout, spec.layer_groups, pipe.send_kv)
     EngineLoop(pipe, scheduler, built.runner, reports, PlantedDelays(spec.delay_s)).run()
 
 

@@ -27,35 +27,35 @@ class PlantedDelays:
         if not self._delay_s:
             return
         if isinstance(command, Submit):
-            self._roles[command.request_id] = command.kv_role
+            self._roles[command.attempt_id] = command.kv_role
             if command.kv_role is not KVRole.RECEIVE:
-                self._stage[command.request_id] = "prefill_queue"
+                self._stage[command.attempt_id] = "prefill_queue"
         elif isinstance(command, KVReady):
-            self._stage[command.request_id] = "decode_queue"
+            self._stage[command.attempt_id] = "decode_queue"
         elif isinstance(command, Abort):
-            self._forget(command.request_id)
+            self._forget(command.attempt_id)
 
     def before_schedule(self) -> None:
         """Sleep once for each kind of request that would get its first step now."""
         for stage, following in (("prefill_queue", "prefill"), ("decode_queue", "first_decode")):
-            waiting = [request_id for request_id, at in self._stage.items() if at == stage]
+            waiting = [attempt_id for attempt_id, at in self._stage.items() if at == stage]
             if waiting:
                 time.sleep(self._delay_s.get(stage, 0.0))
-            for request_id in waiting:
-                self._stage[request_id] = following
+            for attempt_id in waiting:
+                self._stage[attempt_id] = following
 
     def in_step(self, seqs: Sequence[ScheduledSeq]) -> None:
         """Sleep within the step that has just computed ``seqs``, before its tokens count as sampled."""
-        done = [(s.request_id, self._stage.get(s.request_id)) for s in seqs if s.sample]
+        done = [(s.attempt_id, self._stage.get(s.attempt_id)) for s in seqs if s.sample]
         for stage in ("prefill", "first_decode"):
             if any(at == stage for _, at in done):
                 time.sleep(self._delay_s.get(stage, 0.0))
-        for request_id, at in done:
-            if at == "prefill" and self._roles.get(request_id) is KVRole.LOCAL:
-                self._stage[request_id] = "decode_queue"
+        for attempt_id, at in done:
+            if at == "prefill" and self._roles.get(attempt_id) is KVRole.LOCAL:
+                self._stage[attempt_id] = "decode_queue"
             elif at is not None:
-                self._forget(request_id)
+                self._forget(attempt_id)
 
-    def _forget(self, request_id: str) -> None:
-        self._stage.pop(request_id, None)
-        self._roles.pop(request_id, None)
+    def _forget(self, attempt_id: str) -> None:
+        self._stage.pop(attempt_id, None)
+        self._roles.pop(attempt_id, None)

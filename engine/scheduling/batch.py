@@ -1,40 +1,15 @@
-"""What the scheduler hands to the runner for one step, `{request: tokens to compute}` flattened to plain values, and
-what it gets back: `{request: tokens sampled}`."""
+"""What the scheduler hands to the runner for one step, `{request: tokens to compute}` flattened to plain values, what
+it gets back, `{request: tokens sampled}`, and what it makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.messages import Progress, TokenOut
 from engine.scheduling.history import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerParams:
-    """How one request's next token is drawn; the draw is keyed by ``(seed, position)`` alone. The fields are those of
-    `pdserve.core.sampling.SamplingParams`, checked already."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-
-    @property
-    def penalises(self) -> bool:
-        """Whether the tokens so far matter, so that `ScheduledSeq.history` is needed."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the largest logit decides and nobody asks how likely it was."""
-        return self.temperature == 0.0 and not self.penalises and not self.logit_bias and self.logprobs is None
+from pdserve.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +23,24 @@ class ScheduledSeq:
     results are taken in.
     """
 
-    request_id: str
+    attempt_id: str
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
     sample: bool
-    params: SamplerParams
+    params: SamplingParams
     history: TokenHistory | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step did: the tokens it sampled, and how far it brought the PUSH requests in it. Times are seconds of
+    the scheduler's clock: ``sampled_s`` when its tokens were known, ``started_s`` when it was scheduled."""
+
+    sampled_s: float
+    started_s: float
+    tokens: list[TokenOut] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

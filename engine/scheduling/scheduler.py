@@ -13,20 +13,19 @@ from dataclasses import dataclass
 
 from engine.messages import (
     Abort,
+    Computed,
     Finished,
     KVReady,
     KVRole,
     Load,
-    PrefixFound,
     Progress,
     Rejected,
     Release,
     Reserved,
-    Step,
     Submit,
     TokenOut,
 )
-from engine.scheduling.batch import SampledToken, ScheduledSeq
+from engine.scheduling.batch import SampledToken, ScheduledSeq, StepResult
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.prefix_cache import PrefixDigests
 from engine.scheduling.scheduler_config import SchedulerConfig
@@ -34,7 +33,11 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import TokenBudget
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
+from pdserve.core.handoff import FirstToken
 from pdserve.core.request import EngineStatus
+from pdserve.core.sampling import FinishReason
+
+SchedulerEvent = Reserved | Computed | Rejected | Finished
 
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept for the growth of what runs
 
@@ -100,7 +103,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank: the batch, then (static) who stands by
         self._receiving: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
-        self._events: list[Reserved | PrefixFound | Rejected | Finished] = []
+        self._events: list[SchedulerEvent] = []
         self._arrivals = 0
         self._preemptions = 0
         self._looked_up_tokens = 0
@@ -115,13 +118,13 @@ class Scheduler:
         prompt, a ``max_tokens`` below 1 or an id in use is `InvalidRequest`."""
         error = self._objection(submit)
         if error is not None:
-            self._events.append(Rejected(submit.request_id, *to_wire(error)))
+            self._events.append(Rejected(submit.attempt_id, *to_wire(error)))
             return
         seq = Sequence.from_submit(submit, self._arrivals, self.config.eos_token_ids)
         if self.config.prefix_caching:
-            seq.prefix = PrefixDigests(submit.salt, self.config.block_size)
+            seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         self._arrivals += 1
-        self._seqs[seq.request_id] = seq
+        self._seqs[seq.attempt_id] = seq
         self._waiting.append(seq)
         self._reserve()
 
@@ -129,7 +132,7 @@ class Scheduler:
         """Let a RECEIVE request run: its prompt's KV is in its blocks, its first token is known. If that is its last
         (by length or stop id) it is finished, and a `Finished` event says so. Ignored unless the request waits for its
         KV."""
-        seq = self._receiving.pop(ready.request_id, None)
+        seq = self._receiving.pop(ready.attempt_id, None)
         if seq is None:
             return
         seq.num_computed_tokens = seq.num_prompt_tokens
@@ -140,14 +143,14 @@ class Scheduler:
             seq.in_batch = not self._static
             insort(self._running, seq, key=_rank)
         else:
-            self._events.append(Finished(seq.request_id, reason.value))
+            self._events.append(Finished(seq.attempt_id, reason.value))
             self._finish(seq)
             self._reserve()
 
     def release(self, release: Release) -> None:
         """Free the held blocks of a PUSH request; one that still prefills will free them when it has its token.
         Ignored for any other."""
-        seq = self._seqs.get(release.request_id)
+        seq = self._seqs.get(release.attempt_id)
         if seq is None or seq.kv_role is not KVRole.PUSH:
             return
         seq.released = True
@@ -158,14 +161,14 @@ class Scheduler:
     def abort(self, abort: Abort) -> None:
         """Drop a request in whatever state it is in; unknown ids are ignored. Its blocks are free at once, or after the
         step that computes it just now."""
-        seq = self._seqs.get(abort.request_id)
+        seq = self._seqs.get(abort.attempt_id)
         if seq is None:
             return
         match seq.status:
             case EngineStatus.WAITING:
                 self._waiting.remove(seq)
             case EngineStatus.WAITING_FOR_KV:
-                del self._receiving[seq.request_id]
+                del self._receiving[seq.attempt_id]
             case EngineStatus.RUNNING:
                 self._running.remove(seq)
             case EngineStatus.PREEMPTED:
@@ -208,11 +211,13 @@ class Scheduler:
             self._reserve()
         return SchedulerOutput([self._take(seq, seq.num_uncomputed_tokens, started_s)], started_s, [])
 
-    def update(self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float) -> Step:
+    def update(
+        self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float
+    ) -> StepResult:
         """Take a step's results in: ``sampled`` has the next tokens, at least one, of each part that asked for any
         (KeyError if not). Those after a request's last one (by stop id or length) are dropped. ``sampled_s`` is when
         they were known, in seconds of the clock. Requests aborted meanwhile are left out."""
-        step = Step(sampled_s, output.started_s)
+        step = StepResult(sampled_s, output.started_s)
         in_step, self._in_step = self._in_step, []
         any_ended = False
         for part, seq in zip(output.seqs, in_step, strict=True):
@@ -224,17 +229,23 @@ class Scheduler:
             seq.num_computed_tokens += len(part.token_ids)
             self._publish(seq)
             is_push = seq.kv_role is KVRole.PUSH
-            if is_push:
-                step.progress.append(Progress(seq.request_id, seq.num_computed_tokens, list(seq.block_ids)))
             if not part.sample:
+                if is_push:
+                    step.progress.append(Progress(seq.attempt_id, seq.num_computed_tokens, list(seq.block_ids)))
                 continue
             first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
-            for token in sampled[seq.request_id]:
+            for token in sampled[seq.attempt_id]:
                 reason = seq.append(token.token_id)
                 finish_reason = reason.value if reason else ""
+                cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
                 step.tokens.append(
-                    TokenOut(seq.request_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs)
+                    TokenOut(seq.attempt_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs, cached)
                 )
+                if is_push:
+                    first = FirstToken(token.token_id, reason is FinishReason.STOP)
+                    step.progress.append(
+                        Progress(seq.attempt_id, seq.num_computed_tokens, list(seq.block_ids), first_token=first)
+                    )
                 if reason is not None or is_push:
                     any_ended = True
                     self._finish(seq)
@@ -247,7 +258,7 @@ class Scheduler:
     def pushes(self, output: SchedulerOutput) -> list[Progress]:
         """How far the step that `schedule` made, and that runs now, brings the requests whose KV travels."""
         return [
-            Progress(seq.request_id, part.start + len(part.token_ids), list(seq.block_ids))
+            Progress(seq.attempt_id, part.start + len(part.token_ids), list(seq.block_ids))
             for part, seq in zip(output.seqs, self._in_step, strict=True)
             if seq.kv_role is KVRole.PUSH
         ]
@@ -269,7 +280,7 @@ class Scheduler:
             self.blocks.cached_blocks,
         )
 
-    def take_events(self) -> list[Reserved | PrefixFound | Rejected | Finished]:
+    def take_events(self) -> list[SchedulerEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
@@ -284,24 +295,20 @@ class Scheduler:
             raise AssertionError(f"{self.blocks.num_blocks - self.blocks.free_blocks - owned} blocks have no request")
         for seq in owners.values():
             if seq.block_ids != self.blocks.blocks(seq.arrival):
-                raise AssertionError(f"{seq.request_id} does not know its blocks")
+                raise AssertionError(f"{seq.attempt_id} does not know its blocks")
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _objection(self, submit: Submit) -> PdserveError | None:
         config = self.config
-        prompt_tokens = len(submit.prompt_token_ids)
+        prompt_tokens = submit.request.num_tokens
         total_tokens = prompt_tokens + submit.max_tokens
-        if submit.request_id in self._seqs:
-            return InvalidRequest(f"request_id: {submit.request_id!r} is in use in this engine")
-        if not prompt_tokens:
+        if submit.attempt_id in self._seqs:
+            return InvalidRequest(f"attempt_id: {submit.attempt_id!r} is in use in this engine")
+        if not submit.request.prompt_token_ids:
             return InvalidRequest("prompt_token_ids: the prompt is empty; it must have at least one token")
         if submit.max_tokens < 1:
             return InvalidRequest(f"max_tokens: {submit.max_tokens} is below 1; ask for at least one token")
-        if not 0 <= submit.num_prior_outputs < prompt_tokens:
-            return InvalidRequest(
-                f"num_prior_outputs: {submit.num_prior_outputs} of {prompt_tokens} tokens; at least one is a prompt's"
-            )
         wanted = f"{prompt_tokens} prompt tokens and up to {submit.max_tokens} new ones"
         if total_tokens > config.max_model_len:
             return CapacityExceeded(f"{wanted} exceed max_model_len {config.max_model_len}; shorten one of them")
@@ -365,7 +372,7 @@ class Scheduler:
         hold the right content."""
         cached = self._cached(head)
         if not self.blocks.allocate(head.arrival, len(head.token_ids), cached):
-            raise AssertionError(f"{head.request_id} was admitted, but does not fit")
+            raise AssertionError(f"{head.attempt_id} was admitted, but does not fit")
         head.block_ids = self.blocks.blocks(head.arrival)
         head.num_published_blocks = len(cached)
         if head.status is EngineStatus.PREEMPTED:
@@ -383,7 +390,10 @@ class Scheduler:
         cached = self._admit(head)
         head.num_computed_tokens = cached * self.config.block_size
         if is_new and cached:
-            self._events.append(PrefixFound(head.request_id, head.num_computed_tokens, head.block_ids[:cached]))
+            head.num_cached_tokens = head.num_computed_tokens
+            if head.kv_role is KVRole.PUSH:
+                found = Progress(head.attempt_id, head.num_cached_tokens, head.block_ids[:cached])
+                self._events.append(Computed([found]))
         head.transition(EngineStatus.RUNNING)
         head.in_batch = True
         insort(self._running, head, key=_rank)
@@ -394,8 +404,8 @@ class Scheduler:
         while (head := self._head()) is not None and self._awaits_kv(head) and self._fits(head):
             cached = self._admit(head)
             head.transition(EngineStatus.WAITING_FOR_KV)
-            self._receiving[head.request_id] = head
-            self._events.append(Reserved(head.request_id, list(head.block_ids), cached))
+            self._receiving[head.attempt_id] = head
+            self._events.append(Reserved(head.attempt_id, list(head.block_ids), cached, self._clock.now()))
 
     def _common_step(self, started_s: float, is_open: bool) -> SchedulerOutput:
         """A step for all that run, and for new ones if it ``is_open`` to them."""
@@ -471,7 +481,7 @@ class Scheduler:
             if not self.blocks.owned_only_by([s.arrival for s in lower]):
                 return False
             self._preempt(lower[-1])
-            preempted.append(lower[-1].request_id)
+            preempted.append(lower[-1].attempt_id)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -490,7 +500,7 @@ class Scheduler:
         start = seq.num_computed_tokens
         end = start + num_tokens
         return ScheduledSeq(
-            request_id=seq.request_id,
+            attempt_id=seq.attempt_id,
             token_ids=seq.token_ids[start:end],
             start=start,
             block_ids=seq.block_ids,
@@ -506,7 +516,7 @@ class Scheduler:
             self._forget(seq)
 
     def _forget(self, seq: Sequence) -> None:
-        del self._seqs[seq.request_id]
+        del self._seqs[seq.attempt_id]
         if not seq.in_step:
             self._free(seq)
 

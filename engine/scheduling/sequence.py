@@ -6,11 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.messages import KVRole, Submit
-from engine.scheduling.batch import SamplerParams
 from engine.scheduling.history import TokenHistory
 from engine.scheduling.prefix_cache import PrefixDigests
 from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -23,16 +22,17 @@ class Sequence:
     ``first_scheduled_s`` begins the first step that computed anything for it (for RECEIVE: after its KV was there).
     ``history`` is kept for requests with penalties alone.
     Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them. ``in_batch``: it may
-    run now (with static batching a request may have to wait for the next batch).
+    run now (with static batching a request may have to wait for the next batch). ``num_cached_tokens`` of a prompt that
+    is computed here were in the cache at its first admission.
     """
 
-    request_id: str
+    attempt_id: str
     kv_role: KVRole
     arrival: int
     token_ids: list[int]
     num_prompt_tokens: int
     max_tokens: int
-    params: SamplerParams
+    params: SamplingParams
     stop_token_ids: frozenset[int]
     status: EngineStatus = EngineStatus.WAITING
     num_computed_tokens: int = 0
@@ -43,35 +43,24 @@ class Sequence:
     history: TokenHistory | None = None
     prefix: PrefixDigests | None = None
     num_published_blocks: int = 0
+    num_cached_tokens: int = 0
     in_batch: bool = True
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:
-        """A WAITING request as its `Submit` describes it. It keeps a copy of the prompt."""
-        stop_token_ids = frozenset(submit.stop_token_ids)
-        params = SamplerParams(
-            temperature=submit.temperature,
-            top_k=submit.top_k,
-            top_p=submit.top_p,
-            seed=submit.seed,
-            min_p=submit.min_p,
-            repetition_penalty=submit.repetition_penalty,
-            presence_penalty=submit.presence_penalty,
-            frequency_penalty=submit.frequency_penalty,
-            logit_bias=submit.logit_bias,
-            logprobs=submit.logprobs,
-        )
-        num_original = len(submit.prompt_token_ids) - submit.num_prior_outputs
+        """A WAITING request as its `Submit` describes it."""
+        request, sampling = submit.request, submit.request.sampling
+        token_ids, stop_token_ids = list(request.token_ids), frozenset(sampling.stop_token_ids)
         return cls(
-            request_id=submit.request_id,
+            attempt_id=request.attempt_id,
             kv_role=submit.kv_role,
             arrival=arrival,
-            token_ids=list(submit.prompt_token_ids),
-            num_prompt_tokens=len(submit.prompt_token_ids),
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
             max_tokens=submit.max_tokens,
-            params=params,
-            stop_token_ids=stop_token_ids if submit.ignore_eos else stop_token_ids.union(eos_token_ids),
-            history=TokenHistory(submit.prompt_token_ids, num_original) if params.penalises else None,
+            params=sampling,
+            stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids.union(eos_token_ids),
+            history=TokenHistory(token_ids, len(request.prompt_token_ids)) if sampling.penalises else None,
         )
 
     @property

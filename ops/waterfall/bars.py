@@ -12,7 +12,6 @@ COLORS: Mapping[str, str] = {
     NETWORK: "#9aa5b1",
     "gateway": "#7b6fb5",
     "route": "#4f6bd8",
-    "reserve": "#2f9bd6",
     "dispatch": "#23b5c4",
     "prefill_queue": "#f2c14e",
     "prefill": "#3fa34d",

@@ -77,6 +77,7 @@ class Assembler:
                 import_ms=transfer.import_ms,
                 span_ms=transfer.span_ms,
                 exposed_ms=transfer.exposed_ms,
+                room_wait_ms=transfer.room_wait_ms,
                 request_to_ready_ms=transfer.request_to_ready_ms,
                 gbs=transfer.gbs,
                 ceiling_gbs=transfer.ceiling_gbs,

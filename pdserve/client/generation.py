@@ -40,16 +40,17 @@ class Token:
 class TransferDetails:
     """How the KV blocks travelled; all zero without a transfer. The three times that are easily confused:
     ``wire_ms`` the receiver spent on moving bytes, ``exposed_ms`` is the part not hidden behind the prefill (what the
-    request waited for), ``request_to_ready_ms`` reservation to last block verified. Around them: ``export_ms`` the
-    sender's reading and hashing, ``import_ms`` the receiver's hashing, ``span_ms`` first message to last block
-    verified. ``gbs`` was achieved (10^9 bytes per second of wire and import), ``ceiling_gbs`` is what the link moved at
-    best when it was opened (0: not measured)."""
+    request waited for; ``room_wait_ms`` of it because decode had no room yet), ``request_to_ready_ms`` decode's
+    allocation to last block verified. Around them: ``export_ms`` the sender's reading and hashing, ``import_ms`` the
+    receiver's hashing, ``span_ms`` first message to last block verified. ``gbs`` was achieved (10^9 bytes per second
+    of wire and import), ``ceiling_gbs`` is what the link moved at best when it was opened (0: not measured)."""
 
     export_ms: float
     wire_ms: float
     import_ms: float
     span_ms: float
     exposed_ms: float
+    room_wait_ms: float
     request_to_ready_ms: float
     gbs: float
     ceiling_gbs: float

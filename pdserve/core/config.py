@@ -219,7 +219,7 @@ class TestingConfig(_Section):
 
     delay_ms: dict[
         Literal[
-            "network", "gateway", "route", "reserve", "dispatch", "prefill_queue", "prefill", "kv_exposed",
+            "network", "gateway", "route", "dispatch", "prefill_queue", "prefill", "kv_exposed",
             "decode_queue", "first_decode",
         ],
         Annotated[float, Field(ge=0)],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,19 @@ class KVEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class KVPeer:
+    """A worker at the other end of a KV link: ``epoch`` identifies its incarnation, ``endpoints`` are where it
+    listens (best first)."""
+
+    worker_id: str
+    epoch: str
+    endpoints: tuple[KVEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KVDestination:
-    """Decode's answer to a reservation. ``epoch`` identifies the receiver's incarnation and ``nonce`` this one
-    reservation: a message that carries others is refused. The prompt's first ``num_skipped`` blocks are held already
+    """Where a receiver wants the blocks of one hand-off. ``epoch`` identifies the receiver's incarnation and ``nonce``
+    the hand-off: a message that carries others is refused. The prompt's first ``num_skipped`` blocks are held already
     and must not be sent; of the remaining, the i-th goes into slot ``num_skipped + i`` of ``num_blocks``.
     The receiver alone knows which physical blocks these are."""
 
@@ -28,14 +39,17 @@ class KVDestination:
     num_blocks: int
     num_skipped: int
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values for msgpack."""
-        return asdict(self)
+    @property
+    def peer(self) -> KVPeer:
+        """The receiver."""
+        return KVPeer(self.worker_id, self.epoch, self.endpoints)
 
-    @classmethod
-    def from_wire(cls, data: dict[str, Any]) -> KVDestination:
-        """The destination that `to_wire` described."""
-        return cls(**{**data, "endpoints": tuple(KVEndpoint(**each) for each in data["endpoints"])})
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What travels behind the last block of a hand-off: prefill's token, and whether it ends the request."""
+
+    token_id: int
+    ends_here: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +63,7 @@ class PeerLink:
     ceiling_gbs: float
 
 
-@dataclass(frozen=True, slots=True)
-class TransferProof:
+class TransferProof(msgspec.Struct, frozen=True):
     """The receiver's account of one hand-off, all of it counted where the bytes arrived.
 
     ``kv_bytes`` verified and in the pool; ``kv_bytes_retried`` received but thrown away (failed checksum, duplicate).
@@ -60,7 +73,7 @@ class TransferProof:
     - ``wire_ms``: the receiver moved their bytes, from each message's header to its payload's end, summed up;
     - ``import_ms``: the receiver hashed them (and brought them to its device);
     - ``span_ms``: first message's arrival to last block verified, waiting for the prefill included;
-    - ``request_to_ready_ms``: reservation to last block verified.
+    - ``request_to_ready_ms``: blocks allocated to last block verified.
 
     What the hand-off added to the request's latency is none of these but the stage ``kv_exposed``.
     ``ceiling_gbs`` is what the link moved at best when it was measured at the handshake (0: not measured), in 10^9

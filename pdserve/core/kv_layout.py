@@ -7,8 +7,8 @@ A block holds ``block_size`` tokens of *all* layers, contiguously: ``[layers, 2,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+
+import msgspec
 
 from pdserve.core.errors import LayoutMismatch
 
@@ -34,8 +34,7 @@ def _pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What two workers must agree on before blocks may travel between them.
 
     ``model_hash`` identifies the weights (not the folder), ``dtype`` is the pool's (a key of `DTYPE_BYTES`).
@@ -99,19 +98,10 @@ class KVLayout:
 
     def check_compatible(self, other: KVLayout) -> None:
         """Raise `LayoutMismatch` naming the first field in which ``other`` differs."""
-        for f in fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise LayoutMismatch(
-                    f"KV layout differs in {f.name}: {mine!r} here, {theirs!r} at the peer; "
+                    f"KV layout differs in {name}: {mine!r} here, {theirs!r} at the peer; "
                     "all workers of a service must run the same model, dtype and block size"
                 )
-
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values for msgpack."""
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, data: dict[str, Any]) -> KVLayout:
-        """The layout that `to_wire` described; TypeError on missing or unknown fields."""
-        return cls(**data)

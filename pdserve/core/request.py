@@ -6,13 +6,13 @@ that is not listed raises `IllegalTransition`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
+import msgspec
+
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.timeline import Timeline
 
 
 class Mode(StrEnum):
@@ -77,30 +77,40 @@ def check_transition(table: Mapping[S, frozenset[S]], current: S, to: S) -> S:
     return to
 
 
-@dataclass(slots=True)
-class Request:
-    """One generation request on its way through the router.
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One generation request: the same object in gateway, router, worker and engine.
 
-    ``deadline_s`` is a time on the gateway's monotonic clock. ``output_token_ids`` grows as tokens arrive, so that a
-    retry can go on from prompt + tokens so far. Cached KV is shared within one ``salt`` only.
+    ``request_id`` is the client's. ``timeout_s`` is what is left of the request's deadline when it is handed over.
+    Cached KV is shared within one ``salt`` only. What belongs to one attempt (see `attempt`): ``attempt_id`` is its
+    name on the workers, and ``output_token_ids`` are the tokens of earlier attempts, from which it goes on.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    mode: Mode
-    deadline_s: float
-    timeline: Timeline = field(default_factory=Timeline)
-    status: RequestStatus = RequestStatus.QUEUED
-    output_token_ids: list[int] = field(default_factory=list)
-    attempts: int = 0
+    mode: Mode = Mode.AUTO
+    timeout_s: float = 0.0
     salt: str = ""
+    attempt_id: str = ""
+    output_token_ids: tuple[int, ...] = ()
 
-    def transition(self, to: RequestStatus) -> None:
-        """Move to ``to``; `IllegalTransition` if the table forbids it."""
-        self.status = check_transition(REQUEST_TRANSITIONS, self.status, to)
+    def attempt(self, attempt_id: str, output_token_ids: Iterable[int], timeout_s: float) -> Request:
+        """This request as workers get it for one attempt."""
+        return msgspec.structs.replace(
+            self, attempt_id=attempt_id, output_token_ids=tuple(output_token_ids), timeout_s=timeout_s
+        )
 
     @property
-    def token_ids_so_far(self) -> tuple[int, ...]:
-        """Prompt and outputs: what a worker has to prefill to go on from here."""
-        return (*self.prompt_token_ids, *self.output_token_ids)
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and outputs so far: what a worker has to prefill to go on from here."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """How many `token_ids` there are."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens still wanted."""
+        return self.sampling.max_tokens - len(self.output_token_ids)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from pdserve.core.errors import InvalidRequest
 
@@ -26,8 +27,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How tokens are drawn. A draw is keyed by ``(seed, position)`` alone, so that neither batch, hand-off nor resume
     changes it; requests without a seed get one from the gateway.
 
@@ -54,8 +54,18 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the largest logit decides, and no logprobs are asked for."""
+        return self.temperature == 0.0 and not self.penalises and not self.logit_bias and self.logprobs is None
 
     def validate(self) -> None:
         """Raise `InvalidRequest` naming the first field that is out of range."""

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 GATEWAY = "gateway"
 
 
@@ -24,13 +26,13 @@ class EventKind(StrEnum):
     RECEIVED = "received"  # g: the gateway has the request
     TOKENIZED = "tokenized"  # g: tokens handed to the router
     PAIR_CHOSEN = "pair_chosen"  # g: workers chosen, and the prefill worker is free
-    DESTINATION_KNOWN = "destination_known"  # g: decode has answered the reservation
-    PREFILL_SENT = "prefill_sent"  # g: the control call to the prefill worker leaves
+    PREFILL_SENT = "prefill_sent"  # g: the request leaves for both workers
     PREFILL_RECEIVED = "prefill_received"  # p: ... and is there
     PREFILL_SCHEDULED = "prefill_scheduled"  # p: first step that computes any of its tokens begins
     TOKEN_1_SAMPLED = "token_1_sampled"  # p
     TOKEN_1_ARRIVED = "token_1_arrived"  # g: the router has it
     TOKEN_1_EMITTED = "token_1_emitted"  # g: written to the client's stream
+    ROOM_MADE = "room_made"  # d: blocks for the prompt are allocated
     KV_VERIFIED = "kv_verified"  # d: the last block is verified and in the pool
     DECODE_SCHEDULED = "decode_scheduled"  # d: first step with this request begins
     TOKEN_2_SAMPLED = "token_2_sampled"  # d
@@ -46,8 +48,7 @@ class Figure(StrEnum):
     TTFT_DECODE = "ttft_decode"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, array_like=True):
     """Something happened to a request: on ``worker`` (or `GATEWAY`), at ``time_s`` of that host's monotonic clock."""
 
     kind: EventKind
@@ -93,7 +94,6 @@ def _stages(arrived: EventKind, emitted: EventKind, sampled: EventKind) -> tuple
             "tokenization before, detokenization after",
         ),
         Stage("route", (Span((_K.TOKENIZED,), _K.PAIR_CHOSEN),), "queueing for a free prefill worker, retries"),
-        Stage("reserve", (Span((_K.PAIR_CHOSEN,), _K.DESTINATION_KNOWN),), "decode makes room for the prompt's blocks"),
         Stage(
             "dispatch",
             (Span((_K.PREFILL_SENT,), _K.PREFILL_RECEIVED), Span((sampled,), arrived)),
@@ -179,6 +179,13 @@ class Timeline:
         if not self.has(EMITTED[figure]) or not self.has(_K.RECEIVED):
             return None
         return (self.gateway_time(EMITTED[figure]) - self.gateway_time(_K.RECEIVED)) * 1e3
+
+    @property
+    def room_wait_ms(self) -> float:
+        """The part of ``kv_exposed`` in which token 1 was there, but decode had no room for the prompt's blocks yet."""
+        if not self.has(_K.TOKEN_1_SAMPLED) or not self.has(_K.ROOM_MADE):
+            return 0.0
+        return max(0.0, self.gateway_time(_K.ROOM_MADE) - self.gateway_time(_K.TOKEN_1_SAMPLED)) * 1e3
 
     def breakdown(self, figure: Figure, client_total_ms: float | None = None) -> Breakdown | None:
         """The figure's stages; None if its token was never written.

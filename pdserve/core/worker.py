@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdserve.core.handoff import KVEndpoint, PeerLink, TransferProof
+import msgspec
+
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event
 
 
@@ -47,6 +49,11 @@ class WorkerInfo:
     life: str = ""  # of its process: the same over restarts of its engine
     service: str = ""  # the one it was started for
 
+    @property
+    def peer(self) -> KVPeer:
+        """This worker as the other end of a KV link."""
+        return KVPeer(self.worker_id, self.epoch, self.kv_endpoints)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
@@ -70,28 +77,13 @@ class WorkerLoad:
         return tuple(link.worker_id for link in self.links)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A request as a worker gets it. ``token_ids`` are prompt and outputs so far (the last ``num_prior_outputs``),
-    ``sampling.max_tokens`` counts what is still wanted, ``sampling.seed`` is set, ``timeout_s`` is what is left of the
-    deadline. Cached KV is shared within one ``salt`` only."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    sampling: SamplingParams
-    timeout_s: float
-    num_prior_outputs: int = 0
-    salt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One message about a request from a worker: a token (or None), the events it knows of, and how it goes on.
 
     ``events`` of a token: on prefill PREFILL_RECEIVED, PREFILL_SCHEDULED, TOKEN_1_SAMPLED with token 1; on decode
-    KV_VERIFIED, DECODE_SCHEDULED, TOKEN_2_SAMPLED with token 2; colocated, the first three with its first token and
-    DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last message
-    has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
+    ROOM_MADE, KV_VERIFIED, DECODE_SCHEDULED, TOKEN_2_SAMPLED with token 2; colocated, the first three with its first
+    token and DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last
+    message has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
     ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
     in the prefix cache.
     """

@@ -24,73 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/pb/worker.proto\x12\x13pdserve.internal.v1\"\x15\n\x05\x46rame\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xc8\x02\n\x0e\x43ontrolRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12)\n\x04ping\x18\x02 \x01(\x0b\x32\x19.pdserve.internal.v1.PingH\x00\x12\x38\n\x0c\x63onnect_peer\x18\x03 \x01(\x0b\x32 .pdserve.internal.v1.ConnectPeerH\x00\x12.\n\x07reserve\x18\x04 \x01(\x0b\x32\x1b.pdserve.internal.v1.SubmitH\x00\x12/\n\x07prefill\x18\x05 \x01(\x0b\x32\x1c.pdserve.internal.v1.PrefillH\x00\x12*\n\x03run\x18\x06 \x01(\x0b\x32\x1b.pdserve.internal.v1.SubmitH\x00\x12+\n\x05\x61\x62ort\x18\x07 \x01(\x0b\x32\x1a.pdserve.internal.v1.AbortH\x00\x42\x06\n\x04\x63\x61ll\"\x06\n\x04Ping\"a\n\x0b\x43onnectPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x30\n\tendpoints\x18\x03 \x03(\x0b\x32\x1d.pdserve.internal.v1.Endpoint\".\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x83\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12@\n\nlogit_bias\x18\x0c \x03(\x0b\x32,.pdserve.internal.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"\x9c\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12/\n\x08sampling\x18\x03 \x01(\x0b\x32\x1d.pdserve.internal.v1.Sampling\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x19\n\x11num_prior_outputs\x18\x05 \x01(\r\x12\x0c\n\x04salt\x18\x06 \x01(\t\"m\n\x07Prefill\x12+\n\x06submit\x18\x01 \x01(\x0b\x32\x1b.pdserve.internal.v1.Submit\x12\x35\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32 .pdserve.internal.v1.Destination\"\x99\x01\n\x0b\x44\x65stination\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x30\n\tendpoints\x18\x02 \x03(\x0b\x32\x1d.pdserve.internal.v1.Endpoint\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\t\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x13\n\x0bnum_skipped\x18\x06 \x01(\r\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"z\n\x0f\x43ontrolResponse\x12+\n\x05reply\x18\x01 \x01(\x0b\x32\x1a.pdserve.internal.v1.ReplyH\x00\x12/\n\x07outputs\x18\x02 \x01(\x0b\x32\x1c.pdserve.internal.v1.OutputsH\x00\x42\t\n\x07message\"\xa1\x01\n\x05Reply\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x12\n\nreceived_s\x18\x02 \x01(\x01\x12\x11\n\treplied_s\x18\x03 \x01(\x01\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1a.pdserve.internal.v1.Error\x12\x35\n\x0b\x64\x65stination\x18\x05 \x01(\x0b\x32 .pdserve.internal.v1.Destination\"&\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"7\n\x07Outputs\x12,\n\x07outputs\x18\x01 \x03(\x0b\x32\x1b.pdserve.internal.v1.Output\"\xa1\x02\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\x08token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1a.pdserve.internal.v1.Error\x12*\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x1a.pdserve.internal.v1.Event\x12)\n\x05proof\x18\x06 \x01(\x0b\x32\x1a.pdserve.internal.v1.Proof\x12/\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1d.pdserve.internal.v1.Logprobs\x12\x15\n\rcached_tokens\x18\x08 \x01(\rB\x0b\n\t_token_id\"H\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"%\n\x05\x45vent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\"\x95\x02\n\x05Proof\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x18\n\x10kv_bytes_retried\x18\x03 \x01(\x04\x12\x17\n\x0f\x62locks_received\x18\x04 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x05 \x01(\r\x12\x10\n\x08messages\x18\x06 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\t\x12\x0f\n\x07wire_ms\x18\x08 \x01(\x01\x12\x1b\n\x13request_to_ready_ms\x18\t \x01(\x01\x12\x11\n\texport_ms\x18\n \x01(\x01\x12\x11\n\timport_ms\x18\x0b \x01(\x01\x12\x0f\n\x07span_ms\x18\x0c \x01(\x01\x12\x13\n\x0b\x63\x65iling_gbs\x18\r \x01(\x01\"p\n\x10HeartbeatRequest\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x1f.pdserve.internal.v1.WorkerInfo\x12-\n\x04load\x18\x02 \x01(\x0b\x32\x1f.pdserve.internal.v1.WorkerLoad\"\xec\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\x12\x33\n\x0ckv_endpoints\x18\x05 \x03(\x0b\x32\x1d.pdserve.internal.v1.Endpoint\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x12\n\nengine_pid\x18\t \x01(\r\x12+\n\x06layout\x18\n \x01(\x0b\x32\x1b.pdserve.internal.v1.Layout\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12\x1c\n\x14\x63uda_visible_devices\x18\r \x01(\t\x12\r\n\x05\x63ores\x18\x0e \x01(\t\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x17\n\x0f\x65ngine_restarts\x18\x10 \x01(\r\x12\r\n\x05ready\x18\x11 \x01(\x08\x12\x1e\n\x16max_num_batched_tokens\x18\x12 \x01(\r\x12\x12\n\nvocab_size\x18\x13 \x01(\r\x12\x10\n\x08\x63lock_id\x18\x14 \x01(\t\x12\x0c\n\x04life\x18\x15 \x01(\t\x12\x0f\n\x07service\x18\x16 \x01(\t\"{\n\x06Layout\x12\x12\n\nmodel_hash\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\"U\n\x08PeerLink\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0b\x63\x65iling_gbs\x18\x04 \x01(\x01\"\xd2\x02\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12,\n\x05links\x18\x05 \x03(\x0b\x32\x1d.pdserve.internal.v1.PeerLink\x12\x1f\n\x17prompt_tokens_looked_up\x18\x06 \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18\x07 \x01(\x04\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x42\n\nkv_refused\x18\t \x03(\x0b\x32..pdserve.internal.v1.WorkerLoad.KvRefusedEntry\x1a\x30\n\x0eKvRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\">\n\x11HeartbeatResponse\x12\x15\n\rgateway_epoch\x18\x01 \x01(\t\x12\x12\n\nsuperseded\x18\x02 \x01(\x08\x32i\n\rWorkerControl\x12X\n\x07\x43ontrol\x12#.pdserve.internal.v1.ControlRequest\x1a$.pdserve.internal.v1.ControlResponse(\x01\x30\x01\x32\x66\n\x08Registry\x12Z\n\tHeartbeat\x12%.pdserve.internal.v1.HeartbeatRequest\x1a&.pdserve.internal.v1.HeartbeatResponse2T\n\nKVTransfer\x12\x46\n\x08\x45xchange\x12\x1a.pdserve.internal.v1.Frame\x1a\x1a.pdserve.internal.v1.Frame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/pb/worker.proto\x12\x13pdserve.internal.v1\"\x15\n\x05\x46rame\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32V\n\rWorkerControl\x12\x45\n\x07\x43ontrol\x12\x1a.pdserve.internal.v1.Frame\x1a\x1a.pdserve.internal.v1.Frame(\x01\x30\x01\x32O\n\x08Registry\x12\x43\n\tHeartbeat\x12\x1a.pdserve.internal.v1.Frame\x1a\x1a.pdserve.internal.v1.Frame2T\n\nKVTransfer\x12\x46\n\x08\x45xchange\x12\x1a.pdserve.internal.v1.Frame\x1a\x1a.pdserve.internal.v1.Frame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.pb.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERLOAD_KVREFUSEDENTRY']._loaded_options = None
-  _globals['_WORKERLOAD_KVREFUSEDENTRY']._serialized_options = b'8\001'
   _globals['_FRAME']._serialized_start=48
   _globals['_FRAME']._serialized_end=69
-  _globals['_CONTROLREQUEST']._serialized_start=72
-  _globals['_CONTROLREQUEST']._serialized_end=400
-  _globals['_PING']._serialized_start=402
-  _globals['_PING']._serialized_end=408
-  _globals['_CONNECTPEER']._serialized_start=410
-  _globals['_CONNECTPEER']._serialized_end=507
-  _globals['_ENDPOINT']._serialized_start=509
-  _globals['_ENDPOINT']._serialized_end=555
-  _globals['_SAMPLING']._serialized_start=558
-  _globals['_SAMPLING']._serialized_end=945
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=884
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=932
-  _globals['_SUBMIT']._serialized_start=948
-  _globals['_SUBMIT']._serialized_end=1104
-  _globals['_PREFILL']._serialized_start=1106
-  _globals['_PREFILL']._serialized_end=1215
-  _globals['_DESTINATION']._serialized_start=1218
-  _globals['_DESTINATION']._serialized_end=1371
-  _globals['_ABORT']._serialized_start=1373
-  _globals['_ABORT']._serialized_end=1400
-  _globals['_CONTROLRESPONSE']._serialized_start=1402
-  _globals['_CONTROLRESPONSE']._serialized_end=1524
-  _globals['_REPLY']._serialized_start=1527
-  _globals['_REPLY']._serialized_end=1688
-  _globals['_ERROR']._serialized_start=1690
-  _globals['_ERROR']._serialized_end=1728
-  _globals['_OUTPUTS']._serialized_start=1730
-  _globals['_OUTPUTS']._serialized_end=1785
-  _globals['_OUTPUT']._serialized_start=1788
-  _globals['_OUTPUT']._serialized_end=2077
-  _globals['_LOGPROBS']._serialized_start=2079
-  _globals['_LOGPROBS']._serialized_end=2151
-  _globals['_EVENT']._serialized_start=2153
-  _globals['_EVENT']._serialized_end=2190
-  _globals['_PROOF']._serialized_start=2193
-  _globals['_PROOF']._serialized_end=2470
-  _globals['_HEARTBEATREQUEST']._serialized_start=2472
-  _globals['_HEARTBEATREQUEST']._serialized_end=2584
-  _globals['_WORKERINFO']._serialized_start=2587
-  _globals['_WORKERINFO']._serialized_end=3079
-  _globals['_LAYOUT']._serialized_start=3081
-  _globals['_LAYOUT']._serialized_end=3204
-  _globals['_PEERLINK']._serialized_start=3206
-  _globals['_PEERLINK']._serialized_end=3291
-  _globals['_WORKERLOAD']._serialized_start=3294
-  _globals['_WORKERLOAD']._serialized_end=3632
-  _globals['_WORKERLOAD_KVREFUSEDENTRY']._serialized_start=3584
-  _globals['_WORKERLOAD_KVREFUSEDENTRY']._serialized_end=3632
-  _globals['_HEARTBEATRESPONSE']._serialized_start=3634
-  _globals['_HEARTBEATRESPONSE']._serialized_end=3696
-  _globals['_WORKERCONTROL']._serialized_start=3698
-  _globals['_WORKERCONTROL']._serialized_end=3803
-  _globals['_REGISTRY']._serialized_start=3805
-  _globals['_REGISTRY']._serialized_end=3907
-  _globals['_KVTRANSFER']._serialized_start=3909
-  _globals['_KVTRANSFER']._serialized_end=3993
+  _globals['_WORKERCONTROL']._serialized_start=71
+  _globals['_WORKERCONTROL']._serialized_end=157
+  _globals['_REGISTRY']._serialized_start=159
+  _globals['_REGISTRY']._serialized_end=238
+  _globals['_KVTRANSFER']._serialized_start=240
+  _globals['_KVTRANSFER']._serialized_end=324
 # @@protoc_insertion_point(module_scope)

@@ -37,8 +37,8 @@ class WorkerControlStub(object):
         """
         self.Control = channel.stream_stream(
                 '/pdserve.internal.v1.WorkerControl/Control',
-                request_serializer=pdserve_dot_pb_dot_worker__pb2.ControlRequest.SerializeToString,
-                response_deserializer=pdserve_dot_pb_dot_worker__pb2.ControlResponse.FromString,
+                request_serializer=pdserve_dot_pb_dot_worker__pb2.Frame.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_worker__pb2.Frame.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +57,8 @@ def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Control': grpc.stream_stream_rpc_method_handler(
                     servicer.Control,
-                    request_deserializer=pdserve_dot_pb_dot_worker__pb2.ControlRequest.FromString,
-                    response_serializer=pdserve_dot_pb_dot_worker__pb2.ControlResponse.SerializeToString,
+                    request_deserializer=pdserve_dot_pb_dot_worker__pb2.Frame.FromString,
+                    response_serializer=pdserve_dot_pb_dot_worker__pb2.Frame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,8 +87,8 @@ class WorkerControl(object):
             request_iterator,
             target,
             '/pdserve.internal.v1.WorkerControl/Control',
-            pdserve_dot_pb_dot_worker__pb2.ControlRequest.SerializeToString,
-            pdserve_dot_pb_dot_worker__pb2.ControlResponse.FromString,
+            pdserve_dot_pb_dot_worker__pb2.Frame.SerializeToString,
+            pdserve_dot_pb_dot_worker__pb2.Frame.FromString,
             options,
             channel_credentials,
             insecure,
@@ -112,8 +112,8 @@ class RegistryStub(object):
         """
         self.Heartbeat = channel.unary_unary(
                 '/pdserve.internal.v1.Registry/Heartbeat',
-                request_serializer=pdserve_dot_pb_dot_worker__pb2.HeartbeatRequest.SerializeToString,
-                response_deserializer=pdserve_dot_pb_dot_worker__pb2.HeartbeatResponse.FromString,
+                request_serializer=pdserve_dot_pb_dot_worker__pb2.Frame.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_worker__pb2.Frame.FromString,
                 _registered_method=True)
 
 
@@ -132,8 +132,8 @@ def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
-                    request_deserializer=pdserve_dot_pb_dot_worker__pb2.HeartbeatRequest.FromString,
-                    response_serializer=pdserve_dot_pb_dot_worker__pb2.HeartbeatResponse.SerializeToString,
+                    request_deserializer=pdserve_dot_pb_dot_worker__pb2.Frame.FromString,
+                    response_serializer=pdserve_dot_pb_dot_worker__pb2.Frame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -162,8 +162,8 @@ class Registry(object):
             request,
             target,
             '/pdserve.internal.v1.Registry/Heartbeat',
-            pdserve_dot_pb_dot_worker__pb2.HeartbeatRequest.SerializeToString,
-            pdserve_dot_pb_dot_worker__pb2.HeartbeatResponse.FromString,
+            pdserve_dot_pb_dot_worker__pb2.Frame.SerializeToString,
+            pdserve_dot_pb_dot_worker__pb2.Frame.FromString,
             options,
             channel_credentials,
             insecure,
@@ -176,7 +176,8 @@ class Registry(object):
 
 
 class KVTransferStub(object):
-    """Served by every worker on a port and event loop of its own: an ordered two-way pipe of framed messages.
+    """Served by every worker on a port and event loop of its own: an ordered two-way pipe of framed messages. The product
+    sends and takes these frames with identity serialisers, without a copy.
     """
 
     def __init__(self, channel):
@@ -193,7 +194,8 @@ class KVTransferStub(object):
 
 
 class KVTransferServicer(object):
-    """Served by every worker on a port and event loop of its own: an ordered two-way pipe of framed messages.
+    """Served by every worker on a port and event loop of its own: an ordered two-way pipe of framed messages. The product
+    sends and takes these frames with identity serialisers, without a copy.
     """
 
     def Exchange(self, request_iterator, context):
@@ -219,7 +221,8 @@ def add_KVTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVTransfer(object):
-    """Served by every worker on a port and event loop of its own: an ordered two-way pipe of framed messages.
+    """Served by every worker on a port and event loop of its own: an ordered two-way pipe of framed messages. The product
+    sends and takes these frames with identity serialisers, without a copy.
     """
 
     @staticmethod

@@ -55,7 +55,7 @@ def test_delay_shows_in_its_stage_alone(ask: Ask, first: dict[str, list[Generati
     delay_ms = DELAYS_MS[stage]
     most_ms = delay_ms * (2 if stage == "network" else 1) + SLACK_MS  # a network has two directions
     for mode, results in first.items():
-        if mode == "colocated" and stage in ("reserve", "kv_exposed"):
+        if mode == "colocated" and stage == "kv_exposed":
             assert all(stage not in shown.stages_ms for result in results for shown in result.breakdowns.values())
             continue
         figures = [figure for figure in Figure if figure is Figure.TTFT_DECODE or stage not in HANDOFF]

@@ -7,23 +7,46 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.kernels.cpu_attention import CPUAttention
+from engine.messages import KVRole, Submit
 from engine.model.decoder import LlamaDecoder, ModelStep
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.model.source import resolve_model
 from engine.process.mapped_pool import MappedPool
-from engine.scheduling.batch import SamplerParams, ScheduledSeq
+from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.history import TokenHistory
 from pdserve.core import memory_file
 from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Request
+from pdserve.core.sampling import SamplingParams
 
-GREEDY = SamplerParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 BLOCK = 8
+
+
+def submit(
+    attempt_id: str,
+    kv_role: KVRole,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    outputs: Sequence[int] = (),
+    salt: str = "",
+    **sampling: Any,
+) -> Submit:
+    """A request as the engine gets it: greedy unless ``sampling`` says otherwise, and ``max_tokens`` still wanted after
+    the ``outputs`` of earlier attempts."""
+    params = SamplingParams(max_tokens=max_tokens + len(outputs), **{"seed": 0, **sampling})
+    request = Request(
+        attempt_id, tuple(prompt), params, salt=salt, attempt_id=attempt_id, output_token_ids=tuple(outputs)
+    )
+    return Submit(request, kv_role)
 
 
 def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> ModelRunner:
@@ -67,7 +90,7 @@ def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -
 class _State:
     tokens: list[int]
     prompt: int
-    params: SamplerParams
+    params: SamplingParams
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     history: TokenHistory | None = None
@@ -78,7 +101,7 @@ def generate(
     prompts: Mapping[str, Sequence[int]],
     num_tokens: int,
     chunk: int = 10_000,
-    params: Mapping[str, SamplerParams] | None = None,
+    params: Mapping[str, SamplingParams] | None = None,
     num_blocks: int = 64,
     stagger: int = 0,
 ) -> dict[str, list[int]]:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import KVRole, Step, Submit
+from engine.messages import KVRole, Step
 from engine.model import device_dtypes
 from engine.model.device_dtypes import native_dtypes
 from engine.model.dtypes import NativeDtypes
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
-from pdserve.core.kv_layout import KVLayout
+from tests.engine.harness import submit
 from tests.pdserve.core.test_dtypes import AVX2, ZEN4
 from tests.random_models import save_random_model
 
@@ -56,13 +56,13 @@ async def _dtype_of_engine(spec: EngineSpec) -> str:
     client = EngineClient()
     ready = await client.start(spec, START_S)
     try:
-        client.send(Submit("r", KVRole.LOCAL, [5, 6, 7], 3, 0.0, 0, 1.0, 0, [], True))
+        client.send(submit("r", KVRole.LOCAL, [5, 6, 7], 3, ignore_eos=True))
         tokens = 0
         async for event in client.events():
             tokens += len(event.tokens) if isinstance(event, Step) else 0
             if tokens == 3:
                 break
-        return KVLayout.from_wire(ready.layout).dtype
+        return ready.layout.dtype
     finally:
         await client.stop(5.0)
 

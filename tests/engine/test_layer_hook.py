@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.messages import LayersDone, Progress
+from engine.messages import Computed, Progress
 from engine.model.layer_groups import WORTH_BYTES
 from engine.model.layer_hook import LayerHook, LayerReports
 from engine.scheduling.batch import ScheduledSeq
@@ -22,8 +22,8 @@ def seq(name: str, start: int, tokens: int) -> ScheduledSeq:
     return ScheduledSeq(name, [1] * tokens, start, [], False, GREEDY)
 
 
-def hook_of(groups: int, seqs: list[ScheduledSeq], pushes: list[Progress]) -> tuple[LayerHook | None, list[LayersDone]]:
-    told: list[LayersDone] = []
+def hook_of(groups: int, seqs: list[ScheduledSeq], pushes: list[Progress]) -> tuple[LayerHook | None, list[Computed]]:
+    told: list[Computed] = []
     return LayerReports(LAYOUT, groups, told.append).hook(seqs, pushes), told
 
 
@@ -34,7 +34,11 @@ def test_a_chunk_is_told_of_in_groups_of_layers_and_what_it_computes_only_once()
     assert sorted(hook.after) == [7, 15, 22]
     for layers in (7, 15, 22):
         hook.done(layers)
-    assert told == [LayersDone(7, pushes), LayersDone(15, []), LayersDone(22, [])]
+    assert told == [
+        Computed([Progress("a", 512, [1, 2], num_layers=7)]),
+        Computed([Progress("a", 512, [], num_layers=15)]),
+        Computed([Progress("a", 512, [], num_layers=22)]),
+    ]
 
 
 def test_groups_are_worth_their_messages() -> None:

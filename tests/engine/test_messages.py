@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
+from typing import Any, get_args
 
 import msgpack
 import pytest
@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from engine.messages import (
     Abort,
     Command,
+    Computed,
     EngineEvent,
     Failed,
     Finished,
     FrameReader,
+    KVEvent,
     KVReady,
     KVRole,
-    LayersDone,
     Load,
     Ping,
     Pong,
-    PrefixFound,
     Progress,
     Ready,
     Rejected,
@@ -31,38 +31,55 @@ from engine.messages import (
     Reserved,
     Shutdown,
     Step,
-    Submit,
     TokenOut,
-    decode,
     encode,
 )
+from pdserve.core.handoff import FirstToken
+from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.sampling import SamplingParams
+from tests.engine.harness import submit
 
-MESSAGES: list[Command | EngineEvent] = [
-    Submit("r1", KVRole.RECEIVE, [1, 2, 3], 16, 0.7, 40, 0.95, 2**63 - 1, [5, 6], True, salt="tenant ü"),
-    Submit("r2", KVRole.LOCAL, [0], 1, 0.0, 0, 1.0, 0, [], False),
-    Submit("ü/3", KVRole.PUSH, list(range(2000)), 1, 0.0, 0, 1.0, 7, [], False),
-    Submit("r4", KVRole.LOCAL, [1, 2], 1, 0.5, 0, 1.0, 0, [], False, 0.1, 1.5, -0.5, 2.0, {7: -100.0, 9: 0.5}, 0, 1),
+LAYOUT = KVLayout("x", "float32", 16, 2, 1, 8)
+MESSAGES: list[Command | EngineEvent | KVEvent] = [
+    submit(
+        "r1",
+        KVRole.RECEIVE,
+        [1, 2, 3],
+        16,
+        temperature=0.7,
+        top_k=40,
+        top_p=0.95,
+        seed=2**63 - 1,
+        stop_token_ids=(5, 6),
+        ignore_eos=True,
+        salt="tenant ü",
+    ),
+    submit("r2", KVRole.LOCAL, [0], 1),
+    submit("ü/3", KVRole.PUSH, list(range(2000)), 1, seed=7),
+    submit(
+        "r4",
+        KVRole.LOCAL,
+        [1],
+        1,
+        outputs=[2],
+        temperature=0.5,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=2.0,
+        logit_bias={7: -100.0, 9: 0.5},
+        logprobs=0,
+    ),
     KVReady("r1", 42),
     Release("r1"),
     Abort("r1"),
     Ping(),
     Pong(),
     Shutdown(),
-    Ready(
-        {"model_hash": "x", "num_layers": 2},
-        128,
-        {"kind": "shm", "name": "/p"},
-        4096,
-        32000,
-        "cpu",
-        [0, 1],
-        1.25,
-        [2, 7],
-    ),
+    Ready(LAYOUT, 128, {"kind": "shm", "name": "/p"}, 4096, 32000, "cpu", [0, 1], 1.25, [2, 7]),
     Failed("ModelError", "no such folder"),
-    Reserved("r1", [3, 1, 2], 1),
-    PrefixFound("r1", 128, [7, 2]),
+    Reserved("r1", [3, 1, 2], 1, 7.5),
     Rejected("r1", "CapacityExceeded", "too long"),
     Finished("r1", "stop"),
     Step(2.5, 2.25),
@@ -72,61 +89,82 @@ MESSAGES: list[Command | EngineEvent] = [
         [
             TokenOut("r1", 7, "", 2.0),
             TokenOut("r1", 9, "", 2.0, TokenLogprobs(-1.5)),
-            TokenOut("r2", 8, "stop", 1.0, TokenLogprobs(-0.25, ((8, -0.25), (3, -2.0)))),
+            TokenOut("r2", 8, "stop", 1.0, TokenLogprobs(-0.25, ((8, -0.25), (3, -2.0))), 32),
         ],
-        [Progress("r3", 64, [0, 1]), Progress("r4", 1, [9])],
     ),
-    LayersDone(4, [Progress("r3", 64, [0, 1]), Progress("r4", 1, [9])]),
-    LayersDone(8, []),
+    Computed([Progress("r3", 64, [0, 1]), Progress("r4", 1, [9], first_token=FirstToken(7, ends_here=True))]),
+    Computed([Progress("r3", 64, [], num_layers=8)]),
     Load(10, 2, 3, 1, 2**40, 2**39, 5),
 ]
 
 
+KINDS: Any = Command | EngineEvent | KVEvent
+
+
+def read(data: bytes, kinds: Any = KINDS) -> list[Any]:
+    """The messages of these frames."""
+    return FrameReader(kinds).feed(data)
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_round_trip(message: Command | EngineEvent) -> None:
+def test_round_trip(message: Command | EngineEvent | KVEvent) -> None:
     frame = encode(message)
     assert int.from_bytes(frame[:4], "little") == len(frame) - 4
-    again = decode(frame[4:])
+    (again,) = read(frame)
     assert type(again) is type(message)
     assert again == message
 
 
 def test_every_message_is_tried_here() -> None:
-    assert {type(m) for m in MESSAGES} == {*get_args(Command), *get_args(EngineEvent)}
+    assert {type(m) for m in MESSAGES} == {*get_args(Command), *get_args(EngineEvent), *get_args(KVEvent)}
 
 
 def test_nested_and_enum_fields_come_back_as_their_types() -> None:
-    step = decode(encode(next(m for m in MESSAGES if isinstance(m, Step) and m.tokens))[4:])
-    assert isinstance(step, Step)
+    (step,) = read(encode(next(m for m in MESSAGES if isinstance(m, Step) and m.tokens)))
     assert isinstance(step.tokens[0], TokenOut)
-    assert isinstance(step.progress[0], Progress)
-    submit = decode(encode(MESSAGES[0])[4:])
-    assert isinstance(submit, Submit)
-    assert submit.kv_role is KVRole.RECEIVE
+    (again,) = read(encode(MESSAGES[0]))
+    assert again.kv_role is KVRole.RECEIVE
+    assert isinstance(again.request.sampling, SamplingParams)
 
 
-def test_a_token_without_logprobs_spends_nothing_on_them() -> None:
+def test_a_message_is_a_list_of_its_name_and_its_fields() -> None:
     frame = encode(Step(2.5, 2.25, [TokenOut("r1", 7, "", 2.0)]))
-    assert msgpack.unpackb(frame[4:])[3] == [["r1", 7, "", 2.0]]
+    assert msgpack.unpackb(frame[4:]) == ["Step", 2.5, 2.25, [["r1", 7, "", 2.0, None, 0]]]
+
+
+def framed(*values: object) -> bytes:
+    body = bytes(msgpack.packb(values))
+    return len(body).to_bytes(4, "little") + body
 
 
 @pytest.mark.parametrize("name", ["TokenOut", "Progress", "object", ""])
 def test_unknown_messages_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="unknown engine message"):
-        decode(bytes(msgpack.packb([name])))
+    with pytest.raises(ValueError, match="no engine message"):
+        read(framed(name))
+
+
+def test_a_message_of_another_pipe_is_refused() -> None:
+    with pytest.raises(ValueError, match="no engine message"):
+        read(encode(Pong()), Command)
 
 
 def test_an_unknown_kv_role_is_refused() -> None:
-    frame = msgpack.packb(["Submit", "r", "sideways", [1], 1, 0.0, 0, 1.0, 0, [], False])
+    request = msgpack.unpackb(encode(MESSAGES[0])[4:])[1]
     with pytest.raises(ValueError, match="sideways"):
-        decode(bytes(frame))
+        read(framed("Submit", request, "sideways"))
+
+
+@pytest.mark.parametrize("fields", [(), ("r1",), ("r1", "42"), ("r1", 42, 1)])
+def test_missing_wrong_and_further_fields_are_refused(fields: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match="no engine message"):
+        read(framed("KVReady", *fields))
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(0, 2000), max_size=20))
 def test_the_reader_does_not_care_how_the_stream_is_cut(messages: list[Command | EngineEvent], cuts: list[int]) -> None:
     stream = b"".join(encode(message) for message in messages)
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
-    reader = FrameReader()
+    reader: FrameReader[Any] = FrameReader(KINDS)
     got: list[Command | EngineEvent] = []
     for start, end in itertools.pairwise(places):
         got += reader.feed(stream[start:end])
@@ -134,7 +172,7 @@ def test_the_reader_does_not_care_how_the_stream_is_cut(messages: list[Command |
 
 
 def test_the_reader_byte_by_byte_gives_each_message_as_soon_as_it_is_complete() -> None:
-    reader = FrameReader()
+    reader: FrameReader[Any] = FrameReader(KINDS)
     for message in MESSAGES:
         frame = encode(message)
         for byte in frame[:-1]:

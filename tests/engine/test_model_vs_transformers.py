@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.model.kv_pool import TORCH_DTYPES
 from engine.model.linear import linear
-from engine.scheduling.batch import SamplerParams
+from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import BLOCK, generate, make_runner, prompt_logits
 from tests.random_models import save_random
 
@@ -180,7 +180,7 @@ def _rms(x: torch.Tensor) -> float:
 
 def test_sampled_tokens_do_not_depend_on_the_batch(case: tuple[Path, dict[str, list[int]]]) -> None:
     folder, prompts = case
-    params = {name: SamplerParams(0.9, 20, 0.95, seed=int(name)) for name in prompts}
+    params = {name: SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=int(name)) for name in prompts}
     runner = make_runner(folder)
     together = generate(runner, prompts, TOKENS, chunk=7, params=params, stagger=1)
     for name, prompt in prompts.items():

@@ -11,18 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
 
 from engine.messages import (
     Abort,
+    Computed,
     EngineEvent,
     Finished,
+    KVEvent,
     KVReady,
     KVRole,
     Load,
@@ -38,7 +40,7 @@ from engine.messages import (
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
-from tests.engine.harness import fill
+from tests.engine.harness import fill, submit
 from tests.random_models import greedy_tokens, save_random_model
 
 START_S = 60.0
@@ -63,30 +65,53 @@ class Engine:
 
     def __init__(self, client: EngineClient, ready: Ready) -> None:
         self.client, self.ready = client, ready
-        self.seen: list[EngineEvent] = []
-        self._events = client.events()
+        self.seen: list[EngineEvent | KVEvent] = []
+        self._changed = asyncio.Event()
+        self._events = client.take_kv_events()
+        self._events.follow(self._hear)
+        self._reading = asyncio.create_task(self._read())
+
+    def _hear(self, event: EngineEvent | KVEvent) -> None:
+        self.seen.append(event)
+        self._changed.set()
+
+    async def _read(self) -> None:
+        try:
+            async for event in self.client.events():
+                self._hear(event)
+        finally:
+            self._changed.set()
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Read events until ``done``."""
+        """Return once ``done``; StopAsyncIteration if the engine ends before that."""
         async with asyncio.timeout(60.0):
             while not done():
-                self.seen.append(await anext(self._events))
+                if self._reading.done():
+                    raise StopAsyncIteration
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def aclose(self) -> None:
+        """Read no more."""
+        await self._reading
+        self._events.close()
 
     def steps(self) -> list[Step]:
         """All steps so far."""
         return [e for e in self.seen if isinstance(e, Step)]
 
-    def tokens(self, request_id: str) -> list[TokenOut]:
+    def tokens(self, attempt_id: str) -> list[TokenOut]:
         """All tokens of a request so far."""
-        return [t for step in self.steps() for t in step.tokens if t.request_id == request_id]
+        return [t for step in self.steps() for t in step.tokens if t.attempt_id == attempt_id]
 
-    def progress(self, request_id: str) -> list[Progress]:
+    def progress(self, attempt_id: str) -> list[Progress]:
         """All progress of a request so far."""
-        return [p for step in self.steps() for p in step.progress if p.request_id == request_id]
+        computed = [e for e in self.seen if isinstance(e, Computed)]
+        return [p for event in computed for p in event.progress if p.attempt_id == attempt_id]
 
-    def reserved(self, request_id: str) -> list[Reserved]:
+    def reserved(self, attempt_id: str) -> list[Reserved]:
         """Reservations of a request so far."""
-        return [e for e in self.seen if isinstance(e, Reserved) and e.request_id == request_id]
+        return [e for e in self.seen if isinstance(e, Reserved) and e.attempt_id == attempt_id]
 
     def load(self) -> Load:
         """The last load it told."""
@@ -97,10 +122,10 @@ class Engine:
         load = self.load()
         return (load.free_blocks, load.running, load.waiting) == (num_blocks, 0, 0)
 
-    async def finished(self, request_id: str) -> list[int]:
+    async def finished(self, attempt_id: str) -> list[int]:
         """The tokens of a request, once it has its last."""
-        await self.until(lambda: any(t.finish_reason for t in self.tokens(request_id)))
-        return [t.token_id for t in self.tokens(request_id)]
+        await self.until(lambda: any(t.finish_reason for t in self.tokens(attempt_id)))
+        return [t.token_id for t in self.tokens(attempt_id)]
 
 
 def _spec(folder: Path, **changes: object) -> EngineSpec:
@@ -110,20 +135,19 @@ def _spec(folder: Path, **changes: object) -> EngineSpec:
 
 @contextlib.asynccontextmanager
 async def _engine(spec: EngineSpec) -> AsyncIterator[Engine]:
-    client = EngineClient()
+    client, engine = EngineClient(), None
     try:
-        yield Engine(client, await client.start(spec, START_S))
+        engine = Engine(client, await client.start(spec, START_S))
+        yield engine
     finally:
         await client.stop(5.0)
+        if engine is not None:
+            await engine.aclose()
     assert not psutil.pid_exists(client.pid)
 
 
-def _submit(request_id: str, role: KVRole, max_tokens: int = TOKENS, **changes: object) -> Submit:
-    fields: dict[str, object] = {
-        "prompt_token_ids": PROMPT, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 5, "stop_token_ids": [],
-        "ignore_eos": True,
-    }  # fmt: skip
-    return Submit(request_id=request_id, kv_role=role, max_tokens=max_tokens, **fields | changes)  # type: ignore[arg-type]
+def _submit(attempt_id: str, role: KVRole, max_tokens: int = TOKENS, **changes: Any) -> Submit:
+    return submit(attempt_id, role, **{"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, **changes})
 
 
 async def test_local_generation_equals_transformers(folder: Path, expected: list[int], tmp_path: Path) -> None:
@@ -162,9 +186,15 @@ async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, 
         await there.until(lambda: bool(there.reserved("r")))
         targets = there.reserved("r")[0].block_ids
         here.client.send(_submit("r", KVRole.PUSH, **sampling))
-        await here.until(lambda: bool(here.tokens("r")))
+        await here.until(lambda: any(p.first_token for p in here.progress("r")) and bool(here.tokens("r")))
         (first,) = here.tokens("r")
-        assert first == replace(here.tokens("local")[0], request_id="r", first_scheduled_s=first.first_scheduled_s)
+        assert first == msgspec.structs.replace(
+            here.tokens("local")[0],
+            attempt_id="r",
+            finish_reason="length",
+            first_scheduled_s=first.first_scheduled_s,
+            cached_tokens=first.cached_tokens,
+        )
         sources = here.progress("r")[-1]
         assert sources.num_computed_tokens == len(PROMPT)
         assert len(sources.block_ids) == len(targets) == 6
@@ -186,8 +216,8 @@ async def test_abort_frees_blocks_in_every_state(folder: Path) -> None:
         engine.client.send(_submit("waiting", KVRole.LOCAL, max_tokens=400))
         engine.client.send(_submit("receiving", KVRole.RECEIVE))
         await engine.until(lambda: len(engine.tokens("running")) > 2)
-        for request_id in ("running", "waiting", "receiving", "unknown"):
-            engine.client.send(Abort(request_id))
+        for attempt_id in ("running", "waiting", "receiving", "unknown"):
+            engine.client.send(Abort(attempt_id))
         await engine.until(lambda: engine.idle(64))
 
 
@@ -198,10 +228,10 @@ async def test_a_request_that_its_first_token_ends_is_told_of(folder: Path, tmp_
     (ending / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     async with _engine(_spec(ending)) as engine:
         assert engine.ready.eos_token_ids == [7, 9]
-        for request_id, first, ignore_eos in (("ends", 7, False), ("goes-on", 7, True)):
-            engine.client.send(_submit(request_id, KVRole.RECEIVE, max_tokens=3, ignore_eos=ignore_eos))
-            await engine.until(lambda name=request_id: bool(engine.reserved(name)))  # type: ignore[misc]
-            engine.client.send(KVReady(request_id, first))
+        for attempt_id, first, ignore_eos in (("ends", 7, False), ("goes-on", 7, True)):
+            engine.client.send(_submit(attempt_id, KVRole.RECEIVE, max_tokens=3, ignore_eos=ignore_eos))
+            await engine.until(lambda name=attempt_id: bool(engine.reserved(name)))  # type: ignore[misc]
+            engine.client.send(KVReady(attempt_id, first))
         assert len(await engine.finished("goes-on")) == 2
         assert [event for event in engine.seen if isinstance(event, Finished)] == [Finished("ends", "stop")]
         await engine.until(lambda: engine.idle(64))
@@ -212,7 +242,7 @@ async def test_what_can_never_fit_is_rejected(folder: Path) -> None:
         engine.client.send(_submit("r", KVRole.LOCAL))
         await engine.until(lambda: any(isinstance(e, Rejected) for e in engine.seen))
         (rejected,) = (e for e in engine.seen if isinstance(e, Rejected))
-        assert (rejected.request_id, rejected.kind) == ("r", "CapacityExceeded")
+        assert (rejected.attempt_id, rejected.kind) == ("r", "CapacityExceeded")
 
 
 async def test_planted_delays_are_seen_in_their_stages(folder: Path) -> None:

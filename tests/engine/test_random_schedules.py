@@ -14,7 +14,7 @@ from engine.model.runner import ModelRunner
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_config import SchedulerConfig
 from pdserve.core.clock import MonotonicClock
-from tests.engine.harness import BLOCK, make_runner
+from tests.engine.harness import BLOCK, make_runner, submit
 from tests.random_models import save_random_model
 
 POOL_BLOCKS = 64
@@ -37,16 +37,14 @@ class Plan:
 
     def submit(self, name: str) -> Submit:
         """As the engine gets it."""
-        return Submit(
-            request_id=name,
-            kv_role=KVRole.LOCAL,
-            prompt_token_ids=TOPICS[self.topic][: self.prompt_tokens],
-            max_tokens=self.max_tokens,
+        return submit(
+            name,
+            KVRole.LOCAL,
+            TOPICS[self.topic][: self.prompt_tokens],
+            self.max_tokens,
             temperature=self.temperature,
-            top_k=0,
             top_p=0.95,
             seed=self.topic,
-            stop_token_ids=[],
             ignore_eos=True,
             repetition_penalty=self.repetition_penalty,
             salt=self.salt,
@@ -114,7 +112,7 @@ def run(runner: ModelRunner, config: SchedulerConfig, plans: list[Plan]) -> tupl
         step = scheduler.update(output, runner.execute(output.seqs), 0.0)
         scheduler.check_integrity()
         for token in step.tokens:
-            tokens[token.request_id].append(token.token_id)
+            tokens[token.attempt_id].append(token.token_id)
     raise AssertionError(f"still running after {MAX_STEPS} steps")
 
 

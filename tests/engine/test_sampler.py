@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from engine.model.sampler import sample as sample_tokens
 from engine.model.sampler import uniform
-from engine.scheduling.batch import SamplerParams
+from pdserve.core.sampling import SamplingParams
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.0, -9.0]])
 
 
-def _params(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> SamplerParams:
-    return SamplerParams(temperature, top_k, top_p, seed)
+def _params(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> SamplingParams:
+    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
 
-def sample(logits: torch.Tensor, params: list[SamplerParams], positions: Sequence[int]) -> list[int]:
+def sample(logits: torch.Tensor, params: list[SamplingParams], positions: Sequence[int]) -> list[int]:
     return [token.token_id for token in sample_tokens(logits, params, positions)]
 
 
-def _support(params: SamplerParams, draws: int = 3000) -> Counter[int]:
+def _support(params: SamplingParams, draws: int = 3000) -> Counter[int]:
     rows = LOGITS.expand(draws, -1)
     return Counter(sample(rows, [params] * draws, range(draws)))
 
@@ -72,7 +72,7 @@ def test_the_batch_does_not_change_a_draw(
     logits: list[float], others: int, temperature: float, top_k: int, top_p: float, seed: int, position: int
 ) -> None:
     row = torch.tensor([logits])
-    params = SamplerParams(temperature, top_k, top_p, seed)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     alone = sample(row, [params], [position])[0]
     noise = torch.randn(others, len(logits), generator=torch.Generator().manual_seed(1))
     batch = [_params(seed=i) for i in range(others)]
@@ -100,5 +100,5 @@ def test_logits_that_overflowed_still_give_an_id() -> None:
     for bad in (float("nan"), float("inf")):
         logits = torch.zeros(1, 50)
         logits[0, 7] = bad
-        (token,) = sample(logits, [SamplerParams(1.0, 0, 1.0, seed=1)], [3])
+        (token,) = sample(logits, [SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=1)], [3])
         assert 0 <= token < 50

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -21,15 +21,16 @@ from transformers import (
 )
 
 from engine.model.sampler import adjust, sample, weights
-from engine.scheduling.batch import SampledToken, SamplerParams
+from engine.scheduling.batch import SampledToken
 from engine.scheduling.history import TokenHistory
+from pdserve.core.sampling import SamplingParams
 
 VOCABULARY = 200
-PLAIN = SamplerParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
+PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
 GREEDY = replace(PLAIN, temperature=0.0)
 
 PARAMS = st.builds(
-    SamplerParams,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 5, 50, 1000]),
     top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
@@ -67,7 +68,7 @@ def noise(seed: int, rows: int = 1) -> torch.Tensor:
 )
 def test_the_distribution_is_that_of_transformers(changes: dict[str, float]) -> None:
     """The same tokens are kept, with the same probabilities."""
-    params = replace(PLAIN, **changes)  # type: ignore[arg-type]
+    params = replace(PLAIN, **changes)
     prompt, outputs = [3, 9, 3, 150], [9, 77, 77]
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
@@ -104,7 +105,7 @@ def test_top_p_over_a_large_vocabulary(top_p: float) -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_bias_and_penalties_are_the_arithmetic_of_their_definitions(
-    seed: int, prompt: list[int], outputs: list[int], params: SamplerParams
+    seed: int, prompt: list[int], outputs: list[int], params: SamplingParams
 ) -> None:
     logits = noise(seed)[0]
     before = logits.clone()
@@ -126,7 +127,7 @@ def test_bias_and_penalties_are_the_arithmetic_of_their_definitions(
 @given(seed=st.integers(0, 50), prompt=TOKENS, outputs=TOKENS, params=PARAMS, others=st.lists(PARAMS, max_size=4))
 @settings(max_examples=100, deadline=None)
 def test_a_row_does_not_depend_on_the_others(
-    seed: int, prompt: list[int], outputs: list[int], params: SamplerParams, others: list[SamplerParams]
+    seed: int, prompt: list[int], outputs: list[int], params: SamplingParams, others: list[SamplingParams]
 ) -> None:
     row = noise(seed).float()
     alone = sample(row, [params], [40], [TokenHistory(prompt + outputs, len(prompt))])
@@ -168,7 +169,7 @@ def test_the_ends_of_logit_bias_force_and_forbid(temperature: float) -> None:
     assert {token_id(logits, params) for params in either} <= {5, 6}
 
 
-def token_id(logits: torch.Tensor, params: SamplerParams, history: TokenHistory | None = None) -> int:
+def token_id(logits: torch.Tensor, params: SamplingParams, history: TokenHistory | None = None) -> int:
     return sample(logits, [params], [0], [history])[0].token_id
 
 
@@ -216,5 +217,5 @@ def test_a_plain_batch_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("engine.model.sampler._sample_row", never)
     logits = noise(1, 8)
-    params: Sequence[SamplerParams] = [replace(GREEDY, top_k=3, min_p=0.5)] * 8
+    params: Sequence[SamplingParams] = [replace(GREEDY, top_k=3, min_p=0.5)] * 8
     assert [t.token_id for t in sample(logits, params, range(8))] == logits.argmax(dim=-1).tolist()

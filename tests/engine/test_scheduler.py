@@ -12,23 +12,23 @@ from engine.messages import (
     KVReady,
     KVRole,
     Load,
-    PrefixFound,
     Progress,
     Rejected,
     Release,
     Reserved,
-    Step,
-    Submit,
     TokenOut,
 )
-from engine.scheduling.batch import SampledToken, SamplerParams
-from engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from engine.scheduling.batch import SampledToken, StepResult
+from engine.scheduling.scheduler import Scheduler, SchedulerEvent, SchedulerOutput
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.token_budget import ChunkTokens
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
+from pdserve.core.handoff import FirstToken
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import EngineStatus
+from pdserve.core.sampling import SamplingParams
+from tests.engine.harness import submit
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
 EOS = 99
@@ -67,28 +67,42 @@ class Rig:
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
         salt: str = "",
-    ) -> list[Reserved | PrefixFound | Rejected | Finished]:
+    ) -> list[SchedulerEvent]:
         """Submit ``prompt`` tokens 1000, 1001, …, and tell what events that made."""
         tokens = list(range(1000, 1000 + prompt))
-        self.scheduler.submit(Submit(name, role, tokens, max_tokens, 0.5, 3, 0.9, 7, list(stop), ignore_eos, salt=salt))
+        self.scheduler.submit(
+            submit(
+                name,
+                role,
+                tokens,
+                max_tokens,
+                temperature=0.5,
+                top_k=3,
+                top_p=0.9,
+                seed=7,
+                stop_token_ids=stop,
+                ignore_eos=ignore_eos,
+                salt=salt,
+            )
+        )
         return self.scheduler.take_events()
 
     def schedule(self) -> tuple[SchedulerOutput, dict[str, int]]:
         """A step's plan, and its parts as ``{request: number of tokens}``."""
         output = self.scheduler.schedule()
-        return output, {part.request_id: len(part.token_ids) for part in output.seqs}
+        return output, {part.attempt_id: len(part.token_ids) for part in output.seqs}
 
-    def finish(self, output: SchedulerOutput, token: int | None = None) -> Step:
+    def finish(self, output: SchedulerOutput, token: int | None = None) -> StepResult:
         """Bring a step to its end; all its parts sample ``token``."""
         self.clock.advance(1.0)
         sampled_token = SampledToken(self.next_token if token is None else token)
-        sampled = {part.request_id: [sampled_token] for part in output.seqs if part.sample}
+        sampled = {part.attempt_id: [sampled_token] for part in output.seqs if part.sample}
         self.next_token += 1
         step = self.scheduler.update(output, sampled, self.clock.now())
         self.scheduler.check_integrity()
         return step
 
-    def step(self, token: int | None = None) -> tuple[dict[str, int], Step]:
+    def step(self, token: int | None = None) -> tuple[dict[str, int], StepResult]:
         """A whole step: its parts as ``{request: number of tokens}`` and what it did."""
         output, parts = self.schedule()
         return parts, self.finish(output, token)
@@ -110,14 +124,14 @@ def test_a_local_request_runs_to_completion() -> None:
     output, _ = rig.schedule()
     (part,) = output.seqs
     assert (part.token_ids, part.start, part.sample) == ([1000, 1001, 1002, 1003, 1004], 0, True)
-    assert part.params == SamplerParams(0.5, 3, 0.9, 7)
+    assert part.params == SamplingParams(max_tokens=3, temperature=0.5, top_k=3, top_p=0.9, seed=7)
     assert list(part.block_ids) == [0, 1]
-    assert rig.finish(output) == Step(11.0, 10.0, [TokenOut("a", 1, "", 10.0)], [])
+    assert rig.finish(output) == StepResult(11.0, 10.0, [TokenOut("a", 1, "", 10.0)], [])
     output, _ = rig.schedule()
     (part,) = output.seqs
     assert (part.token_ids, part.start, part.sample) == ([1], 5, True)
-    assert rig.finish(output) == Step(12.0, 11.0, [TokenOut("a", 2, "", 10.0)], [])
-    assert rig.step()[1] == Step(13.0, 12.0, [TokenOut("a", 3, "length", 10.0)], [])
+    assert rig.finish(output) == StepResult(12.0, 11.0, [TokenOut("a", 2, "", 10.0)], [])
+    assert rig.step()[1] == StepResult(13.0, 12.0, [TokenOut("a", 3, "length", 10.0)], [])
     assert rig.scheduler.load() == Load(32, 0, 0, 0)
     assert not rig.busy()
 
@@ -174,7 +188,8 @@ def test_finish_reasons(
     rig = Rig()
     rig.submit("a", 3, max_tokens, role, stop, ignore_eos)
     _, step = rig.step(token)
-    assert [out.finish_reason for out in step.tokens] == [reason]
+    # A PUSH request makes one token here, whatever it wants in all.
+    assert [out.finish_reason for out in step.tokens] == [reason or ("length" if role is PUSH else "")]
     assert rig.busy() == (role is LOCAL and not reason)
 
 
@@ -269,7 +284,7 @@ def test_the_watermark_is_kept_while_others_run_and_only_then() -> None:
         (0, 4, LOCAL, InvalidRequest, "prompt_token_ids: the prompt is empty"),
         (4, 0, LOCAL, InvalidRequest, "max_tokens: 0 is below 1"),
         (30, 11, LOCAL, CapacityExceeded, "exceed max_model_len 40"),
-        (30, 11, PUSH, CapacityExceeded, "exceed max_model_len 40"),
+        (40, 11, PUSH, CapacityExceeded, "exceed max_model_len 40"),
         (30, 3, LOCAL, CapacityExceeded, "need 9 KV blocks of 4 tokens, the pool has 8"),
         (30, 3, RECEIVE, CapacityExceeded, "need 9 KV blocks of 4 tokens, the pool has 8"),
         (33, 3, PUSH, CapacityExceeded, "need 9 KV blocks"),
@@ -299,7 +314,7 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     rig.submit("a", 4, 1)
     (event,) = rig.submit("a", 8, 9)
     assert isinstance(event, Rejected)
-    assert (event.kind, event.request_id) == ("InvalidRequest", "a")
+    assert (event.kind, event.attempt_id) == ("InvalidRequest", "a")
     assert "in use" in event.message
     assert rig.step()[0] == {"a": 4}
     assert rig.submit("a", 4, 1) == []  # the id is free again
@@ -316,15 +331,15 @@ def test_limits_below_one_are_refused(index: int) -> None:
 # --- PUSH ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("max_tokens", "reason"), [(1, "length"), (9, "")])
-def test_push_stops_after_one_token_and_holds_its_blocks(max_tokens: int, reason: str) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_push_stops_after_one_token_and_holds_its_blocks(max_tokens: int) -> None:
     rig = Rig(budget=4, num_blocks=8)
     rig.submit("a", 10, max_tokens, PUSH)
     assert rig.step()[1].progress == [Progress("a", 4, [0, 1, 2])]
     assert rig.step()[1].progress == [Progress("a", 8, [0, 1, 2])]
     step = rig.step()[1]
-    assert step.progress == [Progress("a", 10, [0, 1, 2])]
-    assert step.tokens == [TokenOut("a", 3, reason, 10.0)]
+    assert step.progress == [Progress("a", 10, [0, 1, 2], first_token=FirstToken(3, ends_here=False))]
+    assert step.tokens == [TokenOut("a", 3, "length", 10.0)]
     assert rig.scheduler.load() == Load(5, 0, 0, 0)
     assert not rig.busy()
     rig.scheduler.release(Release("a"))
@@ -348,7 +363,7 @@ def test_push_released_early_holds_nothing_once_it_has_its_token() -> None:
     rig.step()
     rig.scheduler.release(Release("a"))
     assert rig.free == 6
-    assert rig.step()[1].tokens == [TokenOut("a", 2, "", 10.0)]
+    assert rig.step()[1].tokens == [TokenOut("a", 2, "length", 10.0)]
     assert rig.free == 8
 
 
@@ -387,7 +402,7 @@ def test_push_is_never_preempted() -> None:
 
 def test_receive_is_reserved_at_once_and_decodes_from_its_first_token() -> None:
     rig = Rig()
-    assert rig.submit("r", 6, 3, RECEIVE) == [Reserved("r", [0, 1], 0)]
+    assert rig.submit("r", 6, 3, RECEIVE) == [Reserved("r", [0, 1], 0, rig.clock.now())]
     assert rig.scheduler.load() == Load(30, 0, 1, 0)
     assert not rig.busy()
     assert rig.schedule()[1] == {}
@@ -435,7 +450,10 @@ def test_a_big_reservation_waits_at_the_head_and_is_made_when_blocks_are_freed()
     assert rig.submit("big", 20, 4, RECEIVE) == []
     assert rig.submit("small", 2, 2, RECEIVE) == []
     assert rig.step()[1].tokens[0].finish_reason == "length"
-    assert rig.scheduler.take_events() == [Reserved("big", [0, 1, 2, 3, 4], 0), Reserved("small", [5], 0)]
+    assert rig.scheduler.take_events() == [
+        Reserved("big", [0, 1, 2, 3, 4], 0, rig.clock.now()),
+        Reserved("small", [5], 0, rig.clock.now()),
+    ]
 
 
 @pytest.mark.parametrize("how", ["release", "abort held", "abort waiting head", "abort reserved"])
@@ -457,22 +475,25 @@ def test_reservations_follow_every_way_in_which_room_is_made(how: str) -> None:
         rig.scheduler.release(Release("x"))
     else:
         rig.scheduler.abort(Abort("x"))
-    assert [event.request_id for event in rig.scheduler.take_events()] == ["r"]
+    (event,) = rig.scheduler.take_events()
+    assert isinstance(event, Reserved)
+    assert event.attempt_id == "r"
 
 
 def test_a_reservation_behind_a_local_request_waits_for_its_turn() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
     assert rig.submit("r", 4, 4, RECEIVE) == []
+    reserved_s = rig.clock.now()  # as soon as the step is scheduled
     rig.step()
-    assert rig.scheduler.take_events() == [Reserved("r", [1], 0)]
+    assert rig.scheduler.take_events() == [Reserved("r", [1], 0, reserved_s)]
 
 
 def test_a_reservation_needs_no_place_in_the_batch() -> None:
     rig = Rig(max_seqs=1)
     rig.submit("a", 4, 9)
     rig.step()
-    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [1], 0)]
+    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [1], 0, rig.clock.now())]
 
 
 # --- preemption ------------------------------------------------------------------------------------------------------
@@ -493,10 +514,10 @@ def test_growth_preempts_the_last_that_came_and_it_computes_its_own_tokens_anew(
     rig.scheduler.abort(Abort("a"))
     output, _ = rig.schedule()
     part = output.seqs[-1]
-    assert (part.request_id, part.token_ids, part.start, part.sample) == ("c", [1000, 1001, 1002, 1, 2], 0, True)
+    assert (part.attempt_id, part.token_ids, part.start, part.sample) == ("c", [1000, 1001, 1002, 1, 2], 0, True)
     assert [out.token_id for out in rig.finish(output, 77).tokens] == [77, 77]
     part = rig.schedule()[0].seqs[-1]
-    assert (part.request_id, part.token_ids, part.start) == ("c", [77], 5)
+    assert (part.attempt_id, part.token_ids, part.start) == ("c", [77], 5)
 
 
 def test_a_preempted_request_keeps_its_first_scheduled_time() -> None:
@@ -508,8 +529,8 @@ def test_a_preempted_request_keeps_its_first_scheduled_time() -> None:
     reasons: dict[str, str] = {}
     for _ in range(20):
         for token in rig.step()[1].tokens:
-            assert token.first_scheduled_s == first[token.request_id]
-            reasons[token.request_id] = token.finish_reason
+            assert token.first_scheduled_s == first[token.attempt_id]
+            reasons[token.attempt_id] = token.finish_reason
     assert reasons == {"a": "length", "b": "length"}
     assert rig.scheduler.load().preemptions > 0
 
@@ -518,7 +539,7 @@ def test_a_received_request_that_is_preempted_is_computed_here() -> None:
     rig = Rig(block_size=2, num_blocks=5)
     rig.submit("a", 3, 6)
     rig.step()
-    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [2, 3], 0)]
+    assert rig.submit("r", 4, 4, RECEIVE) == [Reserved("r", [2, 3], 0, rig.clock.now())]
     rig.scheduler.kv_ready(KVReady("r", 50))
     assert rig.step()[0] == {"a": 1, "r": 1}
     output, parts = rig.schedule()
@@ -560,7 +581,7 @@ def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
 def test_a_push_behind_a_stuck_request_is_not_starved_of_budget_or_turns() -> None:
     """The only ones that run are a decode in want of a block and a prefill that has all of its own."""
     rig = Rig(budget=1, max_seqs=1, block_size=2, num_blocks=4)
-    assert rig.submit("r", 2, 4, RECEIVE) == [Reserved("r", [0], 0)]
+    assert rig.submit("r", 2, 4, RECEIVE) == [Reserved("r", [0], 0, rig.clock.now())]
     rig.submit("p", 4, 1, PUSH)
     assert rig.step()[0] == {"p": 1}
     rig.submit("s", 1, 1, RECEIVE)
@@ -628,7 +649,7 @@ def test_a_request_aborted_while_its_step_runs_keeps_its_blocks_until_that_is_ov
     assert rig.scheduler.take_events() == []
     step = rig.finish(output)
     assert (step.tokens, step.progress) == ([], [])
-    assert rig.scheduler.take_events() == [Reserved("b", [0], 0)]
+    assert rig.scheduler.take_events() == [Reserved("b", [0], 0, rig.clock.now())]
 
 
 def test_the_same_id_again_is_not_taken_for_the_aborted_one() -> None:
@@ -680,7 +701,7 @@ def test_a_step_may_make_several_tokens() -> None:
     [
         (LOCAL, 9, [7, EOS, 8], [(7, ""), (EOS, "stop")]),
         (LOCAL, 2, [7, 8, 9], [(7, ""), (8, "length")]),
-        (PUSH, 9, [7, 8], [(7, "")]),
+        (PUSH, 9, [7, 8], [(7, "length")]),
     ],
 )
 def test_tokens_after_the_last_are_dropped(
@@ -699,8 +720,7 @@ def test_tokens_after_the_last_are_dropped(
 
 def test_a_resumed_request_knows_its_outputs() -> None:
     rig = Rig()
-    submit = Submit("a", LOCAL, [1, 2, 2, 3], 3, 0.0, 0, 1.0, 0, [], False, presence_penalty=1.0, num_prior_outputs=2)
-    rig.scheduler.submit(submit)
+    rig.scheduler.submit(submit("a", LOCAL, [1, 2], 3, outputs=[2, 3], presence_penalty=1.0))
     output, _ = rig.schedule()
     history = output.seqs[0].history
     assert history is not None
@@ -716,15 +736,12 @@ def test_a_resumed_request_knows_its_outputs() -> None:
     assert [part.history is None for part in output.seqs] == [False, True]
 
 
-@pytest.mark.parametrize("num_prior_outputs", [-1, 4])
-def test_outputs_cannot_be_the_whole_prompt(num_prior_outputs: int) -> None:
+def test_outputs_cannot_be_the_whole_prompt() -> None:
     rig = Rig()
-    rig.scheduler.submit(
-        Submit("a", LOCAL, [1, 2, 2, 3], 3, 0.0, 0, 1.0, 0, [], False, num_prior_outputs=num_prior_outputs)
-    )
+    rig.scheduler.submit(submit("a", LOCAL, [], 3, outputs=[1, 2]))
     (event,) = rig.scheduler.take_events()
     assert isinstance(event, Rejected)
-    assert event.message.startswith("num_prior_outputs: ")
+    assert event.message.startswith("prompt_token_ids: ")
 
 
 def test_an_empty_step_needs_no_update() -> None:
@@ -735,6 +752,6 @@ def test_an_empty_step_needs_no_update() -> None:
 
 def test_events_are_handed_out_once() -> None:
     rig = Rig()
-    rig.scheduler.submit(Submit("r", RECEIVE, [1], 2, 0.0, 0, 1.0, 0, [], False))
+    rig.scheduler.submit(submit("r", RECEIVE, [1], 2))
     assert len(rig.scheduler.take_events()) == 1
     assert rig.scheduler.take_events() == []

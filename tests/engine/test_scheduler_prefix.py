@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.messages import Abort, Finished, KVReady, KVRole, PrefixFound, Progress, Release, Reserved
+from engine.messages import Abort, Computed, Finished, KVReady, KVRole, Progress, Release, Reserved
+from pdserve.core.handoff import FirstToken
 from tests.engine.test_scheduler import EOS, Rig
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
@@ -25,10 +26,12 @@ def test_a_later_prompt_computes_only_what_is_new() -> None:
     (part,) = output.seqs
     assert (part.start, list(part.token_ids), part.sample) == (8, [1008, 1009, 1010], True)
     assert list(part.block_ids) == [0, 1, 2]
-    assert rig.scheduler.take_events() == [PrefixFound("a", 8, [0, 1])]
-    rig.finish(output)
+    assert rig.scheduler.take_events() == []
+    (token,) = rig.finish(output).tokens
+    assert token.cached_tokens == 8
     load = rig.scheduler.load()
     assert (load.prompt_tokens_looked_up, load.prompt_tokens_cached, load.cached_blocks) == (21, 8, 2)
+    assert [token.cached_tokens for token in rig.step()[1].tokens] == [0], "only the first token tells"
 
 
 def test_of_a_prompt_that_is_held_in_full_the_last_block_is_computed_again() -> None:
@@ -45,9 +48,8 @@ def test_another_salt_finds_nothing_and_its_own_again() -> None:
     rig = warm()
     for found in (0, 8):
         rig.submit("a", 10, 1, salt="tenant")
-        rig.step(EOS)
-        events = rig.scheduler.take_events()
-        assert events == ([PrefixFound("a", found, [2, 3])] if found else [])
+        (token,) = rig.step(EOS)[1].tokens
+        assert token.cached_tokens == found
 
 
 def test_without_prefix_caching_nothing_is_looked_up() -> None:
@@ -93,15 +95,18 @@ def test_output_is_found_as_well() -> None:
 def test_push_reports_the_blocks_it_found_with_its_first_progress() -> None:
     rig = warm(budget=4)
     rig.submit("p", 15, 4, PUSH)
-    assert rig.step()[1].progress == [Progress("p", 12, [0, 1, 2, 3])]
-    assert rig.step()[1].progress == [Progress("p", 15, [0, 1, 2, 3])]
+    output, _ = rig.schedule()
+    assert rig.scheduler.take_events() == [Computed([Progress("p", 8, [0, 1])])]
+    assert rig.finish(output).progress == [Progress("p", 12, [0, 1, 2, 3])]
+    first = FirstToken(rig.next_token, ends_here=False)
+    assert rig.step()[1].progress == [Progress("p", 15, [0, 1, 2, 3], first_token=first)]
     rig.scheduler.release(Release("p"))
     assert rig.free == 32
 
 
 def test_a_reservation_says_how_many_blocks_are_held() -> None:
     rig = warm()
-    assert rig.submit("r", 15, 4, RECEIVE) == [Reserved("r", [0, 1, 2, 3], 2)]
+    assert rig.submit("r", 15, 4, RECEIVE) == [Reserved("r", [0, 1, 2, 3], 2, rig.clock.now())]
     rig.scheduler.kv_ready(KVReady("r", 50))
     assert rig.scheduler.load().cached_blocks == 3
     assert rig.step()[0] == {"r": 1}
@@ -109,7 +114,7 @@ def test_a_reservation_says_how_many_blocks_are_held() -> None:
 
 def test_all_blocks_of_a_reservation_may_be_held() -> None:
     rig = warm()
-    assert rig.submit("r", 8, 4, RECEIVE) == [Reserved("r", [0, 1], 2)]
+    assert rig.submit("r", 8, 4, RECEIVE) == [Reserved("r", [0, 1], 2, rig.clock.now())]
     rig.scheduler.kv_ready(KVReady("r", 50))
     output, _ = rig.schedule()
     (part,) = output.seqs
@@ -122,7 +127,7 @@ def test_a_hand_off_that_fails_leaves_nothing_to_find() -> None:
     rig.submit("r", 8, 4, RECEIVE)
     rig.scheduler.abort(Abort("r"))
     assert rig.scheduler.load().cached_blocks == 0
-    assert rig.submit("s", 8, 4, RECEIVE) == [Reserved("s", [0, 1], 0)]
+    assert rig.submit("s", 8, 4, RECEIVE) == [Reserved("s", [0, 1], 0, rig.clock.now())]
 
 
 def test_a_request_whose_first_token_is_its_last_still_leaves_what_it_received() -> None:
@@ -130,7 +135,7 @@ def test_a_request_whose_first_token_is_its_last_still_leaves_what_it_received()
     rig.submit("r", 8, 4, RECEIVE)
     rig.scheduler.kv_ready(KVReady("r", EOS))
     assert rig.scheduler.take_events() == [Finished("r", "stop")]
-    assert rig.submit("s", 9, 4, RECEIVE) == [Reserved("s", [0, 1, 2], 2)]
+    assert rig.submit("s", 9, 4, RECEIVE) == [Reserved("s", [0, 1, 2], 2, rig.clock.now())]
 
 
 def test_what_is_aborted_in_its_step_is_not_published() -> None:
@@ -155,7 +160,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     rig.scheduler.abort(Abort("a"))
     output, _ = rig.schedule()
     (part,) = output.seqs
-    assert part.request_id == "b"
+    assert part.attempt_id == "b"
     assert part.start > 0
     rig.finish(output)
     assert rig.scheduler.take_events() == []
@@ -168,7 +173,7 @@ def test_nobody_is_preempted_who_has_no_block_to_give() -> None:
     rig.submit("p", 4, 1, PUSH)
     rig.step()
     for name in ("r", "s"):
-        assert rig.submit(name, 4, 5, RECEIVE) == [Reserved(name, [0, 1], 2)]
+        assert rig.submit(name, 4, 5, RECEIVE) == [Reserved(name, [0, 1], 2, rig.clock.now())]
     rig.submit("x", 3, 1, PUSH, salt="x")
     rig.step()
     for name in ("r", "s"):

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import Abort, Finished, KVReady, KVRole, PrefixFound, Rejected, Release, Reserved, Submit
+from engine.messages import Abort, Computed, Finished, KVReady, KVRole, Rejected, Release, Reserved
 from engine.scheduling.batch import SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.scheduling.scheduler_config import SchedulerConfig
 from pdserve.core.clock import FakeClock
+from tests.engine.harness import submit
 
 EOS = 0
 VOCABULARY = 13
@@ -96,32 +97,29 @@ class World:
 
     def submit(self, plan: Plan) -> None:
         request = Live(plan, plan.prompt)
-        request_id = f"r{len(self.live)}"
-        self.live[request_id] = request
+        attempt_id = f"r{len(self.live)}"
+        self.live[attempt_id] = request
         self.scheduler.submit(
-            Submit(
-                request_id,
+            submit(
+                attempt_id,
                 plan.role,
                 request.prompt,
                 plan.max_tokens,
-                0.0,
-                0,
-                1.0,
-                7,
-                list(plan.stop_token_ids),
-                plan.ignore_eos,
+                seed=7,
+                stop_token_ids=plan.stop_token_ids,
+                ignore_eos=plan.ignore_eos,
                 salt=plan.salt,
             )
         )
         self._hear()
 
-    def abort(self, request_id: str) -> None:
-        request = self.live[request_id]
+    def abort(self, attempt_id: str) -> None:
+        request = self.live[attempt_id]
         if request.reserved is not None:  # the transfer breaks off half way: what came is garbage
             for block in request.reserved[request.num_cached_blocks :]:
                 self._put(block, 0, ("garbage", ()))
             request.reserved = None
-        self.scheduler.abort(Abort(request_id))
+        self.scheduler.abort(Abort(attempt_id))
         request.over = True
         self._hear()
 
@@ -135,36 +133,38 @@ class World:
         # After several tokens at once, more blocks may be wanted than there are: then a step may be foretold in vain.
         assert bool(output.seqs) == had_work or (had_work and self.burst > 1), "has_work must foretell schedule()"
         self._check_limits(output)
-        sampled = {part.request_id: self._compute(part) for part in output.seqs if part.sample}
+        sampled = {part.attempt_id: self._compute(part) for part in output.seqs if part.sample}
         for part in output.seqs:
             if not part.sample:
                 self._compute(part)
         self.in_step = {block for part in output.seqs for block in part.block_ids}
-        for request_id in abort_in_step:
-            self.abort(request_id)
+        for attempt_id in abort_in_step:
+            self.abort(attempt_id)
             self.scheduler.check_integrity()
         self.in_step = set()
         if not output.seqs:
             return acted
         self.clock.advance(0.25)
         step = self.scheduler.update(output, sampled, self.clock.now())
-        assert step.sampled_s - step.step_started_s == 0.25
+        assert step.sampled_s - step.started_s == 0.25
         for token in step.tokens:
-            request = self.live[token.request_id]
+            request = self.live[token.attempt_id]
             assert not request.over, "no token after the end"
-            assert token.first_scheduled_s <= step.step_started_s
+            assert token.first_scheduled_s <= step.started_s
             request.tokens.append(token.token_id)
             request.finish_reason = token.finish_reason
             if token.finish_reason and request.plan.role is not KVRole.PUSH:
                 request.over = True
         for progress in step.progress:
-            request = self.live[progress.request_id]
+            request = self.live[progress.attempt_id]
             assert request.plan.role is KVRole.PUSH
             assert progress.num_computed_tokens > request.computed
             request.computed = progress.num_computed_tokens
             self._check_content(request.plan, request.prompt[: request.computed], progress.block_ids)
-            if request.computed == len(request.prompt):
-                assert [t.request_id for t in step.tokens].count(progress.request_id) == 1
+            assert (progress.first_token is None) == (request.computed < len(request.prompt))
+            if progress.first_token is not None:
+                (token_id,) = [t.token_id for t in step.tokens if t.attempt_id == progress.attempt_id]
+                assert progress.first_token.token_id == token_id
                 request.held = progress.block_ids
                 request.due = self.ticks + request.plan.patience
         self._hear()
@@ -173,11 +173,11 @@ class World:
 
     def _peers_act(self) -> bool:
         acted = False
-        for request_id, request in self.live.items():
+        for attempt_id, request in self.live.items():
             if request.over:
                 continue
             if request.plan.abort_after is not None and self.ticks >= request.plan.abort_after:
-                self.abort(request_id)
+                self.abort(attempt_id)
                 acted = True
             elif request.reserved is not None and self.ticks >= request.due:
                 start = request.num_cached_blocks * self.config.block_size
@@ -185,7 +185,7 @@ class World:
                 self._write(request.plan, start, request.prompt, request.reserved)
                 request.reserved = None
                 request.tokens.append(draw(request.plan.topic, request.prompt))
-                self.scheduler.kv_ready(KVReady(request_id, request.tokens[0]))
+                self.scheduler.kv_ready(KVReady(attempt_id, request.tokens[0]))
                 self._hear()
                 assert request.over == (request.plan.outputs() == request.tokens), (
                     "the engine tells the end, or goes on"
@@ -193,7 +193,7 @@ class World:
                 acted = True
             elif request.held is not None and self.ticks >= request.due:
                 self._check_content(request.plan, request.prompt, request.held)
-                self.scheduler.release(Release(request_id))
+                self.scheduler.release(Release(attempt_id))
                 request.over = True
                 acted = True
             elif request.reserved is not None or request.held is not None:
@@ -202,21 +202,28 @@ class World:
         self.scheduler.check_integrity()
         return acted
 
+    def _hear_found(self, event: Computed) -> None:
+        """Blocks of a prompt to be pushed were in the cache."""
+        (found,) = event.progress
+        request = self.live[found.attempt_id]
+        assert request.plan.role is KVRole.PUSH
+        assert 0 < found.num_computed_tokens < len(request.prompt)
+        assert found.num_computed_tokens == len(found.block_ids) * self.config.block_size
+        self._check_content(request.plan, request.prompt[: found.num_computed_tokens], found.block_ids)
+
     def _hear(self) -> None:
         for event in self.scheduler.take_events():
-            request = self.live[event.request_id]
+            if isinstance(event, Computed):
+                self._hear_found(event)
+                continue
+            request = self.live[event.attempt_id]
             if isinstance(event, Rejected):
-                self.rejected[event.request_id] = event.kind
+                self.rejected[event.attempt_id] = event.kind
                 request.over = True
             elif isinstance(event, Finished):
                 assert request.plan.role is KVRole.RECEIVE
                 assert not request.over, "a request ends once"
                 request.finish_reason, request.over = event.finish_reason, True
-            elif isinstance(event, PrefixFound):
-                assert request.plan.role is not KVRole.RECEIVE
-                assert 0 < event.num_tokens < len(request.prompt)
-                assert event.num_tokens == len(event.block_ids) * self.config.block_size
-                self._check_content(request.plan, request.prompt[: event.num_tokens], event.block_ids)
             else:
                 assert isinstance(event, Reserved)
                 assert request.plan.role is KVRole.RECEIVE
@@ -227,33 +234,33 @@ class World:
                 assert len(event.block_ids) == -(-len(request.prompt) // self.config.block_size)
                 request.reserved = event.block_ids
                 request.due = self.ticks + request.plan.patience
-                self.reserved_order.append(event.request_id)
+                self.reserved_order.append(event.attempt_id)
 
     def _check_limits(self, output: SchedulerOutput) -> None:
         config = self.config
         assert len(output.seqs) <= config.max_num_seqs
         num_tokens = sum(len(part.token_ids) for part in output.seqs)
         if config.chunk_tokens == "off":
-            prompts = [part for part in output.seqs if part.start < len(self.live[part.request_id].prompt)]
+            prompts = [part for part in output.seqs if part.start < len(self.live[part.attempt_id].prompt)]
             assert all(part.sample for part in prompts), "a prompt was cut"
             assert num_tokens <= config.max_num_batched_tokens or len(output.seqs) == 1
         else:
             assert num_tokens <= config.max_num_batched_tokens
             assert all(len(part.token_ids) <= (config.chunk_tokens or num_tokens) for part in output.seqs)
         assert all(part.token_ids for part in output.seqs)
-        names = [part.request_id for part in output.seqs]
+        names = [part.attempt_id for part in output.seqs]
         assert len(set(names)) == len(names)
         assert not set(names) & set(output.preempted)
         assert all(self.live[name].plan.role is not KVRole.PUSH for name in output.preempted)
         if config.batching == "static":
-            batch = {seq.request_id for seq in self.scheduler._batch()}
+            batch = {seq.attempt_id for seq in self.scheduler._batch()}
             assert len(batch) <= config.max_num_seqs
             assert set(names) <= batch
             assert batch <= self.batch or not batch & self.batch, "somebody joined a running batch"
             self.batch = batch
 
     def _compute(self, part: ScheduledSeq) -> list[SampledToken]:
-        request = self.live[part.request_id]
+        request = self.live[part.attempt_id]
         known = request.prompt + request.tokens
         end = part.start + len(part.token_ids)
         assert list(part.token_ids) == known[part.start : end]
@@ -337,8 +344,9 @@ def check_end(world: World) -> None:
     """All went as `Submit` says, and the scheduler is as good as new."""
     config = world.config
     for name, request in world.live.items():
-        total = request.plan.prompt_tokens + request.plan.max_tokens
-        here = request.plan.prompt_tokens if request.plan.role is KVRole.PUSH else total
+        is_push = request.plan.role is KVRole.PUSH
+        total = request.plan.prompt_tokens + (1 if is_push else request.plan.max_tokens)
+        here = request.plan.prompt_tokens if is_push else total
         if not request.plan.prompt_tokens:
             assert world.rejected.get(name) == "InvalidRequest"
         elif total > config.max_model_len or -(-here // config.block_size) > config.num_blocks:
@@ -424,11 +432,11 @@ def test_the_most_senior_running_request_is_never_preempted(kinds: list[tuple[KV
     schedule = scheduler.schedule
 
     def watched() -> SchedulerOutput:
-        senior = scheduler._running[0].request_id if scheduler._running else None
+        senior = scheduler._running[0].attempt_id if scheduler._running else None
         output = schedule()
         assert senior not in output.preempted
         if senior is not None and output.preempted:
-            assert senior in {part.request_id for part in output.seqs}
+            assert senior in {part.attempt_id for part in output.seqs}
         return output
 
     scheduler.schedule = watched  # type: ignore[method-assign]

@@ -19,9 +19,8 @@ from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc, worker_pb2_grpc
-from pdserve.pb import worker_pb2 as worker_pb
 from router.fakes import FakeWorker, fake_info, fake_links
-from worker.wire import info_to_proto, load_to_proto
+from worker.messages import BEAT_ANSWERS, Beat, BeatAnswer, to_frame
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -88,15 +87,12 @@ class Service:
         self.infos[worker_id] = info
         return FakeWorker(info, self.fleet)
 
-    async def beat(self, worker_id: str, **changes: Any) -> worker_pb.HeartbeatResponse:
+    async def beat(self, worker_id: str, **changes: Any) -> BeatAnswer:
         """One heartbeat."""
         info = replace(self.infos[worker_id], **changes)
         peers = tuple(sorted(self.fleet[worker_id].connected)) if worker_id in self.fleet else ()
-        load = load_to_proto(WorkerLoad(free_blocks=info.num_blocks, links=fake_links(*peers)))
-        response: worker_pb.HeartbeatResponse = await self.registry.Heartbeat(
-            worker_pb.HeartbeatRequest(info=info_to_proto(info), load=load)
-        )
-        return response
+        load = WorkerLoad(free_blocks=info.num_blocks, links=fake_links(*peers))
+        return BEAT_ANSWERS.decode(await self.registry.Heartbeat(to_frame(Beat(info, load))))
 
     async def bring_up(self, *worker_ids: str) -> None:
         """Make workers, report them, and wait until the service serves."""

@@ -19,7 +19,7 @@ async def test_draining_refuses_new_requests_and_finishes_the_others(start_servi
     service = await start_service("p0", "d0")
     service.fleet["d0"].hangs = {"decode"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
-    await service.until(lambda: service.fleet["p0"].works)
+    await service.until(lambda: service.fleet["p0"].requests)
     assert service.gateway.drain() == 1
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await service.generate(token_ids=PROMPT)
@@ -46,7 +46,7 @@ async def test_what_is_cut_is_told_unavailable(start_service: StartService) -> N
     service = await start_service("p0", "d0")
     service.fleet["d0"].hangs = {"decode"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT))
-    await service.until(lambda: service.fleet["p0"].works)
+    await service.until(lambda: service.fleet["p0"].requests)
     assert service.gateway.drain() == 1
     await service.gateway.stop(0.0)
     with pytest.raises(grpc.aio.AioRpcError) as cut:

@@ -137,7 +137,7 @@ async def test_status_tells_workers_and_model(start_service: StartService) -> No
     service = await start_service("p0", "d0")
     service.fleet["p0"].hangs = {"prefill"}
     call = service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=7)))
-    await service.until(lambda: service.fleet["p0"].works)
+    await service.until(lambda: service.fleet["p0"].requests)
     status = await service.stub.GetStatus(pb.GetStatusRequest())
     assert (status.ready, status.model, status.version) == (True, "fake", "1.2.3")
     assert (status.context_length, status.block_size, status.kv_bytes_per_token) == (256, 4, 128)
@@ -190,7 +190,7 @@ async def test_stopping_drains_within_a_bound(start_service: StartService) -> No
     service = await start_service("p0", "d0")
     service.fleet["d0"].delay_s = {"decode": 0.1}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
-    await service.until(lambda: service.fleet["p0"].works)
+    await service.until(lambda: service.fleet["p0"].requests)
     stopped = asyncio.create_task(service.gateway.serve_until_stopped())
     await service.gateway.stop(2.0)
     await asyncio.wait_for(stopped, 1.0)
@@ -202,7 +202,7 @@ async def test_stopping_aborts_what_does_not_end(start_service: StartService) ->
     service = await start_service("p0", "d0")
     service.fleet["d0"].hangs = {"decode"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT))
-    await service.until(lambda: service.fleet["p0"].works)
+    await service.until(lambda: service.fleet["p0"].requests)
     await asyncio.wait_for(service.gateway.stop(0.1), 3.0)
     with pytest.raises(grpc.aio.AioRpcError):
         await running

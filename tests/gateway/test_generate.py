@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import msgspec
 import pytest
 
 from gateway.tokenizer import NUM_THREADS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gateway.tokenizer import Tokenizer
     from pdserve.core.worker import TokenOutput
-    from router.fakes import FakeWorker
+    from router.fakes import FakeWorker, Point
     from tests.gateway.conftest import Service, StartService
 
 PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])
@@ -47,7 +47,7 @@ async def test_the_salt_reaches_the_workers_and_their_finds_the_client(start_ser
     service.fleet["p0"].cached_tokens = 4
     _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), salt="tenant")
     assert completion.prefill_cached_tokens == 4
-    assert {work.salt for worker in service.fleet.values() for _, work in worker.works} == {"tenant"}
+    assert [request.salt for worker in service.fleet.values() for _, request in worker.requests] == ["tenant"] * 2
     message, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, token_ids=PROMPT, salt="x" * 257)
     assert message.startswith("salt: 257 characters are more than 256")
 
@@ -69,7 +69,8 @@ async def test_tokens_then_one_complete_account(start_service: StartService) -> 
     assert transfer.request_to_ready_ms > 0
     assert {event.kind for event in completion.events} == {str(kind) for kind in EventKind}
     assert {clock.worker for clock in completion.clocks} == {"p0", "d0"}
-    stages = {"gateway", "route", "reserve", "dispatch", "prefill_queue", "prefill", "unattributed"}
+    assert 0 <= transfer.room_wait_ms <= transfer.exposed_ms
+    stages = {"gateway", "route", "dispatch", "prefill_queue", "prefill", "unattributed"}
     assert set(completion.gateway_ttft_ms) == stages
     assert set(completion.gateway_ttft_decode_ms) == stages | {"kv_exposed", "decode_queue", "first_decode"}
     for _ in range(20):  # until nothing else takes the machine in the middle of a request
@@ -170,9 +171,21 @@ async def test_a_hand_off_that_fails_behind_the_last_token_shows(start_service: 
     assert (completion.transfer.kv_bytes, completion.transfer.kv_bytes_expected) == (0, 1024)
 
 
-async def test_token_1_does_not_wait_for_token_2(start_service: StartService) -> None:
+async def test_the_wait_for_room_is_told_as_part_of_the_exposed_transfer(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
-    service.fleet["d0"].hangs = {"decode"}
+    service.fleet["d0"].delay_s = {"room": 0.1}
+    _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
+    transfer, times = completion.transfer, {event.kind: event.time_s for event in completion.events}
+    waited_ms = (times[EventKind.ROOM_MADE] - times[EventKind.TOKEN_1_SAMPLED]) * 1e3
+    assert transfer.room_wait_ms == pytest.approx(waited_ms, rel=1e-3)
+    assert 50 <= transfer.room_wait_ms <= transfer.exposed_ms
+    assert completion.gateway_ttft_decode_ms["kv_exposed"] >= transfer.room_wait_ms
+
+
+@pytest.mark.parametrize("point", ["room", "decode"])
+async def test_token_1_does_not_wait_for_token_2(start_service: StartService, point: Point) -> None:
+    service = await start_service("p0", "d0")
+    service.fleet["d0"].hangs = {point}
     call = service.stub.Generate(pb.GenerateRequest(token_ids=PROMPT))
     message = await asyncio.wait_for(call.read(), 30)
     assert message.token.token_id == 6
@@ -202,7 +215,7 @@ async def test_a_client_that_goes_away_is_noticed(start_service: StartService) -
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{service.gateway.port}")
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
     call = stub.Generate(pb.GenerateRequest(request_id="gone", token_ids=PROMPT))
-    await service.until(lambda: service.fleet["p0"].works)
+    await service.until(lambda: service.fleet["p0"].requests)
     await channel.close(None)
     await service.until(lambda: service.fleet["p0"].aborted)
     assert service.fleet["p0"].aborted == service.fleet["d0"].aborted == [dropped := service.fleet["p0"].aborted[0]]
@@ -270,7 +283,7 @@ async def test_a_request_id_in_use_is_refused(start_service: StartService) -> No
     service = await start_service("p0", "d0")
     service.fleet["p0"].hangs = {"prefill"}
     call = service.stub.Generate(pb.GenerateRequest(request_id="a", token_ids=PROMPT))
-    await service.until(lambda: service.fleet["p0"].works)
+    await service.until(lambda: service.fleet["p0"].requests)
     details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", token_ids=PROMPT)
     assert "in use" in details
     call.cancel()
@@ -293,11 +306,11 @@ def tells_logprobs(worker: FakeWorker) -> None:
             async for output in outputs(*arguments):
                 token_id = output.token_id
                 top = None if token_id is None else TokenLogprobs(-0.25, ((token_id, -0.25), (0, -2.0)))
-                yield replace(output, logprobs=top)
+                yield msgspec.structs.replace(output, logprobs=top)
 
         return tell
 
-    for name in ("prefill", "decode", "run"):
+    for name in ("push", "receive", "run"):
         setattr(worker, name, told(getattr(worker, name)))
 
 
@@ -313,7 +326,8 @@ async def test_logprobs_come_with_their_tokens(
         tells_logprobs(worker)
     sampling = pb.Sampling(max_tokens=len(answer), stop=["g jum"], logprobs=2)
     tokens, completion = await service.generate(token_ids=PROMPT, sampling=sampling, mode=mode)
-    assert {point for worker in service.fleet.values() for point, work in worker.works if work.sampling.logprobs == 2}
+    requests = [request for worker in service.fleet.values() for _, request in worker.requests]
+    assert [request.sampling.logprobs for request in requests] == [2] * (2 if mode == pb.MODE_PD else 1)
     assert [token.token_id for token in tokens] == list(answer[: len(tokens)])
     assert list(completion.token_ids) == list(answer[: len(completion.token_ids)])
     for token in tokens:

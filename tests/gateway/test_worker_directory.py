@@ -5,13 +5,16 @@ import logging
 from typing import TYPE_CHECKING
 
 import grpc
+import msgspec
 import pytest
 
 from pdserve.core.errors import LayoutMismatch, TransferTimeout
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.worker import Role
+from pdserve.core.worker import Role, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import worker_pb2 as worker_pb
+from router.fakes import fake_info
+from worker.messages import Beat, BeatAnswer, to_frame
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import Service, StartService
@@ -59,7 +62,7 @@ async def test_a_new_incarnation_replaces_the_old_and_is_paired_again(start_serv
     assert service.connects[-1] == "d0/2"
     assert old.is_dead
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
-    assert [point for point, _ in service.fleet["d0"].works] == ["reserve"]
+    assert [point for point, _ in service.fleet["d0"].requests] == ["receive"]
 
 
 async def test_a_broken_connection_is_opened_again(start_service: StartService) -> None:
@@ -127,14 +130,31 @@ async def test_all_pairs_are_connected(start_service: StartService) -> None:
     assert first.gateway_epoch == second.gateway_epoch != ""
 
 
-async def test_nonsense_on_the_registry_is_refused(start_service: StartService) -> None:
+def beat_with(field: str, value: object) -> bytes:
+    """A heartbeat that a worker of some other version might send."""
+    kind, info, load = msgspec.msgpack.decode(to_frame(Beat(fake_info("x", Role.PREFILL), WorkerLoad())).data)
+    return msgspec.msgpack.encode([kind, {**info, field: value}, load])
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (beat_with("role", "cook"), "cook"),
+        (beat_with("num_blocks", "many"), "num_blocks"),
+        (beat_with("layout", {}), "layout"),
+        (b"", "truncated"),
+        (b"\xff\xff\xff", "unreadable"),
+        (to_frame(BeatAnswer("x", superseded=False)).data, "BeatAnswer"),
+    ],
+    ids=["role", "type", "missing", "empty", "bytes", "another"],
+)
+async def test_nonsense_on_the_registry_is_refused(start_service: StartService, data: bytes, problem: str) -> None:
     service = await start_service()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.registry.Heartbeat(
-            worker_pb.HeartbeatRequest(info=worker_pb.WorkerInfo(worker_id="x", role="cook"))
-        )
+        await service.registry.Heartbeat(worker_pb.Frame(data=data))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "cook" in (caught.value.details() or "")
+    assert problem in (caught.value.details() or "")
+    assert service.gateway.registry.workers == ()
 
 
 async def test_a_superseded_incarnation_is_told_to_end(start_service: StartService) -> None:
@@ -164,7 +184,7 @@ async def test_who_retires_finishes_first(start_service: StartService) -> None:
     retiring = asyncio.create_task(service.gateway.retire(["d0"], 5.0))
     await service.until(lambda: next(w for w in service.gateway.registry.workers if w.worker_id == "d0").retiring)
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
-    assert [point for point, _ in service.fleet["d1"].works] == ["reserve"], "nothing more goes to d0"
+    assert [point for point, _ in service.fleet["d1"].requests] == ["receive"], "nothing more goes to d0"
     assert not retiring.done()
     gate.clear()
     running.cancel()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import create_transport
@@ -15,7 +16,7 @@ from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.handoff import KVEndpoint
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 
 LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
@@ -33,6 +34,11 @@ class Ends:
     endpoints: tuple[KVEndpoint, ...]
     receiving_transport: KVTransport
     clock: MonotonicClock
+
+    @property
+    def peer(self) -> KVPeer:
+        """The receiver, as the sender is told of it."""
+        return KVPeer("d", "e1", self.endpoints)
 
     def in_s(self, seconds: float) -> float:
         """A deadline so far away."""

@@ -13,9 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
 
 from kv_transfer.base import KVTransport, Landing
 from kv_transfer.factory import create_transport
@@ -25,7 +28,7 @@ from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, to_wire
-from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.handoff import KVDestination, KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.kv_transfer.tampering import TamperingTransport
 
@@ -185,7 +188,12 @@ class ReceivingEnd(End):
         """Reserve blocks, the first ``skipped`` of which hold what they should."""
         self.blocks[request] = blocks = self.pool.take(count)
         self.deadlines[request], self.skipped[request] = self.clock.now() + deadline_s, skipped
-        return self.receiver.expect(request, blocks, skipped, self.deadlines[request]).to_wire()
+        return asdict(self.receiver.expect(request, blocks, skipped, self.deadlines[request]))
+
+    async def announce(self, request: str, sender_id: str) -> Values:
+        """Tell its sender where it goes."""
+        self.receiver.announce(request, sender_id)
+        return {}
 
     async def wait(self, request: str) -> Values:
         """Wait for the hand-off."""
@@ -210,7 +218,7 @@ class ReceivingEnd(End):
 
 
 class SendingEnd(End):
-    """A `KVSender` for each transport."""
+    """A `KVSender` for each transport, which is worker "p-" and the transport's name."""
 
     def __init__(self, options: Values) -> None:
         super().__init__(options, 0x5A)
@@ -223,7 +231,7 @@ class SendingEnd(End):
         return KVSender(
             store,
             [transport],
-            worker_id="p",
+            worker_id=f"p-{transport.name}",
             checksum=self.options["checksum"],
             message_bytes=self.options["message_bytes"],
             max_inflight_bytes=self.options["max_inflight_bytes"],
@@ -262,15 +270,35 @@ class SendingEnd(End):
 
     async def start(self, request: str, transport: str, destination: Values, deadline_s: float, seed: int) -> Values:
         """Begin a hand-off of random content."""
-        where = KVDestination.from_wire(destination)
-        self.blocks[request] = blocks = self.pool.take(where.num_blocks)
+        where = msgspec.convert(destination, KVDestination)
+        blocks = self._take(request, transport, where.num_blocks, deadline_s, seed)
+        self.senders[transport].start(request, where, self.deadlines[request])
+        return {"content": self.pool.content(blocks[where.num_skipped :])}
+
+    async def push(
+        self,
+        request: str,
+        transport: str,
+        peer: Values,
+        count: int,
+        deadline_s: float,
+        seed: int,
+        skipped: int = 0,
+    ) -> Values:
+        """Begin one that ``peer`` announces."""
+        blocks = self._take(request, transport, count, deadline_s, seed)
+        self.senders[transport].push(request, msgspec.convert(peer, KVPeer), count, self.deadlines[request])
+        return {"content": self.pool.content(blocks[skipped:])}
+
+    def _take(self, request: str, transport: str, count: int, deadline_s: float, seed: int) -> list[int]:
+        """Blocks with random content for a hand-off."""
+        self.blocks[request] = blocks = self.pool.take(count)
         draw, size = random.Random(seed), self.store.layout.block_bytes
         for block in blocks:
             self.store.data[block * size : (block + 1) * size] = draw.randbytes(size)
         self.deadlines[request] = self.clock.now() + deadline_s
-        self.by_request[request] = sender = self.senders[transport]
-        sender.start(request, where, self.deadlines[request])
-        return {"content": self.pool.content(blocks[where.num_skipped :])}
+        self.by_request[request] = self.senders[transport]
+        return blocks
 
     async def send(
         self,

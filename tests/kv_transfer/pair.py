@@ -87,6 +87,26 @@ class Pair:
         handoff.sending = self.sender.begin("wait", request=handoff.request)
         return number
 
+    def push(self, handoff: HandOff, reserved: Values, deadline_s: float) -> None:
+        """Have the sender begin it and queue all of it, and wait: the receiver has yet to announce it."""
+        peer = {name: reserved[name] for name in ("worker_id", "epoch", "endpoints")}
+        pushed = self.sender.call(
+            "push",
+            request=handoff.request,
+            transport=self.transport,
+            peer=peer,
+            count=handoff.count,
+            deadline_s=deadline_s,
+            seed=next(_numbers),
+        )
+        handoff.content = pushed["content"]
+        handoff.sending = self.sender.begin("wait", request=handoff.request)
+        self.send(handoff, last=True)
+
+    def announce(self, handoff: HandOff) -> None:
+        """Have the receiver tell the sender where it goes."""
+        self.receiver.call("announce", request=handoff.request, sender_id=f"p-{self.transport}")
+
     def start(self, count: int, deadline_s: float) -> HandOff:
         """A hand-off of which no block is queued yet."""
         handoff, reserved = self.expect(count, deadline_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
@@ -51,7 +52,7 @@ async def receive(transport_name: str, blocks: int) -> None:
         lease_s=5.0,
     )
     await receiver.start("127.0.0.1")
-    say(**receiver.expect("r", range(blocks), 0, clock.now() + 20).to_wire())
+    say(**asdict(receiver.expect("r", range(blocks), 0, clock.now() + 20)))
     received = await receiver.wait("r")
     say(kv_bytes=received.proof.kv_bytes, content=checksum([store.data], b""), trailer=received.trailer.decode())
     await asyncio.sleep(60)  # until killed: the last answer must be on its way

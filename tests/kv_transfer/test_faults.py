@@ -184,6 +184,58 @@ def check_stop(pair: Pair, state: str, which: str) -> None:
     pair.check_settled()
 
 
+ALL = pytest.mark.parametrize("transport", ["shm", "tcp", "grpc_stream", "torch_dist"])
+
+
+@ALL
+def test_what_waits_for_its_announcement_when_the_receiver_is_killed(get_pair: GetPair, transport: str) -> None:
+    pair = get_pair(transport)
+    handoff, reserved = pair.expect(4, DEADLINE_S)
+    pair.push(handoff, reserved, 60.0)
+    pair.receiver.kill()
+    pair.failed(pair.sender, handoff.sending, "PeerLost")
+    pair.check_settled()
+
+
+@ALL
+def test_what_was_announced_when_its_sender_is_killed_before_it_begins(get_pair: GetPair, transport: str) -> None:
+    pair = get_pair(transport)
+    handoff, _ = pair.expect(4, 60.0)
+    pair.announce(handoff)
+    pair.sender.kill()
+    pair.failed(pair.receiver, handoff.receiving, "PeerLost")
+    pair.check_settled()
+
+
+@ALL
+@ENDS
+def test_an_end_that_stands_still_past_the_deadline_before_the_announcement(
+    get_pair: GetPair, transport: str, which: str
+) -> None:
+    """Whichever goes on late finds the hand-off over at the other end, and says so at once."""
+    pair = get_pair(transport)
+    victim, other = end_of(pair, which)
+    handoff, reserved = pair.expect(4, DEADLINE_S if which == "sender" else 60.0)
+    if which == "sender":
+        pair.push(handoff, reserved, 60.0)
+        victim.stop()
+        pair.announce(handoff)
+    else:
+        victim.stop()
+        pair.push(handoff, reserved, DEADLINE_S)
+    pair.failed(other, order_of(handoff, other), "TransferTimeout")
+    assert other.call("stats")["free"] == other.num_blocks
+    victim.go_on()
+    if which == "receiver":
+        pair.announce(handoff)
+        told = pair.failed(victim, order_of(handoff, victim), "TransferError", "TransferTimeout", "PeerLost")
+        assert told["late_s"] < 0
+    else:
+        pair.failed(victim, order_of(handoff, victim), "TransferRefused", "TransferTimeout", "PeerLost")
+    time.sleep(0.5)  # in which nobody may write
+    pair.check_settled()
+
+
 @pytest.mark.parametrize(
     ("transport", "state", "which"),
     [

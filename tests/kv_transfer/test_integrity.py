@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
+from msgspec.structs import asdict, replace
 
 from kv_transfer import integrity
 from kv_transfer.base import Buffer, KVLink, Message
 from kv_transfer.integrity import (
     Abort,
     Ack,
+    Announce,
     Blocks,
     Header,
     Hello,
@@ -49,7 +52,7 @@ class RawPeer:
         """One the receiver has welcomed."""
         transport = LoopbackTransport()
         peer = cls(await transport.connect(ends.endpoints[0], 1.0), ends.target.layout)
-        assert await peer.say(Hello("raw", "e1", peer.layout.to_wire(), True, [])) == HelloOk("d", "e1")
+        assert await peer.say(Hello("raw", "e1", peer.layout, True, [])) == HelloOk("d", "e1")
         return peer
 
     async def say(self, header: Header | bytes, payload: bytes = b"") -> Header:
@@ -64,7 +67,7 @@ def blocks(destination: KVDestination, seq: int, first_slot: int, payload: bytes
     header = Blocks(
         nonce=destination.nonce,
         epoch=destination.epoch,
-        request_id="r",
+        attempt_id="r",
         seq=seq,
         first_slot=first_slot,
         num_blocks=len(payload) // 1024,
@@ -75,14 +78,14 @@ def blocks(destination: KVDestination, seq: int, first_slot: int, payload: bytes
         last=False,
         trailer=b"",
     )
-    return replace(header, **changes)
+    return msgspec.structs.replace(header, **changes)
 
 
 ONE, TWO = b"\1" * 1024, b"\2" * 2048
 ATTACKS: dict[str, tuple[str, Callable[[KVDestination], tuple[Blocks, bytes]]]] = {
     "a stale epoch": ("stale_epoch", lambda d: (blocks(d, 2, 2, ONE, epoch="e0"), ONE)),
     "an unknown nonce": ("unknown_nonce", lambda d: (blocks(d, 2, 2, ONE, nonce="0" * 32), ONE)),
-    "another request's id": ("wrong_request", lambda d: (blocks(d, 2, 2, ONE, request_id="other"), ONE)),
+    "another request's id": ("wrong_request", lambda d: (blocks(d, 2, 2, ONE, attempt_id="other"), ONE)),
     "a message twice": ("duplicate", lambda d: (blocks(d, 1, 1, ONE), ONE)),
     "a filled slot": ("duplicate", lambda d: (blocks(d, 2, 1, ONE), ONE)),
     "slots half filled": ("duplicate", lambda d: (blocks(d, 2, 1, TWO), TWO)),
@@ -94,9 +97,14 @@ ATTACKS: dict[str, tuple[str, Callable[[KVDestination], tuple[Blocks, bytes]]]] 
     "too few bytes": ("wrong_size", lambda d: (blocks(d, 2, 2, ONE[1:], num_blocks=1), ONE[1:])),
     "no blocks at all": ("wrong_size", lambda d: (blocks(d, 2, 2, b""), b"")),
     "another content": ("checksum", lambda d: (blocks(d, 2, 2, ONE), b"\0" + ONE[1:])),
-    "another trailer": ("checksum", lambda d: (replace(blocks(d, 2, 2, TWO, last=True), trailer=b"x"), TWO)),
+    "another trailer": (
+        "checksum",
+        lambda d: (msgspec.structs.replace(blocks(d, 2, 2, TWO, last=True), trailer=b"x"), TWO),
+    ),
     "no layer": ("out_of_bounds", lambda d: (blocks(d, 2, 2, b"", num_blocks=1, num_layers=0), b"")),
     "a layer past the end": ("out_of_bounds", lambda d: (blocks(d, 2, 2, ONE, first_layer=1), ONE)),
+    "layers far away": ("out_of_bounds", lambda d: (blocks(d, 2, 2, ONE, first_layer=2**32 - 1), ONE)),
+    "layers without end": ("out_of_bounds", lambda d: (blocks(d, 2, 2, ONE, num_layers=2**32 - 1), ONE)),
     "half the layers, all the bytes": ("wrong_size", lambda d: (blocks(d, 2, 2, ONE, num_layers=1), ONE)),
     "a layer that is there": (
         "duplicate",
@@ -184,11 +192,18 @@ RIGHT = Blocks("n", "e", "r", 1, 0, 1, 0, 2, 0, 0, False, b"")
 
 
 def packed(**changes: object) -> bytes:
-    """The header `RIGHT` with ``changes`` (... removes a field)."""
-    values = msgpack.unpackb(encode(RIGHT)) | changes
-    data: bytes = msgpack.packb({name: value for name, value in values.items() if value is not ...})
-    return data
+    """The header `RIGHT` with ``changes`` by field: ... removes one, and a name it does not have adds one."""
+    values = dict(zip(RIGHT.__struct_fields__, msgspec.structs.astuple(RIGHT), strict=True)) | changes
+    return msgspec.msgpack.encode(["Blocks", *(value for value in values.values() if value is not ...)])
 
+
+def named(name: str) -> bytes:
+    """The fields of `RIGHT` under another name."""
+    return msgspec.msgpack.encode([name, *msgspec.structs.astuple(RIGHT)])
+
+
+NOT_TEXT = [each.replace("\xe4".encode(), b"\xff\xff") for each in (packed(nonce="\xe4"), named("\xe4"))]
+"""Strings that are no UTF-8."""
 
 MALFORMED = [
     b"",
@@ -196,59 +211,130 @@ MALFORMED = [
     b"\x80\x04N.",
     b"\x81",
     b"\x91" * 5000,
-    msgpack.packb([1]),
-    msgpack.packb({}),
-    msgpack.packb({"type": 1}),
-    msgpack.packb({"type": "exec"}),
-    msgpack.packb({1: 2}),
+    b"\xdd\xff\xff\xff\xff",
+    msgspec.msgpack.encode(1),
+    msgspec.msgpack.encode("Probe"),
+    msgspec.msgpack.encode([]),
+    msgspec.msgpack.encode([1]),
+    msgspec.msgpack.encode([["Probe"]]),
+    msgspec.msgpack.encode(["exec"]),
+    msgspec.msgpack.encode(["probe"]),
+    msgspec.msgpack.encode({}),
+    msgspec.msgpack.encode({"type": "Probe"}),
+    msgspec.msgpack.encode({"type": "Blocks", **msgspec.structs.asdict(RIGHT)}),
+    msgspec.msgpack.encode(["Probe", None]),
+    named("exec"),
+    named("Ack"),
+    named("x" * 10_000),
     encode(RIGHT) + b"\0",
+    encode(RIGHT) + encode(RIGHT),
     encode(RIGHT)[:-1],
     packed(seq=...),
+    packed(trailer=...),
     packed(more=1),
     packed(seq="1"),
     packed(seq=-1),
+    packed(seq=2**32),
     packed(seq=2**40),
     packed(seq=True),
     packed(seq=1.0),
+    packed(first_slot=2**32),
+    packed(first_layer=2**32),
+    packed(num_layers=2**32),
+    packed(num_blocks=2**32),
+    packed(num_blocks=[]),
+    packed(export_us=2**48),
+    packed(checksum=-1),
+    packed(checksum=msgspec.msgpack.Ext(4, b"x")),
     packed(last=1),
     packed(nonce=b"n"),
     packed(nonce="n" * 65),
-    packed(request_id=None),
+    packed(epoch="e" * 257),
+    packed(attempt_id=None),
+    packed(attempt_id="r" * 513),
     packed(trailer="t"),
     packed(trailer=bytes(4097)),
-    packed(checksum=msgpack.ExtType(4, b"x")),
-    packed(num_blocks=[]),
+    *NOT_TEXT,
+    encode(Ack("n" * 65, 1)),
+    encode(Announce("r", "n", 1, -1)),
+    encode(Announce("r", "n", 2**32, 0)),
+    encode(Announce("r" * 513, "n", 1, 0)),
+    encode(Refused("n", 1, "k" * 65, "m")),
+    encode(Refused("n", 1, "k", "m" * 8193)),
+    encode(Abort("n", "k", "m" * 8193)),
+    encode(Probed(2**48)),
+    encode(HelloOk("d" * 257, "e")),
 ]
 
 
 @pytest.mark.parametrize("header", MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_headers_are_refused(header: bytes) -> None:
-    with pytest.raises(TransferRefused, match="malformed header"):
+    with pytest.raises(TransferRefused, match=r"^malformed header: ") as refused:
         decode(header)
+    assert len(str(refused.value)) < 300
 
 
 LAYOUT = KVLayout("m", "bfloat16", 4, 2, 2, 8)
+RIGHT_LAYOUT = replace(LAYOUT, model_hash="model", dtype="float32")  # the receivers'
+HEADERS: list[Header] = [
+    Hello("p", "e", LAYOUT, True, [2, 7]), HelloOk("d", "e"), Probe(), Probed(2**48 - 1), Announce("r", "n", 9, 2),
+    Open("n", "e", "r"), RIGHT, Blocks("n", "e", "r", 7, 2**32 - 1, 3, 1, 1, 2**64 - 1, 9, True, bytes(4096)),
+    Ack("n", 0), Refused("", 0, "K", "m"), Abort("n", "K", "m"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "header",
-    [Hello("p", "e", LAYOUT.to_wire(), True, [2, 7]), HelloOk("d", "e"), Open("n", "e", "r"), RIGHT, Ack("n", 0),
-     Refused("", 0, "K", "m"), Abort("n", "K", "m")],
-)  # fmt: skip
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: type(header).__name__)
 def test_every_header_survives_the_wire(header: Header) -> None:
     assert decode(encode(header)) == header
 
 
-@pytest.mark.parametrize("change", [{"dtype": "int3"}, {"head_dim": "8"}, {"more": 1}, {"block_size": -1}])
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: type(header).__name__)
+def test_bytes_changed_on_the_way_are_a_header_or_refused(header: Header) -> None:
+    """Nothing else is ever raised."""
+    draw, right = random.Random(7), encode(header)
+    for _ in range(2000):
+        data = bytearray(right)
+        for _ in range(draw.randint(1, 3)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        with contextlib.suppress(TransferRefused):
+            decode(bytes(data[: draw.randint(1, len(data))] if draw.random() < 0.2 else data))
+
+
+def hello(layout: object = LAYOUT, eos_token_ids: object = (), epoch: str = "e1") -> bytes:
+    """The bytes of a hello, whatever its parts are."""
+    return msgspec.msgpack.encode(["Hello", "p", epoch, layout, True, eos_token_ids])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_hash": 1}, {"dtype": None}, {"head_dim": "8"}, {"head_dim": 8.0}, {"block_size": True},
+     {"num_layers": ...}, {"more": 1}],
+    ids=str,
+)  # fmt: skip
 def test_a_malformed_layout_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(TransferRefused, match=r"hello\.layout"):
-        decode(encode(Hello("p", "e", LAYOUT.to_wire() | change, True, [])))
+    layout = {name: value for name, value in (asdict(LAYOUT) | change).items() if value is not ...}
+    with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[3\]"):
+        decode(hello(layout))
+
+
+@pytest.mark.parametrize("layout", [None, 1, "m", ["m", "bfloat16", 4, 2, 2, 8], {}], ids=str)
+def test_what_is_no_layout_is_refused(layout: object) -> None:
+    with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[3\]"):
+        decode(hello(layout))
+
+
+def test_nesting_without_end_is_refused() -> None:
+    """Also where something might be skipped."""
+    layout = msgspec.msgpack.encode(LAYOUT)
+    nested = bytes([layout[0] + 1]) + layout[1:] + b"\xa4more" + b"\x91" * 10_000 + b"\xc0"
+    with pytest.raises(TransferRefused, match=r"^malformed header: "):
+        decode(hello(msgspec.Raw(nested)))
 
 
 @pytest.mark.parametrize("ids", ["7", [-1], [2**32], [True], ["7"], [1.0], list(range(1025))], ids=str)
 def test_malformed_end_ids_are_refused(ids: Any) -> None:
-    with pytest.raises(TransferRefused, match=r"hello\.eos_token_ids"):
-        decode(encode(Hello("p", "e", LAYOUT.to_wire(), True, ids)))
+    with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[5\]"):
+        decode(hello(eos_token_ids=ids))
 
 
 async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:
@@ -262,18 +348,22 @@ async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:
 async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     peer = await RawPeer.meet(ends)
-    for header in (b"junk", encode(HelloOk("d", "e1")), encode(Ack("n", 1)), encode(Hello("p", "e1", {}, True, []))):
+    misplaced: list[Header] = [HelloOk("d", "e1"), Ack("n", 1), Announce("r", "n", 1, 0), Probed(1)]
+    headers = [b"junk", *map(encode, misplaced), hello({}), packed(nonce="n" * 65), *NOT_TEXT]
+    for header in headers:
         assert isinstance(await peer.say(header, ONE), Refused)
-    assert ends.receiver.refused == {"malformed": 4}
+    assert ends.receiver.refused == {"malformed": len(headers)}
     destination = ends.receiver.expect("r", [1], 0, ends.in_s(5))
     assert await peer.say(blocks(destination, 1, 0, ONE, last=True), ONE) == Ack(destination.nonce, 1)
 
 
 @pytest.mark.parametrize(
     ("first", "reason"),
-    [(b"junk", "malformed"), (encode(Open("n", "e1", "r")), "malformed"),
-     (encode(Hello("p", "e0", LAYOUT.to_wire(), True, [])), "stale_epoch"),
-     (encode(Hello("p", "e1", LAYOUT.to_wire(), True, [])), "layout")],
+    [(b"junk", "malformed"), (encode(Open("n", "e1", "r")), "malformed"), (hello({}), "malformed"),
+     *[(each, "malformed") for each in NOT_TEXT], (hello(epoch="e0"), "stale_epoch"), (hello(), "layout"),
+     (hello(replace(RIGHT_LAYOUT, dtype="int3")), "layout"), (hello(replace(RIGHT_LAYOUT, block_size=-1)), "layout"),
+     (hello(RIGHT_LAYOUT, [7]), "layout")],
+    ids=range(10),
 )  # fmt: skip
 async def test_nothing_but_a_right_hello_opens_a_link(make_ends: MakeEnds, first: bytes, reason: str) -> None:
     ends = await make_ends()

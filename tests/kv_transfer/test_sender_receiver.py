@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
+import kv_transfer.receiver
+import kv_transfer.send_link
+import kv_transfer.sender
 from kv_transfer.factory import create_transport
 from kv_transfer.handoff_over import HandoffOver
 from kv_transfer.memory_store import MemoryStore
@@ -23,6 +27,7 @@ from pdserve.core.errors import (
     TransferError,
     TransferRefused,
     TransferTimeout,
+    WorkerLost,
 )
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
@@ -430,6 +435,536 @@ async def test_the_planted_delay_comes_before_the_last_block_counts(make_ends: M
     assert sent.span_ms >= 200
 
 
+# --- announced hand-offs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_blocks_that_are_queued_wait_for_the_announcement(make_ends: MakeEnds, transport: str) -> None:
+    ends = await make_ends(transport)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.sender.push("r", ends.peer, 4, ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [5, 6])
+    ends.sender.send_blocks("r", 2, [7, 8], last=True, trailer=b"token 1")
+    await asyncio.sleep(0.05)
+    assert ends.sender.status("r") is TransferStatus.WAITING
+    target_ids = [40, 3, 17, 18]
+    ends.receiver.expect("r", target_ids, 0, ends.in_s(20))
+    await asyncio.sleep(0.05)  # it is not told yet
+    assert (ends.sender.status("r"), ends.receiver.status("r")) == ("waiting", "bootstrapping")
+    ends.receiver.announce("r", "p")
+    received, sent = await both(ends, "r")
+    assert ends.blocks_of(ends.target, target_ids) == ends.blocks_of(ends.source, [5, 6, 7, 8])
+    assert (received.proof.kv_bytes, received.trailer) == (4096, b"token 1")
+    assert (sent.bytes, sent.messages, sent.transport) == (4096, received.proof.messages, transport)
+    assert ends.receiver.refused == {}
+    check_nothing_left(ends)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("linked", [True, False])
+async def test_an_announcement_that_comes_before_its_hand_off_is_kept(
+    make_ends: MakeEnds, transport: str, linked: bool
+) -> None:
+    """Without a link it is made when the hand-off begins, and the announcement comes over it while it is measured."""
+    ends = await make_ends(transport)
+    if linked:
+        await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.receiver.expect("r", [10, 11, 12], 0, ends.in_s(20))
+    ends.receiver.announce("r", "p")
+    if linked:
+        await until(lambda: "r" in ends.sender._peers["d"]._announced)
+    ends.sender.push("r", ends.peer, 3, ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [1, 2, 3], last=True)
+    await both(ends, "r")
+    assert ends.blocks_of(ends.target, [10, 11, 12]) == ends.blocks_of(ends.source, [1, 2, 3])
+    check_nothing_left(ends)
+
+
+async def test_an_announcement_after_the_hand_off_and_before_its_link(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    ends.sender.push("r", ends.peer, 3, ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [1, 2, 3], last=True)
+    assert ends.sender.status("r") is TransferStatus.BOOTSTRAPPING
+    ends.receiver.expect("r", [10, 11, 12], 0, ends.in_s(20))
+    ends.receiver.announce("r", "p")
+    await both(ends, "r")
+    assert ends.blocks_of(ends.target, [10, 11, 12]) == ends.blocks_of(ends.source, [1, 2, 3])
+    check_nothing_left(ends)
+
+
+async def test_an_announcement_amid_the_blocks(make_ends: MakeEnds, layout: KVLayout) -> None:
+    """Layer by layer, of slots some of which are skipped."""
+    ends = await make_ends()
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.sender.push("r", ends.peer, 5, ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [5, 6, 7], range(1))
+    ends.receiver.expect("r", [10, 11, 12, 13, 14], 1, ends.in_s(20))
+    ends.receiver.announce("r", "p")
+    await until(lambda: ends.receiver.status("r") is TransferStatus.TRANSFERRING)
+    ends.sender.send_blocks("r", 0, [5, 6, 7], range(1, 2))
+    ends.sender.send_blocks("r", 3, [8, 9], last=True)
+    received, sent = await both(ends, "r")
+    assert received.proof.kv_bytes == sent.bytes == 4 * layout.block_bytes
+    assert ends.blocks_of(ends.target, [11, 12, 13, 14]) == ends.blocks_of(ends.source, [6, 7, 8, 9])
+    assert not any(ends.target.data[10 * 1024 : 11 * 1024])
+
+
+@pytest.mark.parametrize("skipped", [1, 2, 3, 5])
+async def test_skipped_blocks_are_not_sent_if_they_were_queued_before_the_announcement(
+    make_ends: MakeEnds, layout: KVLayout, skipped: int
+) -> None:
+    ends = await make_ends()
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.sender.push("r", ends.peer, 5, ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [0, 1, 2])
+    ends.sender.send_blocks("r", 3, [3, 4], last=True, trailer=b"t")
+    ends.receiver.expect("r", [10, 11, 12, 13, 14], skipped, ends.in_s(20))
+    ends.receiver.announce("r", "p")
+    received, sent = await both(ends, "r")
+    expected = layout.expected_bytes(5 * layout.block_size, blocks_skipped=skipped)
+    assert received.proof.kv_bytes == sent.bytes == expected
+    assert (received.proof.blocks_skipped, received.trailer) == (skipped, b"t")
+    assert not any(ends.target.data[10 * 1024 : (10 + skipped) * 1024])
+    rest = range(skipped, 5)
+    assert ends.blocks_of(ends.target, [10 + i for i in rest]) == ends.blocks_of(ends.source, list(rest))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_announcements_and_hand_offs_in_any_order(make_ends: MakeEnds, transport: str) -> None:
+    ends = await make_ends(transport, message_bytes=1024)
+    draw = random.Random(11)
+
+    async def send(name: str, blocks: list[int]) -> None:
+        await asyncio.sleep(draw.random() * 0.1)
+        ends.sender.push(name, ends.peer, 3, ends.in_s(20))
+        for slot, block in enumerate(blocks):
+            ends.sender.send_blocks(name, slot, [block], last=slot == 2, trailer=name.encode() * (slot == 2))
+            await asyncio.sleep(draw.random() * 0.02)
+        await ends.sender.wait(name)
+
+    async def receive(name: str, blocks: list[int]) -> None:
+        await asyncio.sleep(draw.random() * 0.1)
+        ends.receiver.expect(name, blocks, 0, ends.in_s(20))
+        ends.receiver.announce(name, "p")
+        assert (await ends.receiver.wait(name)).trailer == name.encode()
+
+    ids = draw.sample(range(64), 60)
+    async with asyncio.timeout(30):
+        await asyncio.gather(
+            *(work(f"r{i}", ids[i : i + 3]) for i in range(0, 60, 3) for work in (send, receive)),
+        )
+    assert ends.blocks_of(ends.target, sorted(ids)) == ends.blocks_of(ends.source, sorted(ids))
+    check_nothing_left(ends)
+
+
+async def test_a_receiver_that_has_no_room_yet_is_not_taken_for_silent(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=1.0)
+    ends.sender.push("r", ends.peer, 2, ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [1, 2])
+    await asyncio.sleep(1.5)
+    assert ends.sender.status("r") is TransferStatus.WAITING
+    ends.receiver.expect("r", [3, 4], 0, ends.in_s(20))
+    ends.receiver.announce("r", "p")
+    await until(lambda: ends.receiver.status("r") is TransferStatus.TRANSFERRING)
+    await asyncio.sleep(1.5)  # from now on both ends are heard of
+    ends.sender.send_blocks("r", 2, [], last=True)
+    await both(ends, "r")
+
+
+async def test_a_receiver_that_is_silent_after_its_announcement_is_given_up(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=0.3)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.sender.push("r", ends.peer, 2, ends.in_s(20))
+    ends.receiver.expect("r", [3, 4], 0, ends.in_s(20))
+    ends.receiver.announce("r", "p")
+    await until(lambda: ends.receiver.status("r") is TransferStatus.WAITING)
+    (source,) = ends.receiver._links.values()
+
+    async def say_nothing(header: object) -> None:
+        await asyncio.sleep(30)
+
+    source.tell = say_nothing
+    async with asyncio.timeout(10):
+        with pytest.raises(TransferTimeout, match=r"silent for 0\.3 s"):
+            await ends.sender.wait("r")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_what_was_announced_over_a_link_that_is_lost_fails_at_once(make_ends: MakeEnds, begun: bool) -> None:
+    """Whether the sender has heard of it or not. What is announced later waits for the next link."""
+    ends = await make_ends(lease_s=30.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    if begun:
+        await until(lambda: "r" in ends.sender._peers["d"]._announced)
+        ends.sender.push("r", ends.peer, 2, ends.in_s(30))
+    await ends.sender._peers["d"]._link.aclose()
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost, match="the sender of r was lost: "):
+            await ends.receiver.wait("r")
+        if begun:
+            with pytest.raises(PeerLost):
+                await ends.sender.wait("r")
+    await until(lambda: ends.sender.links() == ())
+    ends.receiver.expect("next", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("next", "p")
+    ends.sender.push("next", ends.peer, 2, ends.in_s(30))
+    ends.sender.send_blocks("next", 0, [1, 2], last=True)
+    await both(ends, "next")
+    assert ends.blocks_of(ends.target, [10, 11]) == ends.blocks_of(ends.source, [1, 2])
+    check_nothing_left(ends)
+
+
+async def test_a_sender_that_makes_no_link_in_time_is_lost(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_transfer.receiver, "LINK_TIMEOUT_S", 1.0)
+    ends = await make_ends(lease_s=30.0)
+    for name, sender_id in (("early", "p"), ("late", "p2"), ("given up", "p3")):
+        ends.receiver.expect(name, [len(name), len(name) + 20], 0, ends.in_s(30))
+        ends.receiver.announce(name, sender_id)
+    await ends.receiver.abort("given up")
+    ends.sender.push("early", ends.peer, 2, ends.in_s(30))
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost, match="there is no KV link from p2"):
+            await ends.receiver.wait("late")
+    assert ends.receiver.status("early") is TransferStatus.WAITING
+    ends.sender.send_blocks("early", 0, [1, 2], last=True)
+    await both(ends, "early")
+    check_nothing_left(ends)
+
+
+async def test_an_old_link_that_ends_late_takes_nothing_along(make_ends: MakeEnds) -> None:
+    """It was announced over the dead link, and again over the one that took its place."""
+    ends, old = await make_ends(lease_s=30.0), await make_ends()
+    await old.sender.connect("d", "e1", ends.endpoints)
+    ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    await until(lambda: "r" in old.sender._peers["d"]._announced)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    await old.sender.aclose()
+    await until(lambda: len(ends.receiver._tasks) == 2)  # accepting, and serving the new link
+    ends.sender.push("r", ends.peer, 2, ends.in_s(30))
+    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    await both(ends, "r")
+    check_nothing_left(ends)
+
+
+async def test_of_two_links_the_newest_is_told(make_ends: MakeEnds) -> None:
+    """The worker has begun anew, and the receiver has not noticed that its old link is dead. Once it does, the new one
+    is still known."""
+    ends, old = await make_ends(), await make_ends()
+    await old.sender.connect("d", "e1", ends.endpoints)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+
+    async def pass_one(name: str) -> None:
+        ends.receiver.expect(name, [10, 11], 0, ends.in_s(20))
+        ends.receiver.announce(name, "p")
+        await until(lambda: name in ends.sender._peers["d"]._announced)
+        ends.sender.push(name, ends.peer, 2, ends.in_s(20))
+        ends.sender.send_blocks(name, 0, [1, 2], last=True)
+        await both(ends, name)
+
+    await pass_one("r")
+    assert not old.sender._peers["d"]._announced
+    await old.sender.aclose()
+    await until(lambda: len(ends.receiver._tasks) == 2)  # accepting, and serving the new link
+    await pass_one("after")
+    assert ends.blocks_of(ends.target, [10, 11]) == ends.blocks_of(ends.source, [1, 2])
+    check_nothing_left(ends)
+
+
+async def test_a_hand_off_is_announced_to_its_own_sender_alone(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.receiver.expect("r", [10], 0, ends.in_s(20))
+    ends.receiver.announce("r", "another")
+    ends.sender.push("r", ends.peer, 1, ends.in_s(0.3))
+    ends.sender.send_blocks("r", 0, [1], last=True)
+    with pytest.raises(TransferTimeout):
+        await ends.sender.wait("r")
+    assert ends.receiver.status("r") is TransferStatus.BOOTSTRAPPING
+
+
+OVER: dict[str, Callable[[Any], Awaitable[None]]] = {}
+
+
+def over(how: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    """One of the ways in which "r" can be over at the sender."""
+    OVER[how.__name__] = how
+    return how
+
+
+@over
+async def aborted(ends: Any) -> None:
+    """Given up."""
+    ends.sender.push("r", ends.peer, 2, ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    await ends.sender.abort("r")
+
+
+@over
+async def failed(ends: Any) -> None:
+    """Its owner had to end it."""
+    ends.sender.push("r", ends.peer, 2, ends.in_s(20))
+    ends.sender.fail("r", WorkerLost("the engine is gone"))
+    with pytest.raises(WorkerLost):
+        await ends.sender.wait("r")
+
+
+@over
+async def expired(ends: Any) -> None:
+    """Its deadline has passed."""
+    ends.sender.push("r", ends.peer, 2, ends.in_s(0.05))
+    with pytest.raises(TransferTimeout, match="deadline"):
+        await ends.sender.wait("r")
+
+
+@pytest.mark.parametrize("how", OVER)
+@pytest.mark.parametrize("linked", ["before", "meanwhile", "later"])
+async def test_an_announcement_of_what_is_over_at_the_sender_fails_the_receiver_at_once(
+    make_ends: MakeEnds, how: str, linked: str
+) -> None:
+    """Linked before the hand-off began, or by it (it is over before there is a link), or anew by the next one."""
+    ends = await make_ends(lease_s=30.0)
+    if linked == "before":
+        await ends.sender.connect("d", "e1", ends.endpoints)
+    await OVER[how](ends)
+    if linked == "later":
+        await until(lambda: bool(ends.sender.links()))
+        await ends.sender._peers["d"]._link.aclose()
+        await until(lambda: not ends.sender.links() and not ends.receiver._links)
+    ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    if linked == "later":
+        await ends.sender.connect("d", "e1", ends.endpoints)
+    async with asyncio.timeout(10):
+        with pytest.raises(TransferError, match="the sender of r gave up: ") as told:
+            await ends.receiver.wait("r")
+    assert type(told.value) in (TransferError, TransferTimeout)
+    check_nothing_left(ends)
+    await check_works(ends, "next")
+    assert not any(ends.target.data[10 * 1024 : 12 * 1024])
+
+
+async def test_an_announcement_of_what_was_given_up_while_its_link_is_made(make_ends: MakeEnds) -> None:
+    """It is heard before the link is known to the sender's other half."""
+    ends = await make_ends(lease_s=30.0)
+    ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    ends.sender.push("r", ends.peer, 2, ends.in_s(20))
+    await until(lambda: bool(ends.receiver._links))  # the receiver has greeted it, and tells it now
+    assert ends.sender.links() == ()
+    await ends.sender.abort("r")
+    async with asyncio.timeout(10):
+        with pytest.raises(TransferError, match="the sender of r gave up: "):
+            await ends.receiver.wait("r")
+    await check_works(ends, "next")
+    check_nothing_left(ends)
+
+
+async def test_a_hand_off_given_up_at_the_receiver_before_the_sender_begins_it(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=30.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    await until(lambda: "r" in ends.sender._peers["d"]._announced)
+    await ends.receiver.abort("r")
+    ends.receiver.expect("other", [10, 11], 0, ends.in_s(30))  # the same blocks, somebody else's now
+    ends.sender.push("r", ends.peer, 2, ends.in_s(30))
+    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    async with asyncio.timeout(10):
+        with pytest.raises(TransferRefused, match=r"r is not expected \(any more\)"):
+            await ends.sender.wait("r")
+    assert not any(ends.target.data)
+    assert ends.receiver.status("other") is TransferStatus.BOOTSTRAPPING
+    await ends.receiver.abort("other")
+    check_nothing_left(ends)
+    await check_works(ends, "next")
+
+
+async def test_a_hand_off_given_up_at_the_receiver_right_after_its_announcement(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=30.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.sender.push("r", ends.peer, 2, ends.in_s(30))
+    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    await ends.receiver.abort("r")
+    async with asyncio.timeout(10):
+        with pytest.raises(TransferRefused, match=r"r is not expected \(any more\)"):
+            await ends.sender.wait("r")
+    assert not any(ends.target.data)
+    check_nothing_left(ends)
+
+
+@pytest.mark.parametrize("wanted", [1, 3])
+@pytest.mark.parametrize("first", ["push", "announcement"])
+async def test_another_number_of_blocks_is_refused_at_both_ends(make_ends: MakeEnds, wanted: int, first: str) -> None:
+    ends = await make_ends(lease_s=30.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+
+    def push() -> None:
+        ends.sender.push("r", ends.peer, 2, ends.in_s(30))
+        ends.sender.send_blocks("r", 0, [1, 2], last=True)
+
+    if first == "push":
+        push()
+    ends.receiver.expect("r", list(range(10, 10 + wanted)), 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    if first == "announcement":
+        await until(lambda: "r" in ends.sender._peers["d"]._announced)
+        push()
+    why = f"d wants {wanted} blocks of r less 0; 2 are to be sent"
+    async with asyncio.timeout(10):
+        with pytest.raises(TransferRefused, match=f"^{why}"):
+            await ends.sender.wait("r")
+        with pytest.raises(TransferRefused, match=f"^the sender of r gave up: {why}"):
+            await ends.receiver.wait("r")
+    assert not any(ends.target.data)
+    check_nothing_left(ends)
+    await check_works(ends, "next")
+
+
+@pytest.mark.parametrize("linked", [True, False])
+async def test_a_deadline_that_passes_without_an_announcement(make_ends: MakeEnds, linked: bool) -> None:
+    ends = await make_ends(lease_s=30.0)
+    if linked:
+        await ends.sender.connect("d", "e1", ends.endpoints)
+    start = time.monotonic()
+    ends.sender.push("r", ends.peer, 2, ends.in_s(0.3))
+    ends.sender.send_blocks("r", 0, [1, 2], last=True)
+    with pytest.raises(TransferTimeout, match=r"^KV of r is not handed over and its deadline passed"):
+        await ends.sender.wait("r")
+    assert 0.25 < time.monotonic() - start < 8
+    check_nothing_left(ends)
+    ends.receiver.expect("s", [1, 2], 0, ends.in_s(0.3))
+    ends.receiver.announce("s", "nobody")
+    with pytest.raises(TransferTimeout, match=r"^KV of s is incomplete and its deadline passed"):
+        await ends.receiver.wait("s")
+    check_nothing_left(ends)
+    await check_works(ends, "next")
+
+
+async def test_a_sender_that_never_begins_loses_its_lease(make_ends: MakeEnds) -> None:
+    """Its link lives, and other hand-offs over it; what was announced is not begun."""
+    ends = await make_ends(lease_s=1.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
+    ends.receiver.announce("r", "p")
+    await check_works(ends, "other")
+    async with asyncio.timeout(10):
+        with pytest.raises(TransferTimeout, match=r"^KV of r is incomplete and the peer was silent for 1 s"):
+            await ends.receiver.wait("r")
+    ends.sender.push("r", ends.peer, 2, ends.in_s(30))
+    with pytest.raises(TransferRefused, match="not expected"):
+        await ends.sender.wait("r")
+    check_nothing_left(ends)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_link_that_is_lost_fails_what_waits_for_its_announcement(make_ends: MakeEnds, transport: str) -> None:
+    ends = await make_ends(transport, lease_s=30.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    for name in ("a", "b"):
+        ends.sender.push(name, ends.peer, 2, ends.in_s(30))
+        ends.sender.send_blocks(name, 0, [1, 2])
+    await ends.sender._peers["d"]._link.aclose()
+    async with asyncio.timeout(10):
+        for name in ("a", "b"):
+            with pytest.raises(PeerLost, match="the KV link to d was lost"):
+                await ends.sender.wait(name)
+    check_nothing_left(ends)
+    await check_works(ends, "next")
+
+
+@pytest.mark.parametrize("closing", ["sender", "receiver"])
+async def test_closing_either_end_fails_what_waits_for_its_announcement(make_ends: MakeEnds, closing: str) -> None:
+    ends = await make_ends(lease_s=30.0)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    ends.sender.push("linked", ends.peer, 2, ends.in_s(30))
+    ends.receiver.expect("expected", [1], 0, ends.in_s(30))
+    ends.receiver.announce("expected", "nobody")
+    await getattr(ends, closing).aclose()
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost):
+            await ends.sender.wait("linked")
+        if closing == "receiver":
+            with pytest.raises(PeerLost):
+                await ends.receiver.wait("expected")
+        else:
+            await ends.receiver.abort("expected")
+    check_nothing_left(ends)
+
+
+async def test_nobody_listens_where_a_hand_off_is_to_be_announced(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=30.0)
+    await ends.receiver.aclose()
+    await ends.receiving_transport.aclose()
+    ends.sender.push("r", ends.peer, 1, ends.in_s(30))
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost):
+            await ends.sender.wait("r")
+    check_nothing_left(ends)
+
+
+async def test_aborting_what_waits_for_its_announcement_leaves_the_link_alone(make_ends: MakeEnds) -> None:
+    ends = await make_ends(lease_s=30.0)
+    await reach(ends, "transferring")
+    ends.sender.push("waiting", ends.peer, 2, ends.in_s(30))
+    ends.sender.send_blocks("waiting", 0, [7, 8], last=True)
+    start = time.monotonic()
+    await ends.sender.abort("waiting")
+    assert time.monotonic() - start < 5
+    with pytest.raises(HandoffOver):
+        ends.sender.status("waiting")
+    ends.sender.send_blocks("r", 2, [2, 3], last=True)
+    await both(ends, "r")
+    check_nothing_left(ends)
+
+
+async def test_announcements_of_what_never_begins_are_bounded(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_transfer.send_link, "_MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(kv_transfer.sender, "_REMEMBERED", 3)
+    ends = await make_ends()
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    for i in range(5):
+        ends.receiver.expect(f"r{i}", [i], 0, ends.in_s(20))
+        ends.receiver.announce(f"r{i}", "p")
+    await until(lambda: "r4" in ends.sender._peers["d"]._announced)
+    assert list(ends.sender._peers["d"]._announced) == ["r2", "r3", "r4"]
+    for i in (2, 3, 4):
+        ends.sender.push(f"r{i}", ends.peer, 1, ends.in_s(20))
+        ends.sender.send_blocks(f"r{i}", 0, [i], last=True)
+        await both(ends, f"r{i}")
+    for i in range(5):
+        ends.sender.push(f"s{i}", ends.peer, 1, ends.in_s(20))
+        await ends.sender.abort(f"s{i}")
+    assert list(ends.sender._over) == ["s2", "s3", "s4"]
+    for i in (0, 1):
+        await ends.receiver.abort(f"r{i}")
+    check_nothing_left(ends)
+
+
+async def test_bad_arguments_of_announced_hand_offs(make_ends: MakeEnds) -> None:
+    ends = await make_ends()
+    with pytest.raises(HandoffOver, match="not expected"):
+        ends.receiver.announce("r", "p")
+    ends.sender.push("r", ends.peer, 2, ends.in_s(5))
+    with pytest.raises(ValueError, match="already"):
+        ends.sender.push("r", ends.peer, 2, ends.in_s(5))
+    with pytest.raises(ValueError, match="already"):
+        ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
+    for first, ids in ((1, [1, 2]), (-1, [1])):
+        with pytest.raises(ValueError, match="slots"):
+            ends.sender.send_blocks("r", first, ids)
+    with pytest.raises(ValueError, match="blocks outside a pool of 64"):
+        ends.sender.send_blocks("r", 0, [64])
+
+
 async def test_bad_arguments(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     for ids, skipped in (([1, 1], 0), ([1, 64], 0), ([1, -1], 0), ([1, 2], 3), ([1, 2], -1)):
@@ -485,12 +1020,26 @@ async def reach(ends: Any, state: str) -> None:
     await until(lambda: ends.receiver.status("r") == state)
 
 
-async def check_works(ends: Any) -> None:
+async def both(ends: Any, name: str) -> Any:
+    """A hand-off's account from the receiver and from the sender."""
+    async with asyncio.timeout(20):
+        return await asyncio.gather(ends.receiver.wait(name), ends.sender.wait(name))
+
+
+def check_nothing_left(ends: Any) -> None:
+    """Neither end keeps anything of a hand-off that is over."""
+    sender, receiver = ends.sender, ends.receiver
+    left = [sender._handoffs, sender._leases, receiver._by_request, receiver._by_nonce, receiver._leases]
+    for peer in sender._peers.values():
+        left += [peer._handoffs, peer._unbound, peer._announced]
+    assert not any(left), left
+
+
+async def check_works(ends: Any, name: str = "r") -> None:
     """A whole hand-off still passes, with the request id and blocks of before."""
-    ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(10)), ends.in_s(10))
-    ends.sender.send_blocks("r", 0, [30, 31], last=True)
-    async with asyncio.timeout(30):
-        await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    ends.sender.start(name, ends.receiver.expect(name, [1, 2], 0, ends.in_s(10)), ends.in_s(10))
+    ends.sender.send_blocks(name, 0, [30, 31], last=True)
+    await both(ends, name)
     assert ends.blocks_of(ends.target, [1, 2]) == ends.blocks_of(ends.source, [30, 31])
 
 

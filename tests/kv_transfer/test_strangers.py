@@ -24,9 +24,9 @@ from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import Hello, Open, encode
 from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receive_link import ReceiveLink
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.source import Source
 from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
@@ -148,7 +148,7 @@ async def test_silent_peers_are_hung_up_on_within_seconds() -> None:
     await asyncio.gather(*(silent(name) for name in names))
 
 
-HELLO = encode(Hello("p", "e", LAYOUT.to_wire(), True, []))
+HELLO = encode(Hello("p", "e", LAYOUT, True, []))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -264,7 +264,7 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-KEPT = (KVLink, SocketStream, Source, Stranger)
+KEPT = (KVLink, SocketStream, ReceiveLink, Stranger)
 
 
 @pytest.mark.usefixtures("no_collection")

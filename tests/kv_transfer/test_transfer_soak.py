@@ -35,6 +35,8 @@ FAULTS = (
     *[f"{what} {role}" for what in ("kill", "stop", "cut", "abort") for role in ("sender", "receiver")],
     *["corrupt", "duplicate", "expire"],
 )
+ORDERS = ("told", "pushed, announced", "announced, pushed")
+"""Whether the sender is told at its start where a hand-off goes, or by the receiver over their link."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,6 +53,7 @@ class Draw:
     fault: str
     deadline_s: float
     pause_s: float
+    order: str
 
 
 def draws(seed: int, count: int) -> Iterator[Draw]:
@@ -69,6 +72,7 @@ def draws(seed: int, count: int) -> Iterator[Draw]:
             fault,
             0.02 if fault == "expire" else draw.choice(DEADLINES_S),
             draw.random() * 0.02,
+            draw.choice(ORDERS),
         )
 
 
@@ -129,14 +133,11 @@ class Churn:
         try:
             if hand_off.fault in ("corrupt", "duplicate"):
                 sender.call("tamper", transport=hand_off.transport, plan=[hand_off.fault])
-            start = sender.begin(
-                "start",
-                request=request,
-                transport=hand_off.transport,
-                destination=reserved,
-                deadline_s=hand_off.deadline_s,
-                seed=hand_off.number,
-            )
+            if hand_off.order == "announced, pushed":
+                self._announce(hand_off, request, receiver)
+            start = self._begin(hand_off, request, sender, reserved)
+            if hand_off.order == "pushed, announced":
+                self._announce(hand_off, request, receiver)
             sending = sender.begin("wait", request=request)
             for order in _orders(hand_off):
                 sender.begin("send", request=request, **order)
@@ -145,6 +146,22 @@ class Churn:
         except EndGone:
             pass
         return _result(sender, sending), _result(receiver, receiving), _result(sender, start).get("content")
+
+    def _begin(self, hand_off: Draw, request: str, sender: End, reserved: Values) -> int:
+        common: Values = {
+            "request": request,
+            "transport": hand_off.transport,
+            "deadline_s": hand_off.deadline_s,
+            "seed": hand_off.number,
+        }
+        if hand_off.order == "told":
+            return sender.begin("start", destination=reserved, **common)
+        peer = {name: reserved[name] for name in ("worker_id", "epoch", "endpoints")}
+        return sender.begin("push", peer=peer, count=hand_off.count, skipped=hand_off.skipped, **common)
+
+    def _announce(self, hand_off: Draw, request: str, receiver: End) -> None:
+        # It may be over there already, which is no bug here.
+        receiver.begin("announce", request=request, sender_id=f"p-{hand_off.transport}")
 
     def _strike(self, hand_off: Draw, request: str, sender: End, receiver: End) -> None:
         ends = {"sender": sender, "receiver": receiver}

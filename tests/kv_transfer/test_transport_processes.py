@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kv_transfer.base import KVLink
@@ -146,7 +147,7 @@ async def test_a_hand_off_to_another_process(transport_name: str) -> None:
         connect_timeout_s=10.0,
     )
     async with peer("receive", transport_name, "32") as process:
-        destination = KVDestination.from_wire(await line_of(process))
+        destination = msgspec.convert(await line_of(process), KVDestination)
         sender.start("r", destination, clock.now() + 20)
         sender.send_blocks("r", 0, range(32), last=True, trailer=b"token 1")
         sent = await sender.wait("r")

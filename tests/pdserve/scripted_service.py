@@ -89,7 +89,7 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         def note(kind: EventKind, worker: str = GATEWAY) -> None:
             events.append(pb.Event(kind=kind, worker=worker, time_s=time.monotonic()))
 
-        for kind in (EventKind.TOKENIZED, EventKind.PAIR_CHOSEN, EventKind.DESTINATION_KNOWN, EventKind.PREFILL_SENT):
+        for kind in (EventKind.TOKENIZED, EventKind.PAIR_CHOSEN, EventKind.PREFILL_SENT):
             note(kind)
         note(EventKind.PREFILL_RECEIVED, "prefill-0")
         note(EventKind.PREFILL_SCHEDULED, "prefill-0")
@@ -98,6 +98,7 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         for index, token_id in enumerate(ids):
             if index == 1:
                 if mode == pb.MODE_PD:
+                    note(EventKind.ROOM_MADE, decode)
                     note(EventKind.KV_VERIFIED, decode)
                 note(EventKind.DECODE_SCHEDULED, decode)
             if index:

@@ -13,8 +13,10 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role, WorkerLoad
+from router.deadline import Deadline
 from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
+from router.request_record import RequestRecord
 from router.router import Router
 from router.waiting_line import WaitMode
 from tests.virtual_time import LoopClock, VirtualTimeLoop
@@ -34,7 +36,7 @@ class Cluster:
     clock: Clock
     fleet: dict[str, FakeWorker] = field(default_factory=dict)
 
-    def request(
+    def record(
         self,
         prompt: tuple[int, ...] = (1, 2, 3, 4, 5),
         *,
@@ -42,20 +44,22 @@ class Cluster:
         max_tokens: int = 4,
         mode: Mode = Mode.PD,
         timeout_s: float = 5.0,
-    ) -> Request:
-        sampling = SamplingParams(max_tokens=max_tokens, seed=1)
-        request = Request(name, prompt, sampling, mode, self.clock.now() + timeout_s)
-        request.timeline.record(EventKind.RECEIVED, "gateway", self.clock.now())
-        request.timeline.record(EventKind.TOKENIZED, "gateway", self.clock.now())
-        return request
+        salt: str = "",
+    ) -> RequestRecord:
+        """A request as the gateway hands it to the router."""
+        request = Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1), mode, salt=salt)
+        record = RequestRecord(request, Deadline(self.clock.now() + timeout_s, self.clock))
+        record.timeline.record(EventKind.RECEIVED, "gateway", self.clock.now())
+        record.timeline.record(EventKind.TOKENIZED, "gateway", self.clock.now())
+        return record
 
-    async def tokens(self, request: Request) -> list[int]:
+    async def tokens(self, record: RequestRecord) -> list[int]:
         """All tokens of a request; each is checked to be delivered as it is recorded."""
         got: list[int] = []
-        async with aclosing(self.router.generate(request)) as generation:
+        async with aclosing(self.router.generate(record)) as generation:
             async for token in generation:
                 got.append(token.token_id)
-                assert request.output_token_ids == got
+                assert record.output_token_ids == got
         return got
 
     def beat(self, worker_id: str) -> None:
@@ -105,7 +109,8 @@ def make_cluster() -> MakeCluster:
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):
             role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
             worker = FakeWorker(fake_info(worker_id, role), cluster.fleet, clock=clock)
-            registry.add(worker, WorkerLoad(links=fake_links(*decoders) if role is Role.PREFILL else ()))
+            links = fake_links(*decoders) if role is Role.PREFILL else ()
+            registry.add(worker, WorkerLoad(free_blocks=worker.info.num_blocks, links=links))
         return cluster
 
     return make

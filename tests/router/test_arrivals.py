@@ -95,10 +95,10 @@ async def test_a_request_placed_in_a_burst_waits_or_gives_its_place_back(
         cluster.router.arrived(0)
         compute(0.002)
         await asyncio.sleep(0)
-    task = asyncio.create_task(cluster.tokens(cluster.request()))
+    task = asyncio.create_task(cluster.tokens(cluster.record()))
     await asyncio.sleep(arrivals.QUIET_S / 2)
     assert cluster.registry.get("p0").outstanding_requests == 1  # type: ignore[union-attr]  # it is there
-    assert cluster.fleet["p0"].works == []
+    assert cluster.fleet["p0"].requests == cluster.fleet["d0"].requests == []
     if cancels:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -126,8 +126,8 @@ async def test_a_full_line_and_prompts_that_wait_to_be_read_refuse_and_bursts_ar
     cluster.fleet["p0"].hangs = {"prefill"}
     with pytest.raises(CapacityExceeded, match=f"{max_queue} requests wait already"):
         cluster.router.arrived(max_queue)
-    waiting = [cluster.request(name=f"r{index}") for index in range(max_queue + 1)]
-    tasks = [asyncio.create_task(cluster.tokens(request)) for request in waiting]
+    waiting = [cluster.record(name=f"r{index}") for index in range(max_queue + 1)]
+    tasks = [asyncio.create_task(cluster.tokens(record)) for record in waiting]
     await asyncio.sleep(1.0)
     assert cluster.router.queued == max_queue
     for _ in range(arrivals.BURST + 1):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,73 +27,100 @@ from router.fakes import Point
 from router.retry_budget import MIN_RETRIES
 
 if TYPE_CHECKING:
-    from tests.router.conftest import MakeCluster
+    from tests.router.conftest import Cluster, MakeCluster
 
 
 ALL = [6, 7, 8, 9]
-PD_POINTS: list[tuple[str, Point]] = [("d", "reserve"), ("p", "prefill"), ("d", "decode"), ("d", "decode_more")]
+PD_POINTS: list[tuple[str, Point]] = [("d", "room"), ("p", "prefill"), ("d", "decode"), ("d", "decode_more")]
+
+# A decode worker that fails in "room" does so before prefill has given token 1, or after it.
+EITHER_FIRST = pytest.mark.parametrize("first", ["room", "prefill"])
 
 
+def let_pass(cluster: Cluster, first: Point) -> None:
+    """Of the points that are on their way at the same time, let all workers pass this one first."""
+    for fake in cluster.fleet.values():
+        fake.delay_s = {"room": 0.02, "prefill": 0.02, first: 0.01}
+
+
+@EITHER_FIRST
 @pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late"), ChecksumMismatch("changed")])
 @pytest.mark.parametrize(("role", "point"), PD_POINTS)
 async def test_a_failure_anywhere_costs_the_client_nothing(
-    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError
+    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError, first: Point
 ) -> None:
     cluster = make_cluster(prefill=2, decode=2)
+    let_pass(cluster, first)
     cluster.fleet[f"{role}0"].fail(point, error)
-    request = cluster.request()
-    generation = cluster.router.generate(request)
+    record = cluster.record()
+    generation = cluster.router.generate(record)
     assert [t.token_id async for t in generation] == ALL
-    assert (request.status, request.attempts, generation.result.attempts) == (RequestStatus.FINISHED, 2, 2)
+    assert (record.status, record.attempts, generation.result.attempts) == (RequestStatus.FINISHED, 2, 2)
     used = {"p": generation.result.prefill_worker, "d": generation.result.decode_worker}
     assert used[role] == f"{role}1", "the retry avoids the worker that failed"
-    assert cluster.aborted("d0") == ["r"]
+    assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
     assert generation.result.proof is not None
     assert generation.result.proof.kv_bytes == generation.result.kv_bytes_expected
     cluster.check_idle()
 
 
-HANDOFF_POINTS: list[tuple[str, Point]] = [("p", "prefill"), ("d", "decode")]
+HANDOFF_POINTS: list[tuple[str, Point]] = [("p", "prefill"), ("d", "room"), ("d", "decode")]
 
 
+@EITHER_FIRST
 @pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late"), ChecksumMismatch("changed")])
 @pytest.mark.parametrize(("role", "point"), HANDOFF_POINTS)
 async def test_a_failed_hand_off_may_fail_the_request(
-    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError
+    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError, first: Point
 ) -> None:
     cluster = make_cluster(prefill=2, decode=2, on_kv_failure="fail")
+    let_pass(cluster, first)
     cluster.fleet[f"{role}0"].fail(point, error)
-    request = cluster.request()
+    record = cluster.record()
     with pytest.raises(type(error)):
-        await cluster.tokens(request)
-    assert (request.status, request.attempts) == (RequestStatus.FAILED, 1)
+        await cluster.tokens(record)
+    assert (record.status, record.attempts) == (RequestStatus.FAILED, 1)
     cluster.check_idle()
 
 
+@EITHER_FIRST
 @pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late"), ChecksumMismatch("changed")])
 @pytest.mark.parametrize(("role", "point"), HANDOFF_POINTS)
 async def test_a_failed_hand_off_may_be_recomputed_in_one_place(
-    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError
+    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError, first: Point
 ) -> None:
     cluster = make_cluster(prefill=2, decode=2, on_kv_failure="recompute")
+    let_pass(cluster, first)
     cluster.fleet[f"{role}0"].fail(point, error)
-    generation = cluster.router.generate(request := cluster.request())
+    generation = cluster.router.generate(record := cluster.record())
     assert [t.token_id async for t in generation] == ALL
-    assert (request.status, request.attempts) == (RequestStatus.FINISHED, 2)
+    assert (record.status, record.attempts) == (RequestStatus.FINISHED, 2)
     result = generation.result
     assert (result.mode, result.kv_bytes_expected, result.proof) == (Mode.COLOCATED, 0, None)
     assert result.prefill_worker == result.decode_worker != f"{role}0"
     cluster.check_idle()
 
 
+@EITHER_FIRST
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize(("role", "point"), [("d", "reserve"), ("d", "decode_more")])
+@pytest.mark.parametrize(
+    ("role", "point", "error"),
+    [
+        # A worker that does not take the request has not failed to hand it over.
+        ("d", "room", CapacityExceeded("full")),
+        ("d", "room", NotReady("starting")),
+        ("p", "prefill", CapacityExceeded("full")),
+        ("p", "prefill", NotReady("starting")),
+        ("d", "decode_more", WorkerLost("gone")),
+    ],
+)
 async def test_what_fails_before_or_after_the_hand_off_is_tried_again_in_any_case(
-    make_cluster: MakeCluster, policy: str, role: str, point: Point
+    make_cluster: MakeCluster, policy: str, role: str, point: Point, error: PdserveError, first: Point
 ) -> None:
     cluster = make_cluster(prefill=2, decode=2, on_kv_failure=policy)
-    cluster.fleet[f"{role}0"].fail(point, WorkerLost("gone"))
-    generation = cluster.router.generate(cluster.request())
+    let_pass(cluster, first)
+    cluster.fleet[f"{role}0"].fail(point, error)
+    generation = cluster.router.generate(cluster.record())
     assert [t.token_id async for t in generation] == ALL
     assert (generation.result.mode, generation.result.attempts) == (Mode.PD, 2)
     cluster.check_idle()
@@ -101,10 +129,10 @@ async def test_what_fails_before_or_after_the_hand_off_is_tried_again_in_any_cas
 async def test_a_retry_goes_to_the_prefill_worker_that_has_computed_the_prompt(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=3, decode=2)
     cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
-    generation = cluster.router.generate(cluster.request())
+    generation = cluster.router.generate(cluster.record())
     assert [t.token_id async for t in generation] == ALL
     assert generation.result.prefill_worker == "p0"
-    assert [len(cluster.fleet[p].works) for p in ("p0", "p1", "p2")] == [2, 0, 0]
+    assert [len(cluster.fleet[p].requests) for p in ("p0", "p1", "p2")] == [2, 0, 0]
     cluster.check_idle()
 
 
@@ -114,117 +142,130 @@ async def test_colocated_goes_on_elsewhere(make_cluster: MakeCluster, point: Poi
     cluster.fleet["d0"].fail(point, WorkerLost("gone"))
     cluster.fleet["p0"].fail(point, NotReady("starting"))
     cluster.registry.begin("p0", 1).end()
-    request = cluster.request(mode=Mode.COLOCATED)
-    task = asyncio.create_task(cluster.tokens(request))
+    record = cluster.record(mode=Mode.COLOCATED)
+    task = asyncio.create_task(cluster.tokens(record))
     await asyncio.sleep(0.02)
-    assert request.status is RequestStatus.QUEUED, "both are suspect, so the retry waits for a sign of life"
+    assert record.status is RequestStatus.QUEUED, "both are suspect, so the retry waits for a sign of life"
     cluster.beat("p0")
     assert await task == ALL
-    assert request.attempts == 3
+    assert record.attempts == 3
     cluster.check_idle()
 
 
 async def test_a_continuation_sends_prompt_and_tokens_so_far_under_a_new_name(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=1, decode=2)
     cluster.fleet["d0"].fail("decode_more", WorkerLost("gone"))
-    assert await cluster.tokens(cluster.request(max_tokens=6)) == [6, 7, 8, 9, 10, 11]
-    (_, first), (_, second) = cluster.fleet["p0"].works
-    assert (tuple(first.token_ids), first.sampling.max_tokens) == ((1, 2, 3, 4, 5), 6)
-    assert (tuple(second.token_ids), second.sampling.max_tokens) == ((1, 2, 3, 4, 5, 6, 7), 4)
-    assert first.request_id != second.request_id
-    assert first.request_id.startswith("r#")
-    assert second.request_id.startswith("r#")
+    assert await cluster.tokens(cluster.record(max_tokens=6)) == [6, 7, 8, 9, 10, 11]
+    (_, first), (_, second) = cluster.fleet["p0"].requests
+    assert (first.token_ids, first.max_tokens) == ((1, 2, 3, 4, 5), 6)
+    assert (second.token_ids, second.max_tokens) == ((1, 2, 3, 4, 5, 6, 7), 4)
+    assert first.attempt_id != second.attempt_id
+    assert first.attempt_id.startswith("r#")
+    assert second.attempt_id.startswith("r#")
     assert second.sampling.seed == first.sampling.seed
-    assert (first.num_prior_outputs, second.num_prior_outputs) == (0, 2)
+    assert (first.output_token_ids, second.output_token_ids) == ((), (6, 7))
+    assert cluster.fleet["d0"].requests == [("receive", first)]
+    assert cluster.fleet["d1"].requests == [("receive", second)]
 
 
 async def test_an_id_that_a_client_uses_again_is_another_name_to_the_workers(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     for _ in range(3):
-        assert await cluster.tokens(cluster.request()) == ALL
-    names = [work.request_id for _, work in cluster.fleet["p0"].works]
+        assert await cluster.tokens(cluster.record()) == ALL
+    names = [request.attempt_id for _, request in cluster.fleet["p0"].requests]
     assert len(set(names)) == 3
 
 
 async def test_a_continuation_of_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=1, decode=1)
     cluster.fleet["d0"].fail("decode", TransferError("broken"))
-    generation = cluster.router.generate(cluster.request(max_tokens=2))
+    generation = cluster.router.generate(cluster.record(max_tokens=2))
     assert [t.token_id async for t in generation] == [6, 7]
     assert (generation.result.kv_bytes_expected, generation.result.decode_worker) == (0, "")
+    assert [call for call, _ in cluster.fleet["p0"].requests] == ["push", "run"]
     cluster.check_idle()
 
 
 async def test_a_continuation_stopped_at_its_first_token_expects_no_hand_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=1, decode=2)
     cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
-    generation = cluster.router.generate(cluster.request())
+    generation = cluster.router.generate(cluster.record())
     async for _ in generation:
-        if generation.request.attempts == 2:
+        if generation.record.attempts == 2:
             break
     await generation.stop()
-    assert generation.request.output_token_ids == [6, 7]
+    assert generation.record.output_token_ids == [6, 7]
     assert (generation.result.proof, generation.result.kv_bytes_expected) == (None, 0)
     cluster.check_idle()
 
 
+@EITHER_FIRST
 @pytest.mark.parametrize("error", [LayoutMismatch("dtype"), InvalidRequest("prompt: bad")])
 @pytest.mark.parametrize(("role", "point"), PD_POINTS)
-async def test_final_errors_are_final(make_cluster: MakeCluster, role: str, point: Point, error: PdserveError) -> None:
+async def test_final_errors_are_final(
+    make_cluster: MakeCluster, role: str, point: Point, error: PdserveError, first: Point
+) -> None:
     cluster = make_cluster(prefill=2, decode=2)
+    let_pass(cluster, first)
     cluster.fleet[f"{role}0"].fail(point, error)
-    request = cluster.request()
+    record = cluster.record()
     with pytest.raises(type(error)):
-        await cluster.tokens(request)
-    assert (request.status, request.attempts) == (RequestStatus.FAILED, 1)
+        await cluster.tokens(record)
+    assert (record.status, record.attempts) == (RequestStatus.FAILED, 1)
     cluster.check_idle()
 
 
+@EITHER_FIRST
 @pytest.mark.parametrize(("role", "point"), PD_POINTS)
 async def test_a_worker_that_is_too_small_is_not_the_last_word(
-    make_cluster: MakeCluster, role: str, point: Point
+    make_cluster: MakeCluster, role: str, point: Point, first: Point
 ) -> None:
     cluster = make_cluster(prefill=2, decode=2)
+    let_pass(cluster, first)
     cluster.fleet[f"{role}0"].fail(point, CapacityExceeded("full"))
-    assert await cluster.tokens(cluster.request()) == ALL
+    assert await cluster.tokens(cluster.record()) == ALL
     assert all(worker.is_ready for worker in cluster.registry.workers), "it is not suspected of anything"
     for worker_id in ("p0", "p1"):
         cluster.fleet[worker_id].fail("prefill", *(CapacityExceeded("full everywhere") for _ in range(3)))
-    request = cluster.request()
+    record = cluster.record()
     with pytest.raises(CapacityExceeded, match="full everywhere"):
-        await cluster.tokens(request)
-    assert request.attempts == 3, "each worker once, and then the one that is left to be asked again"
+        await cluster.tokens(record)
+    assert record.attempts == 3, "each worker once, and then the one that is left to be asked again"
     cluster.check_idle()
 
 
 async def test_attempts_are_bounded(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(max_attempts=2)
+    let_pass(cluster, "room")
     for worker_id in ("p0", "d0"):
         cluster.fleet[worker_id].fail("run", NotReady("two"))
-    cluster.fleet["d0"].fail("reserve", TransferError("one"))
-    request = cluster.request()
+    cluster.fleet["d0"].fail("room", TransferError("one"))
+    record = cluster.record()
     with pytest.raises(NotReady, match="two"):
-        await cluster.tokens(request)
-    assert (request.status, request.attempts) == (RequestStatus.FAILED, 2)
+        await cluster.tokens(record)
+    assert (record.status, record.attempts) == (RequestStatus.FAILED, 2)
     cluster.check_idle()
 
 
 async def test_the_last_attempt_after_failed_transfers_needs_none(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(max_attempts=3)
-    cluster.fleet["d0"].fail("reserve", *(TransferError(f"{i}") for i in range(9)))
-    generation = cluster.router.generate(cluster.request())
+    let_pass(cluster, "room")
+    cluster.fleet["d0"].fail("room", *(TransferError(f"{i}") for i in range(9)))
+    generation = cluster.router.generate(cluster.record())
     assert [t.token_id async for t in generation] == ALL
     result = generation.result
     assert (result.mode, result.attempts, result.kv_bytes_expected) == (Mode.COLOCATED, 3, 0)
     cluster.check_idle()
 
 
-async def test_tokens_begin_the_count_of_attempts_anew(make_cluster: MakeCluster) -> None:
+@pytest.mark.parametrize("point", ["room", "decode"])
+async def test_tokens_begin_the_count_of_attempts_anew(make_cluster: MakeCluster, point: Point) -> None:
     cluster = make_cluster(max_attempts=3)
-    cluster.fleet["d0"].fail("decode", *(TransferError(f"{i}") for i in range(5)))
-    request = cluster.request(max_tokens=8)
-    assert await cluster.tokens(request) == [6, 7, 8, 9, 10, 11, 12, 13]
-    assert request.attempts == 6, "each of the five failed ones gave token 1 of what was left"
+    let_pass(cluster, "prefill")
+    cluster.fleet["d0"].fail(point, *(TransferError(f"{i}") for i in range(5)))
+    record = cluster.record(max_tokens=8)
+    assert await cluster.tokens(record) == [6, 7, 8, 9, 10, 11, 12, 13]
+    assert record.attempts == 6, "each of the five failed ones gave token 1 of what was left"
     cluster.check_idle()
 
 
@@ -233,8 +274,8 @@ async def test_an_error_of_a_worker_that_is_not_ready_is_its_own(make_cluster: M
     for _ in range(3):
         cluster.fleet["p0"].fail("prefill", NotReady("its engine has just died"))
     for _ in range(3):
-        assert await cluster.tokens(cluster.request()) == ALL
-    assert len(cluster.fleet["p0"].works) == 1, "suspect until its next heartbeat"
+        assert await cluster.tokens(cluster.record()) == ALL
+    assert len(cluster.fleet["p0"].requests) == 1, "suspect until its next heartbeat"
     cluster.beat("p0")
     cluster.fleet["d0"].fail("decode", TransferError("broken"))
     cluster.check_idle()
@@ -245,18 +286,19 @@ async def test_a_request_that_loses_two_workers_in_a_row_ends(make_cluster: Make
     for worker_id in ("p0", "p1", "p2", "p3"):
         cluster.fleet[worker_id].fail("prefill", WorkerLost(f"{worker_id} is lost"))
     with pytest.raises(WorkerLost, match="p1 is lost; it is the second worker in a row"):
-        await cluster.tokens(cluster.request())
-    assert not cluster.fleet["p2"].works
+        await cluster.tokens(cluster.record())
+    assert not cluster.fleet["p2"].requests
     cluster.check_idle()
 
 
 async def test_a_worker_lost_after_tokens_makes_no_suspect(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=1, decode=3, policy="round_robin")
+    let_pass(cluster, "room")
     cluster.fleet["d0"].fail("decode", WorkerLost("d0 is lost"))  # after token 1
-    cluster.fleet["d1"].fail("reserve", WorkerLost("d1 is lost"))
-    request = cluster.request()
-    assert await cluster.tokens(request) == ALL
-    assert request.attempts == 3
+    cluster.fleet["d1"].fail("room", WorkerLost("d1 is lost"))  # before the next token
+    record = cluster.record()
+    assert await cluster.tokens(record) == ALL
+    assert record.attempts == 3
     cluster.check_idle()
 
 
@@ -271,8 +313,9 @@ async def test_retries_pause_longer_each_time(make_cluster: MakeCluster, monkeyp
         await real(self, seconds, doing)
 
     monkeypatch.setattr(Deadline, "sleep", sleep)
-    cluster.fleet["d0"].fail("reserve", *(TransferError(f"{i}") for i in range(3)))
-    assert await cluster.tokens(cluster.request()) == ALL
+    let_pass(cluster, "room")
+    cluster.fleet["d0"].fail("room", *(TransferError(f"{i}") for i in range(3)))
+    assert await cluster.tokens(cluster.record()) == ALL
     assert len(slept) == 3
     assert all(0.5 * base <= pause <= 1.5 * base for base, pause in zip((0.01, 0.02, 0.04), slept, strict=True))
     cluster.check_idle()
@@ -280,13 +323,18 @@ async def test_retries_pause_longer_each_time(make_cluster: MakeCluster, monkeyp
 
 async def test_an_outage_does_not_multiply_the_load(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(retry_share=0.5, prefill_backlog_tokens=10**6)
-    cluster.fleet["d0"].fail("reserve", *(TransferError(f"{i}") for i in range(10_000)))
+    let_pass(cluster, "room")
+    decode = cluster.registry.get("d0")
+    assert decode is not None
+    decode.info = replace(decode.info, num_blocks=4096)  # room for all of them at once
+    decode.load = replace(decode.load, free_blocks=4096)
+    cluster.fleet["d0"].fail("room", *(TransferError(f"{i}") for i in range(10_000)))
     cluster.fleet["d0"].fail("run", *(TransferError(f"{i}") for i in range(10_000)))
     cluster.fleet["p0"].fail("run", *(TransferError(f"{i}") for i in range(10_000)))
-    requests = [cluster.request(name=f"r{i}", timeout_s=0.3) for i in range(100)]
-    outcomes = await asyncio.gather(*(cluster.tokens(request) for request in requests), return_exceptions=True)
+    records = [cluster.record(name=f"r{i}", timeout_s=0.3) for i in range(100)]
+    outcomes = await asyncio.gather(*(cluster.tokens(record) for record in records), return_exceptions=True)
     assert all(isinstance(outcome, PdserveError) for outcome in outcomes)
-    assert sum(request.attempts for request in requests) == 100 + MIN_RETRIES + 50
+    assert sum(record.attempts for record in records) == 100 + MIN_RETRIES + 50
     assert any("router.retry_share" in str(outcome) for outcome in outcomes)
     cluster.check_idle()
 
@@ -294,27 +342,27 @@ async def test_an_outage_does_not_multiply_the_load(make_cluster: MakeCluster) -
 @pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED])
 async def test_a_client_that_does_not_read_pauses_its_request(make_cluster: MakeCluster, mode: Mode) -> None:
     cluster = make_cluster(max_unread_tokens=4)
-    request = cluster.request(max_tokens=30, mode=mode)
-    generation = cluster.router.generate(request)
+    record = cluster.record(max_tokens=30, mode=mode)
+    generation = cluster.router.generate(record)
     tokens = aiter(generation)
     got = [(await anext(tokens)).token_id]
     await cluster.until(lambda: cluster.aborted("d0") == ["r"] and not any(w.held for w in cluster.fleet.values()))
     assert [worker.outstanding_tokens for worker in cluster.registry.workers] == [0, 0], "it holds no load meanwhile"
     got += [token.token_id async for token in tokens]
     assert got == list(range(6, 36)), "and goes on where it was once the client reads"
-    assert request.status is RequestStatus.FINISHED
+    assert record.status is RequestStatus.FINISHED
     cluster.check_idle()
 
 
 async def test_load_is_what_is_still_to_be_computed(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    generation = cluster.router.generate(cluster.request(max_tokens=1))
+    generation = cluster.router.generate(cluster.record(max_tokens=1))
     tokens = aiter(generation)
     await anext(tokens)
     assert [worker.outstanding_requests for worker in cluster.registry.workers] == [0, 0], "one token: nothing is left"
     await generation.aclose()
     for mode in (Mode.PD, Mode.COLOCATED):
-        generation = cluster.router.generate(cluster.request(max_tokens=9, mode=mode))
+        generation = cluster.router.generate(cluster.record(max_tokens=9, mode=mode))
         await anext(aiter(generation))
         # All is computed, though the client has read one token only.
         await cluster.until(lambda: not any(worker.outstanding_requests for worker in cluster.registry.workers))
@@ -326,18 +374,17 @@ async def test_load_is_what_is_still_to_be_computed(make_cluster: MakeCluster) -
 async def test_a_bug_in_a_handle_fails_the_request_and_leaks_nothing(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     cluster.fleet["p0"]._next_token = lambda tokens: tokens[10**6]
-    request = cluster.request()
+    record = cluster.record()
     with pytest.raises(IndexError):
-        await cluster.tokens(request)
-    assert request.status is RequestStatus.FAILED
-    cluster.fleet["p0"].held.clear()
+        await cluster.tokens(record)
+    assert record.status is RequestStatus.FAILED
     cluster.check_idle()
 
 
 async def test_a_dying_decode_worker_ends_a_prefill_that_has_no_use_any_more(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=1, decode=2)
     cluster.fleet["p0"].delay_s = {"prefill": 0.2}
-    task = asyncio.create_task(cluster.tokens(cluster.request()))
+    task = asyncio.create_task(cluster.tokens(cluster.record()))
     await asyncio.sleep(0.03)
     cluster.fleet["d0"].crash()
     await asyncio.sleep(0.03)
@@ -349,13 +396,13 @@ async def test_a_dying_decode_worker_ends_a_prefill_that_has_no_use_any_more(mak
 async def test_a_retry_waits_for_a_worker_to_come_back(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     cluster.fleet["d0"].hangs = {"decode_more"}
-    request = cluster.request()
-    task = asyncio.create_task(cluster.tokens(request))
-    await cluster.until(lambda: len(request.output_token_ids) == 2)
+    record = cluster.record()
+    task = asyncio.create_task(cluster.tokens(record))
+    await cluster.until(lambda: len(record.output_token_ids) == 2)
     cluster.fleet["d0"].crash()
     cluster.registry.lost("d0")
-    await cluster.until(lambda: request.status is RequestStatus.QUEUED)
-    assert request.output_token_ids == [6, 7]
+    await cluster.until(lambda: record.status is RequestStatus.QUEUED)
+    assert record.output_token_ids == [6, 7]
     fake = type(cluster.fleet["d0"])(cluster.fleet["d0"].info, cluster.fleet)
     cluster.registry.add(fake)
     cluster.registry.connected("p0", "d0")
@@ -366,10 +413,10 @@ async def test_a_retry_waits_for_a_worker_to_come_back(make_cluster: MakeCluster
 async def test_a_retry_waits_no_longer_than_its_deadline(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     cluster.fleet["d0"].fail("decode", WorkerLost("gone"))
-    request = cluster.request(timeout_s=0.1)
+    record = cluster.record(timeout_s=0.1)
     with pytest.raises(DeadlineExceeded, match="waiting for a free worker"):
-        await cluster.tokens(request)
-    assert request.output_token_ids == [6]
+        await cluster.tokens(record)
+    assert record.output_token_ids == [6]
     cluster.check_idle()
 
 
@@ -377,15 +424,17 @@ async def test_a_retry_keeps_its_place_in_the_queue(make_cluster: MakeCluster) -
     cluster = make_cluster(prefill_backlog_tokens=1)
     cluster.fleet["p0"].delay_s = {"prefill": 0.01}
     cluster.fleet["p0"].fail("prefill", TransferError("once"))
-    await asyncio.gather(*(cluster.tokens(cluster.request(name=name)) for name in "abc"))
-    order = [work.request_id.partition("#")[0] for _, work in cluster.fleet["p0"].works]
+    await asyncio.gather(*(cluster.tokens(cluster.record(name=name)) for name in "abc"))
+    order = [request.request_id for _, request in cluster.fleet["p0"].requests]
     assert order.index("a", order.index("a") + 1) < order.index("c")
     cluster.check_idle()
 
 
 @pytest.mark.parametrize("delivered", [0, 1, 2, 3])
-@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED])
-async def test_the_timeline_of_a_retry_still_adds_up(make_cluster: MakeCluster, mode: Mode, delivered: int) -> None:
+@pytest.mark.parametrize(("mode", "room_s"), [(Mode.PD, 0.0), (Mode.PD, 0.025), (Mode.COLOCATED, 0.0)])
+async def test_the_timeline_of_a_retry_still_adds_up(
+    make_cluster: MakeCluster, mode: Mode, room_s: float, delivered: int
+) -> None:
     """Whatever attempt made a token: the stages of its figure cover the time until it was emitted, without a gap."""
     cluster = make_cluster(prefill=2, decode=2)
     lost: list[int] = []
@@ -398,23 +447,21 @@ async def test_the_timeline_of_a_retry_still_adds_up(make_cluster: MakeCluster, 
 
     for fake in cluster.fleet.values():
         fake.delay_s = {"prefill": 0.01, "decode": 0.01, "decode_more": 0.01, "run": 0.01, "run_more": 0.01}
-
+        fake.delay_s["room"] = room_s
         fake._next_token = loses_token_once
-    request = cluster.request(mode=mode)
+    record = cluster.record(mode=mode)
     emitted = {1: EventKind.TOKEN_1_EMITTED, 2: EventKind.TOKEN_2_EMITTED}
-    async with aclosing(cluster.router.generate(request)) as generation:
+    async with aclosing(cluster.router.generate(record)) as generation:
         async for _ in generation:
-            kind = emitted.get(len(request.output_token_ids))
+            kind = emitted.get(len(record.output_token_ids))
             if kind is not None:
-                request.timeline.record(kind, "gateway", cluster.clock.now())
-    assert request.output_token_ids == ALL
-    assert request.attempts == 2
+                record.timeline.record(kind, "gateway", cluster.clock.now())
+    assert record.output_token_ids == ALL
+    assert record.attempts == 2
     for figure in Figure:
-        breakdown = request.timeline.breakdown(figure)
+        breakdown = record.timeline.breakdown(figure)
         assert breakdown is not None
         assert breakdown.total_ms > 9.99
         assert abs(breakdown.unattributed_ms) < 0.01, breakdown
         assert all(length_ms > -0.01 for name, length_ms in breakdown.stages_ms.items() if name != "unattributed")
-    for fake in cluster.fleet.values():
-        fake.held.clear()  # a fake that raises in mid-step keeps the request
     cluster.check_idle()

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 async def test_pd_prefills_here_decodes_there_and_proves_it(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    request = cluster.request()
-    generation = cluster.router.generate(request)
+    record = cluster.record()
+    generation = cluster.router.generate(record)
     tokens = [token async for token in generation]
     assert [token.token_id for token in tokens] == [6, 7, 8, 9]
     assert [token.finish_reason for token in tokens] == [None, None, None, FinishReason.LENGTH]
@@ -30,29 +30,33 @@ async def test_pd_prefills_here_decodes_there_and_proves_it(make_cluster: MakeCl
     assert result.proof is not None
     # 5 tokens are two blocks of 4 tokens x 2 layers x K and V x 1 head x 8 dimensions x 4 bytes.
     assert result.proof.kv_bytes == result.kv_bytes_expected == 2 * (4 * 2 * 2 * 1 * 8 * 4)
-    assert (result.block_size, result.attempts, request.attempts) == (4, 1, 1)
-    assert request.status is RequestStatus.FINISHED
-    assert [work.sampling.max_tokens for _, work in cluster.fleet["p0"].works] == [4]
+    assert (result.block_size, result.attempts, record.attempts) == (4, 1, 1)
+    assert record.status is RequestStatus.FINISHED
+    ((call, pushed),) = cluster.fleet["p0"].requests
+    assert (call, pushed.max_tokens, pushed.token_ids) == ("push", 4, (1, 2, 3, 4, 5))
+    assert cluster.fleet["d0"].requests == [("receive", pushed)]
     cluster.check_idle()
 
 
 async def test_the_timeline_has_every_event_and_the_stages_leave_no_gap(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(delay_s={"route": 0.02, "dispatch": 0.03})
-    cluster.fleet["d0"].delay_s = {"reserve": 0.01, "decode": 0.02}
-    request = cluster.request()
-    async with aclosing(cluster.router.generate(request)) as generation:
+    cluster.fleet["d0"].delay_s = {"room": 0.01, "decode": 0.02}
+    record = cluster.record()
+    async with aclosing(cluster.router.generate(record)) as generation:
         async for _ in generation:
-            kind = [EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED][len(request.output_token_ids) > 1]
-            if not request.timeline.has(kind):
-                request.timeline.record(kind, "gateway", cluster.clock.now())
-    assert set(EventKind) - set(request.timeline.events) == {EventKind.FINISHED}
+            kind = [EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED][len(record.output_token_ids) > 1]
+            if not record.timeline.has(kind):
+                record.timeline.record(kind, "gateway", cluster.clock.now())
+    assert set(EventKind) - set(record.timeline.events) == {EventKind.FINISHED}
     for figure in Figure:
-        breakdown = request.timeline.breakdown(figure)
+        breakdown = record.timeline.breakdown(figure)
         assert breakdown is not None
         assert abs(breakdown.unattributed_ms) < 0.01
         assert breakdown.stages_ms["route"] >= 19
         assert breakdown.stages_ms["dispatch"] >= 29
-        assert breakdown.stages_ms["reserve"] >= 9
+        if figure is Figure.TTFT_DECODE:  # token 1 waits neither for room nor for decode
+            assert breakdown.stages_ms["kv_exposed"] == pytest.approx(30, abs=2)
+    assert record.timeline.room_wait_ms == pytest.approx(10)
 
 
 @pytest.mark.parametrize(("mode", "cached", "told"), [(Mode.PD, 4, 4), (Mode.COLOCATED, 4, 4), (Mode.PD, 99, 5)])
@@ -60,22 +64,22 @@ async def test_the_salt_goes_to_every_worker_and_what_prefill_found_comes_back(
     make_cluster: MakeCluster, mode: Mode, cached: int, told: int
 ) -> None:
     cluster = make_cluster()
-    request = cluster.request(mode=mode)
-    request.salt = "tenant"
+    record = cluster.record(mode=mode, salt="tenant")
     for worker in cluster.fleet.values():
         worker.cached_tokens = cached
-    generation = cluster.router.generate(request)
+    generation = cluster.router.generate(record)
     assert len([token async for token in generation]) == 4
     assert generation.result.prefill_cached_tokens == told  # never more than the prompt has
-    works = [work for worker in cluster.fleet.values() for _, work in worker.works]
-    assert [work.salt for work in works] == ["tenant"] * (2 if mode is Mode.PD else 1)
+    requests = [request for worker in cluster.fleet.values() for _, request in worker.requests]
+    assert [request.salt for request in requests] == ["tenant"] * (2 if mode is Mode.PD else 1)
 
 
-async def test_one_token_needs_no_reservation(make_cluster: MakeCluster) -> None:
+async def test_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    generation = cluster.router.generate(cluster.request(max_tokens=1))
+    generation = cluster.router.generate(cluster.record(max_tokens=1))
     assert [(t.token_id, t.finish_reason) async for t in generation] == [(6, FinishReason.LENGTH)]
-    assert cluster.fleet["d0"].works == []
+    assert [call for call, _ in cluster.fleet["p0"].requests] == ["run"]
+    assert cluster.fleet["d0"].requests == []
     result = generation.result
     assert (result.mode, result.decode_worker, result.kv_bytes_expected, result.proof) == (Mode.PD, "", 0, None)
     cluster.check_idle()
@@ -84,7 +88,7 @@ async def test_one_token_needs_no_reservation(make_cluster: MakeCluster) -> None
 async def test_token_1_ends_the_request_and_the_proof_still_comes(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     cluster.fleet["p0"]._eos_token_id = 6
-    generation = cluster.router.generate(cluster.request())
+    generation = cluster.router.generate(cluster.record())
     assert [(t.token_id, t.finish_reason) async for t in generation] == [(6, FinishReason.STOP)]
     assert generation.result.proof is not None
     assert generation.result.proof.kv_bytes == generation.result.kv_bytes_expected > 0
@@ -95,26 +99,26 @@ async def test_token_1_ends_the_request_and_a_failing_proof_costs_nothing(make_c
     cluster = make_cluster()
     cluster.fleet["p0"]._eos_token_id = 6
     cluster.fleet["d0"].fail("decode", InvalidRequest("broken"))
-    request = cluster.request()
-    generation = cluster.router.generate(request)
+    record = cluster.record()
+    generation = cluster.router.generate(record)
     assert [t.token_id async for t in generation] == [6]
     assert generation.result.proof is None
     assert generation.result.kv_bytes_expected > 0, "a hand-off that failed is not hidden"
-    assert (request.status, request.attempts) == (RequestStatus.FINISHED, 1)
+    assert (record.status, record.attempts) == (RequestStatus.FINISHED, 1)
     cluster.check_idle()
 
 
 async def test_colocated_takes_the_least_loaded_of_all(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=1, decode=2)
     shares = [cluster.registry.begin("p0", 50), cluster.registry.begin("d0", 40), cluster.registry.begin("d1", 10)]
-    request = cluster.request(mode=Mode.COLOCATED)
-    generation = cluster.router.generate(request)
+    record = cluster.record(mode=Mode.COLOCATED)
+    generation = cluster.router.generate(record)
     assert [t.token_id async for t in generation] == [6, 7, 8, 9]
     result = generation.result
     assert (result.mode, result.prefill_worker, result.decode_worker) == (Mode.COLOCATED, "d1", "d1")
     assert (result.kv_bytes_expected, result.proof) == (0, None)
-    assert EventKind.TOKEN_2_SAMPLED in request.timeline.events
-    assert EventKind.DESTINATION_KNOWN not in request.timeline.events
+    assert EventKind.TOKEN_2_SAMPLED in record.timeline.events
+    assert EventKind.ROOM_MADE not in record.timeline.events
     for share in shares:
         share.end()
     cluster.check_idle()
@@ -122,36 +126,36 @@ async def test_colocated_takes_the_least_loaded_of_all(make_cluster: MakeCluster
 
 async def test_auto_is_pd_and_says_so_where_it_cannot_be(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    generation = cluster.router.generate(cluster.request(mode=Mode.AUTO))
+    generation = cluster.router.generate(cluster.record(mode=Mode.AUTO))
     assert [t.token_id async for t in generation] == [6, 7, 8, 9]
     assert generation.result.mode is Mode.PD
     cluster = make_cluster(decode=0)
-    generation = cluster.router.generate(cluster.request(mode=Mode.AUTO))
+    generation = cluster.router.generate(cluster.record(mode=Mode.AUTO))
     assert [t.token_id async for t in generation] == [6, 7, 8, 9]
     assert generation.result.mode is Mode.COLOCATED, "any ready worker is enough"
     with pytest.raises(NotReady, match="no decode worker is ready"):
-        await cluster.tokens(cluster.request(mode=Mode.PD))
+        await cluster.tokens(cluster.record(mode=Mode.PD))
 
 
 @pytest.mark.parametrize("lost", ["p0", "d0"])
 async def test_auto_runs_where_a_worker_is_left(make_cluster: MakeCluster, lost: str) -> None:
     cluster = make_cluster(patience_s=5.0, prefill_backlog_tokens=1)
     cluster.fleet["p0"].hangs = {"prefill"}
-    first, queued = (asyncio.create_task(cluster.tokens(cluster.request(name=n, mode=Mode.AUTO))) for n in "ab")
+    first, queued = (asyncio.create_task(cluster.tokens(cluster.record(name=n, mode=Mode.AUTO))) for n in "ab")
     await asyncio.sleep(0.01)
     assert cluster.router.queued == 1
     cluster.fleet["p0"].hangs.clear()
     cluster.fleet[lost].crash()
     cluster.registry.lost(lost)
     assert await first == await queued == [6, 7, 8, 9]
-    assert await cluster.tokens(cluster.request(mode=Mode.AUTO)) == [6, 7, 8, 9]
+    assert await cluster.tokens(cluster.record(mode=Mode.AUTO)) == [6, 7, 8, 9]
     cluster.check_idle()
 
 
 async def test_a_service_that_was_ready_waits_for_its_workers(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(patience_s=5.0)
     cluster.registry.lost("p0")
-    waiting = asyncio.create_task(cluster.tokens(cluster.request()))
+    waiting = asyncio.create_task(cluster.tokens(cluster.record()))
     await asyncio.sleep(0.01)
     assert cluster.router.queued == 1
     cluster.registry.add(cluster.fleet["p0"])
@@ -164,7 +168,7 @@ async def test_patience_ends(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(patience_s=0.05)
     cluster.registry.lost("p0")
     with pytest.raises(NotReady, match="no prefill worker is ready"):
-        await asyncio.wait_for(cluster.tokens(cluster.request(timeout_s=60.0)), 5.0)
+        await asyncio.wait_for(cluster.tokens(cluster.record(timeout_s=60.0)), 5.0)
     cluster.check_idle()
 
 
@@ -175,7 +179,7 @@ async def test_a_request_goes_where_its_kv_fits(make_cluster: MakeCluster) -> No
     small.info = replace(small.info, num_blocks=1)
     for mode in (Mode.PD, Mode.COLOCATED):
         for _ in range(4):
-            generation = cluster.router.generate(cluster.request(mode=mode))
+            generation = cluster.router.generate(cluster.record(mode=mode))
             assert [t.token_id async for t in generation] == [6, 7, 8, 9]
             assert generation.result.decode_worker != "d0"
     for name in ("p0", "d1"):
@@ -184,24 +188,24 @@ async def test_a_request_goes_where_its_kv_fits(make_cluster: MakeCluster) -> No
         worker.info = replace(worker.info, num_blocks=2)
     for mode in (Mode.PD, Mode.COLOCATED, Mode.AUTO):
         with pytest.raises(CapacityExceeded, match=r"5 \+ 4 tokens exceed what any worker's KV pool holds \(8 tokens"):
-            await cluster.tokens(cluster.request(mode=mode))
+            await cluster.tokens(cluster.record(mode=mode))
     cluster.check_idle()
 
 
 async def test_auto_is_colocated_where_the_deployment_says_so(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(decode=0, auto_mode=Mode.COLOCATED)
-    generation = cluster.router.generate(cluster.request(mode=Mode.AUTO))
+    generation = cluster.router.generate(cluster.record(mode=Mode.AUTO))
     assert [t.token_id async for t in generation] == [6, 7, 8, 9]
     assert generation.result.mode is Mode.COLOCATED
     with pytest.raises(NotReady, match="no decode worker is ready"):
-        await cluster.tokens(cluster.request(mode=Mode.PD))
+        await cluster.tokens(cluster.record(mode=Mode.PD))
 
 
 async def test_nothing_ready_is_said_at_once_even_to_those_in_the_queue(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1)
     cluster.fleet["p0"].hangs = {"prefill"}
-    running = asyncio.create_task(cluster.tokens(cluster.request(name="a")))
-    queued = asyncio.create_task(cluster.tokens(cluster.request(name="b")))
+    running = asyncio.create_task(cluster.tokens(cluster.record(name="a")))
+    queued = asyncio.create_task(cluster.tokens(cluster.record(name="b")))
     await asyncio.sleep(0.01)
     assert (cluster.router.running, cluster.router.queued) == (1, 1)
     cluster.registry.lost("p0")
@@ -217,17 +221,17 @@ async def test_requests_wait_in_order_for_a_free_prefill_worker(make_cluster: Ma
     cluster = make_cluster(prefill_backlog_tokens=1)
     cluster.fleet["p0"].delay_s = {"prefill": 0.005}
     names = [f"r{i}" for i in range(6)]
-    await asyncio.gather(*(cluster.tokens(cluster.request(name=name)) for name in names))
-    assert [work.request_id.partition("#")[0] for _, work in cluster.fleet["p0"].works] == names
+    await asyncio.gather(*(cluster.tokens(cluster.record(name=name)) for name in names))
+    assert [request.request_id for _, request in cluster.fleet["p0"].requests] == names
     cluster.check_idle()
 
 
 async def test_a_prefill_worker_takes_prompts_up_to_its_backlog(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill_backlog_tokens=6)
     cluster.fleet["p0"].hangs = {"prefill"}
-    tasks = [asyncio.create_task(cluster.tokens(cluster.request(name=f"r{i}"))) for i in range(4)]
+    tasks = [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(4)]
     await asyncio.sleep(0.01)
-    assert len(cluster.fleet["p0"].works) == 2, "5 tokens are below 6, 10 are not"
+    assert len(cluster.fleet["p0"].requests) == 2, "5 tokens are below 6, 10 are not"
     assert cluster.router.queued == 2
     for task in reversed(tasks):
         task.cancel()
@@ -238,9 +242,9 @@ async def test_a_prefill_worker_takes_prompts_up_to_its_backlog(make_cluster: Ma
 async def test_a_full_queue_refuses(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1, max_queue=2)
     cluster.fleet["p0"].hangs = {"prefill"}
-    tasks = [asyncio.create_task(cluster.tokens(cluster.request(name=f"r{i}"))) for i in range(3)]
+    tasks = [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(3)]
     await asyncio.sleep(0.01)
-    refused = cluster.request()
+    refused = cluster.record()
     with pytest.raises(CapacityExceeded, match=r"2 requests wait already \(router.max_queue\)"):
         await cluster.tokens(refused)
     assert refused.status is RequestStatus.FAILED
@@ -252,21 +256,21 @@ async def test_a_full_queue_refuses(make_cluster: MakeCluster) -> None:
 
 async def test_load_spreads_over_pairs(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill=2, decode=2, policy="round_robin")
-    await asyncio.gather(*(cluster.tokens(cluster.request(name=f"r{i}")) for i in range(8)))
-    assert [len(cluster.fleet[w].works) for w in ("p0", "p1", "d0", "d1")] == [4, 4, 4, 4]
+    await asyncio.gather(*(cluster.tokens(cluster.record(name=f"r{i}")) for i in range(8)))
+    assert [len(cluster.fleet[w].requests) for w in ("p0", "p1", "d0", "d1")] == [4, 4, 4, 4]
     cluster.check_idle()
 
 
 async def test_the_deadline_holds_at_every_point(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    for worker, point in (("d0", "reserve"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")):
+    for worker, point in (("d0", "room"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")):
         cluster.fleet[worker].hangs = {point}  # type: ignore[arg-type]
-        request = cluster.request(timeout_s=0.05)
+        record = cluster.record(timeout_s=0.05)
         with pytest.raises(DeadlineExceeded, match="deadline: it passed while"):
-            await cluster.tokens(request)
-        assert request.status is RequestStatus.FAILED
-        assert "r" in cluster.aborted("d0"), point
-        assert ("r" in cluster.aborted("p0")) == (point != "reserve"), point
+            await cluster.tokens(record)
+        assert record.status is RequestStatus.FAILED
+        assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"], point
+        assert record.output_token_ids == {"prefill": [], "decode_more": [6, 7]}.get(point, [6])
         cluster.check_idle()
         for fake in cluster.fleet.values():
             fake.hangs.clear()
@@ -277,26 +281,25 @@ async def test_the_deadline_holds_in_the_queue(make_cluster: MakeCluster) -> Non
     cluster = make_cluster(prefill_backlog_tokens=1)
     share = cluster.registry.begin("p0", 1, 1)
     with pytest.raises(DeadlineExceeded, match="waiting for a free worker"):
-        await cluster.tokens(cluster.request(timeout_s=0.03))
+        await cluster.tokens(cluster.record(timeout_s=0.03))
     share.end()
     cluster.check_idle()
 
 
 @pytest.mark.parametrize(
-    ("worker", "point"), [("d0", "reserve"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")]
+    ("worker", "point"), [("d0", "room"), ("p0", "prefill"), ("d0", "decode"), ("d0", "decode_more")]
 )
 async def test_cancelling_aborts_on_both_workers(make_cluster: MakeCluster, worker: str, point: str) -> None:
     cluster = make_cluster()
     cluster.fleet[worker].hangs = {point}  # type: ignore[arg-type]
-    request = cluster.request()
-    task = asyncio.create_task(cluster.tokens(request))
+    record = cluster.record()
+    task = asyncio.create_task(cluster.tokens(record))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert request.status is RequestStatus.ABORTED
-    assert cluster.aborted("d0") == ["r"]
-    assert cluster.aborted("p0") == ([] if point == "reserve" else ["r"])
+    assert record.status is RequestStatus.ABORTED
+    assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
     cluster.check_idle()
 
 
@@ -312,9 +315,9 @@ async def test_a_second_cancellation_leaves_no_stream_open(make_cluster: MakeClu
             await asyncio.sleep(0.03)
             closed.append(name)
 
-    cluster.fleet["p0"].prefill = lambda work, destination: slow_to_close("p0")  # type: ignore[method-assign]
-    cluster.fleet["d0"].decode = lambda request_id: slow_to_close("d0")  # type: ignore[method-assign]
-    task = asyncio.create_task(cluster.tokens(cluster.request()))
+    cluster.fleet["p0"].push = lambda request, peer: slow_to_close("p0")  # type: ignore[method-assign]
+    cluster.fleet["d0"].receive = lambda request, peer: slow_to_close("d0")  # type: ignore[method-assign]
+    task = asyncio.create_task(cluster.tokens(cluster.record()))
     await asyncio.sleep(0.02)
     for _ in range(2):
         task.cancel()
@@ -330,9 +333,9 @@ async def test_a_second_cancellation_leaves_no_stream_open(make_cluster: MakeClu
 async def test_stopping_calls_off_a_hand_off_that_gave_nothing(make_cluster: MakeCluster) -> None:
     for tokens in (1, 2):
         cluster = make_cluster()
-        generation = cluster.router.generate(cluster.request(max_tokens=50))
+        generation = cluster.router.generate(cluster.record(max_tokens=50))
         async for _ in generation:
-            if len(generation.request.output_token_ids) == tokens:
+            if len(generation.record.output_token_ids) == tokens:
                 break
         await generation.stop()
         proof = generation.result.proof
@@ -345,13 +348,13 @@ async def test_closing_between_tokens_aborts_and_stopping_finishes(make_cluster:
     for mode in (Mode.PD, Mode.COLOCATED):
         for stop in (False, True):
             cluster = make_cluster()
-            request = cluster.request(max_tokens=50, mode=mode)
-            generation = cluster.router.generate(request)
+            record = cluster.record(max_tokens=50, mode=mode)
+            generation = cluster.router.generate(record)
             async for _ in generation:
-                if len(request.output_token_ids) == 3:
+                if len(record.output_token_ids) == 3:
                     break
             await (generation.stop() if stop else generation.aclose())
-            assert request.status is (RequestStatus.FINISHED if stop else RequestStatus.ABORTED)
+            assert record.status is (RequestStatus.FINISHED if stop else RequestStatus.ABORTED)
             cluster.check_idle()
 
 
@@ -362,7 +365,7 @@ async def test_a_worker_that_ignores_aborts_does_not_hold_up_the_load_accounts(
     cluster = make_cluster()
     cluster.fleet["d0"].hangs = {"decode", "abort"}
     with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(cluster.tokens(cluster.request(timeout_s=0.05)), 1.0)
+        await asyncio.wait_for(cluster.tokens(cluster.record(timeout_s=0.05)), 1.0)
     cluster.check_idle()
     cluster.fleet["d0"].crash()
     await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -147,7 +148,8 @@ def test_leaving_binds_every_thread() -> None:
         stop.set()
         thread.join()
         for each in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(each), before)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(each), before)
 
 
 @pytest.mark.timeout(120)

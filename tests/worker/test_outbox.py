@@ -6,20 +6,34 @@ import asyncio
 
 from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import TokenOutput
-from pdserve.pb import worker_pb2 as pb
+from worker.messages import TO_GATEWAY, Failure, Outputs, Reply
 from worker.outbox import Outbox
 
 
 async def test_outputs_are_batched() -> None:
     outbox = Outbox()
-    outbox.reply(pb.Reply(call_id=1))
-    for i in range(3):
-        outbox.output(f"r{i}", TokenOutput(i))
+    replies = [Reply(1, 2.0, 3.0), Reply(2, 2.0, 3.0, Failure("WorkerLost", "gone"))]
+    outbox.reply(replies[0])
+    outputs = [(f"r{i}", TokenOutput(i)) for i in range(3)]
+    for attempt_id, output in outputs:
+        outbox.output(attempt_id, output)
     outbox.error("r9", WorkerLost("gone"))
-    reply, outputs = await outbox.take()
-    assert reply.reply.call_id == 1
-    assert [o.request_id for o in outputs.outputs.outputs] == ["r0", "r1", "r2", "r9"]
-    assert outputs.outputs.outputs[3].error.kind == "WorkerLost"
+    outbox.reply(replies[1])
+    messages = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]
+    assert messages == [*replies, Outputs(outputs, [("r9", Failure("WorkerLost", "gone"))])]
+
+
+async def test_nothing_is_told_twice() -> None:
+    outbox = Outbox()
+    outbox.error("r1", WorkerLost("gone"))
+    (failures,) = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]
+    assert failures == Outputs([], [("r1", Failure("WorkerLost", "gone"))])
+    outbox.output("r2", TokenOutput(7))
+    (outputs,) = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]
+    assert outputs == Outputs([("r2", TokenOutput(7))])
+    outbox.reply(Reply(1, 2.0, 3.0))
+    (reply,) = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]
+    assert reply == Reply(1, 2.0, 3.0)
 
 
 async def test_take_waits_for_something_and_ends_with_the_stream() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import asdict
 
 from engine.model.kv_pool import KVPool
 from pdserve.core.kv_layout import KVLayout
@@ -21,7 +22,7 @@ from pdserve.core.kv_layout import KVLayout
 from engine.process.mapped_pool import MappedPool
 layout, blocks, handle = json.loads(sys.argv[1])
 handle["share"] = [bytes.fromhex(v[1:]) if isinstance(v, str) else v for v in handle["share"]]
-pool = MappedPool(KVLayout.from_wire(layout), blocks, handle, -1)
+pool = MappedPool(KVLayout(**layout), blocks, handle, -1)
 data = b"".join(pool.read_blocks([3, 4, 8]))
 landing = pool.land([1, 6, 7])
 (part,) = landing.parts
@@ -42,7 +43,7 @@ def test_blocks_are_read_and_written_by_another_process(device: torch.device) ->
     pool.tensor.copy_(torch.randn(pool.tensor.shape))
     torch.cuda.synchronize()
     share = [f"x{v.hex()}" if isinstance(v, bytes) else v for v in pool.handle["share"]]
-    told = json.dumps([LAYOUT.to_wire(), BLOCKS, pool.handle | {"share": share}])
+    told = json.dumps([asdict(LAYOUT), BLOCKS, pool.handle | {"share": share}])
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", PEER, told], cwd=root, check=True, timeout=100)
     assert torch.equal(pool.tensor[[1, 6, 7]], pool.tensor[[3, 4, 8]])

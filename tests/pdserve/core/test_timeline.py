@@ -24,18 +24,18 @@ K = EventKind
 TTFT, TTFT_DECODE = Figure.TTFT, Figure.TTFT_DECODE
 
 # When everything truly happens, in milliseconds of the gateway's clock. Gaps no stage covers: 1 ms from
-# DESTINATION_KNOWN to PREFILL_SENT.
+# PAIR_CHOSEN to PREFILL_SENT.
 TRUE_MS = {
     K.RECEIVED: 0.0,
     K.TOKENIZED: 2.0,
     K.PAIR_CHOSEN: 5.0,
-    K.DESTINATION_KNOWN: 9.0,
-    K.PREFILL_SENT: 10.0,
+    K.PREFILL_SENT: 6.0,
     K.PREFILL_RECEIVED: 11.0,
     K.PREFILL_SCHEDULED: 17.0,
     K.TOKEN_1_SAMPLED: 57.0,
     K.TOKEN_1_ARRIVED: 59.0,
     K.TOKEN_1_EMITTED: 60.0,
+    K.ROOM_MADE: 62.0,
     K.KV_VERIFIED: 77.0,
     K.DECODE_SCHEDULED: 84.0,
     K.TOKEN_2_SAMPLED: 99.0,
@@ -44,13 +44,12 @@ TRUE_MS = {
     K.FINISHED: 200.0,
 }
 ON_PREFILL = {K.PREFILL_RECEIVED, K.PREFILL_SCHEDULED, K.TOKEN_1_SAMPLED}
-ON_DECODE = {K.KV_VERIFIED, K.DECODE_SCHEDULED, K.TOKEN_2_SAMPLED}
+ON_DECODE = {K.ROOM_MADE, K.KV_VERIFIED, K.DECODE_SCHEDULED, K.TOKEN_2_SAMPLED}
 
 TTFT_MS = {
     "gateway": 2.0 + 1.0,
     "route": 3.0,
-    "reserve": 4.0,
-    "dispatch": 1.0 + 2.0,
+    "dispatch": 5.0 + 2.0,
     "prefill_queue": 6.0,
     "prefill": 40.0,
     UNATTRIBUTED: 1.0,
@@ -58,8 +57,7 @@ TTFT_MS = {
 TTFT_DECODE_MS = {
     "gateway": 2.0 + 3.0,
     "route": 3.0,
-    "reserve": 4.0,
-    "dispatch": 1.0 + 5.0,
+    "dispatch": 5.0 + 5.0,
     "prefill_queue": 6.0,
     "prefill": 40.0,
     "kv_exposed": 20.0,
@@ -75,7 +73,7 @@ def timeline(
     """The events of `TRUE_MS`, as clocks that are off by these offsets tell them; no offset is known yet."""
     result = Timeline()
     for kind, time_ms in TRUE_MS.items():
-        if kind in leave_out or (colocated and kind in (K.KV_VERIFIED, K.DESTINATION_KNOWN)):
+        if kind in leave_out or (colocated and kind in (K.KV_VERIFIED, K.ROOM_MADE)):
             continue
         worker, offset_s = GATEWAY, 0.0
         if kind in ON_PREFILL or (colocated and kind in ON_DECODE):
@@ -109,8 +107,8 @@ def test_ttft_decode_of_a_handed_off_request() -> None:
 
 def test_ttft_decode_of_a_colocated_request_queues_from_token_1() -> None:
     got = stages(timeline(5.0, colocated=True), TTFT_DECODE)
-    expected = TTFT_DECODE_MS | {"decode_queue": 27.0, UNATTRIBUTED: 5.0}
-    del expected["kv_exposed"], expected["reserve"]
+    expected = TTFT_DECODE_MS | {"decode_queue": 27.0}
+    del expected["kv_exposed"]
     # The worker's offset is unknown here, and yet nothing is wrong: all that crosses hosts goes there and back.
     assert got == pytest.approx(expected)
 
@@ -124,7 +122,7 @@ def test_network_is_the_clients_total_minus_the_gateways() -> None:
 def test_stages_are_in_the_order_of_the_table() -> None:
     got = [name for name in stages(timeline(), TTFT_DECODE, 120.0) if name != UNATTRIBUTED]
     assert tuple(got) == STAGE_NAMES
-    assert [stage.name for stage in STAGES[TTFT]] == list(STAGE_NAMES[1:7])
+    assert [stage.name for stage in STAGES[TTFT]] == list(STAGE_NAMES[1:6])
 
 
 def test_total_is_the_gateways_own_without_a_client() -> None:
@@ -197,15 +195,23 @@ def test_no_breakdown_before_its_token_is_written(figure: Figure) -> None:
     assert subject.gateway_total_ms(figure) is None
 
 
+@pytest.mark.parametrize(("made_ms", "wait_ms"), [(62.0, 5.0), (57.0, 0.0), (30.0, 0.0)])
+def test_waiting_for_room_is_the_part_after_token_1(made_ms: float, wait_ms: float) -> None:
+    subject = timeline()
+    subject.record(K.ROOM_MADE, "d0", made_ms / 1e3)
+    assert subject.room_wait_ms == pytest.approx(wait_ms)
+    assert stages(subject, TTFT_DECODE)["kv_exposed"] == pytest.approx(20.0), "it is a part of this stage"
+    assert timeline(leave_out=(K.ROOM_MADE,)).room_wait_ms == 0.0
+
+
 def test_no_breakdown_without_a_receipt() -> None:
     assert timeline(leave_out=(K.RECEIVED,)).breakdown(TTFT) is None
 
 
 def test_a_one_token_request_has_no_ttft_decode_but_a_ttft() -> None:
-    subject = timeline(leave_out=(*ON_DECODE, K.TOKEN_2_ARRIVED, K.TOKEN_2_EMITTED, K.DESTINATION_KNOWN))
+    subject = timeline(leave_out=(*ON_DECODE, K.TOKEN_2_ARRIVED, K.TOKEN_2_EMITTED))
     assert subject.breakdown(TTFT_DECODE) is None
-    expected = {name: ms for name, ms in TTFT_MS.items() if name != "reserve"} | {UNATTRIBUTED: 5.0}
-    assert stages(subject, TTFT) == pytest.approx(expected)
+    assert stages(subject, TTFT) == pytest.approx(TTFT_MS)
 
 
 @pytest.mark.parametrize("missing", sorted(set(EventKind) - {K.RECEIVED, K.TOKEN_2_EMITTED}))
@@ -243,7 +249,7 @@ def test_the_last_attempts_events_win() -> None:
     assert got["prefill"] == pytest.approx(45.0)
     assert got["prefill_queue"] == pytest.approx(0.5)
     assert got["dispatch"] == pytest.approx(0.5 + 2.0)
-    assert got[UNATTRIBUTED] == pytest.approx(2.0)
+    assert got[UNATTRIBUTED] == pytest.approx(6.0)
 
 
 def test_a_retry_on_another_worker_is_read_on_that_workers_clock() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pdserve.core.request import (
@@ -36,21 +37,17 @@ ENGINE_ALLOWED = {
 
 
 def request() -> Request:
-    return Request("r", (1, 2), SamplingParams(), Mode.PD, deadline_s=1.0)
+    return Request("r", (1, 2), SamplingParams(max_tokens=5), Mode.PD, timeout_s=9.0, salt="s")
 
 
 @pytest.mark.parametrize("to", RequestStatus)
 @pytest.mark.parametrize("current", RequestStatus)
 def test_request_table(current: RequestStatus, to: RequestStatus) -> None:
-    subject = request()
-    subject.status = current
     if (current.value, to.value) in REQUEST_ALLOWED:
-        subject.transition(to)
-        assert subject.status is to
+        assert check_transition(REQUEST_TRANSITIONS, current, to) is to
     else:
         with pytest.raises(IllegalTransition, match=f"{current.value} → {to.value} is not in the table"):
-            subject.transition(to)
-        assert subject.status is current
+            check_transition(REQUEST_TRANSITIONS, current, to)
 
 
 @pytest.mark.parametrize("to", EngineStatus)
@@ -82,9 +79,19 @@ def test_abort_is_possible_from_every_state_that_is_not_an_end() -> None:
         assert (EngineStatus.FINISHED in engine_allowed) == bool(engine_allowed), engine_status
 
 
-def test_a_retry_goes_on_from_prompt_and_outputs() -> None:
-    subject = request()
-    assert list(subject.token_ids_so_far) == [1, 2]
-    subject.output_token_ids += [7, 8]
-    assert list(subject.token_ids_so_far) == [1, 2, 7, 8]
-    assert request().output_token_ids == []
+def test_an_attempt_goes_on_from_prompt_and_outputs() -> None:
+    assert request().token_ids == (1, 2)
+    assert request().max_tokens == 5
+    attempt = request().attempt("r#1", [7, 8], timeout_s=1.5)
+    assert attempt.token_ids == (1, 2, 7, 8)
+    assert (attempt.num_tokens, attempt.max_tokens) == (4, 3)
+    assert (attempt.request_id, attempt.attempt_id, attempt.timeout_s, attempt.salt) == ("r", "r#1", 1.5, "s")
+    assert request().output_token_ids == ()
+
+
+def test_a_request_survives_the_wire_and_nothing_else_is_one() -> None:
+    attempt = request().attempt("r#1", [7, 8], timeout_s=1.5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(attempt), type=Request) == attempt
+    for wrong in ({"request_id": "r"}, {"request_id": 1, "prompt_token_ids": [], "sampling": {}}, [1]):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Request)

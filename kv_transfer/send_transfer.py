@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kv_transfer.integrity import MAX_RESENDS, MAX_TRAILER_BYTES
 from kv_transfer.status import TransferStatus
-from pdserve.core.errors import PdserveError
-from pdserve.core.handoff import KVDestination
+from pdserve.core.errors import PdserveError, TransferRefused
+from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
 
 _FIRST_MESSAGE_BYTES = 2**20
@@ -43,11 +43,13 @@ class Part:
     resends: int = 0
 
 
-class Outgoing:
+class SendTransfer:
     """The state of one hand-off. Blocks are queued by `add` and taken as messages by `next_part`."""
 
-    def __init__(self, request_id: str, destination: KVDestination, layout: KVLayout, message_bytes: int) -> None:
-        self.request_id, self.destination = request_id, destination
+    def __init__(self, attempt_id: str, peer: KVPeer, num_blocks: int, layout: KVLayout, message_bytes: int) -> None:
+        self.attempt_id, self.peer, self.num_blocks = attempt_id, peer, num_blocks
+        self.nonce = ""
+        """Set by `bind`; until then the blocks wait here."""
         self.status = TransferStatus.BOOTSTRAPPING
         self.outcome: SentKV | PdserveError | None = None
         self.done = asyncio.Event()
@@ -63,30 +65,43 @@ class Outgoing:
         self._pending: deque[tuple[int, int, range]] = deque()  # slot, block, layers
         self._again: deque[Part] = deque()
         self._unacknowledged: dict[int, Part] = {}
+        self._num_skipped = 0
         self._closed = self._last_sent = False
         self._seq = self._bytes = self._retries = 0
         self._first_s: float | None = None
 
+    def bind(self, nonce: str, num_blocks: int, num_skipped: int) -> None:
+        """The receiver has told where the blocks go. TransferRefused if it has room for another number of blocks."""
+        if num_blocks != self.num_blocks or not 0 <= num_skipped <= num_blocks:
+            raise TransferRefused(
+                f"{self.peer.worker_id} wants {num_blocks} blocks of {self.attempt_id} less {num_skipped}; "
+                f"{self.num_blocks} are to be sent"
+            )
+        self.nonce, self._num_skipped = nonce, num_skipped
+        self._pending = deque(piece for piece in self._pending if piece[0] >= num_skipped)
+
     def add(self, first_slot: int, block_ids: Sequence[int], layers: range, *, last: bool, trailer: bytes) -> None:
         """Queue ``layers`` of the blocks for the slots from ``first_slot``, without those the receiver holds already.
-        ValueError if slots or layers lie outside the destination, or if it was closed."""
-        destination, num_layers = self.destination, self._layout.num_layers
-        if not 0 <= first_slot <= first_slot + len(block_ids) <= destination.num_blocks:
-            raise ValueError(f"slots {first_slot} to {first_slot + len(block_ids)} of {destination.num_blocks}")
+        ValueError if slots or layers lie outside the hand-off, or if it was closed."""
+        num_layers = self._layout.num_layers
+        if not 0 <= first_slot <= first_slot + len(block_ids) <= self.num_blocks:
+            raise ValueError(f"slots {first_slot} to {first_slot + len(block_ids)} of {self.num_blocks}")
         if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
             raise ValueError(f"layers {layers.start} to {layers.stop} of {num_layers}")
         if self._closed:
-            raise ValueError(f"{self.request_id}: blocks after its last")
+            raise ValueError(f"{self.attempt_id}: blocks after its last")
         if len(trailer) > (MAX_TRAILER_BYTES if last else 0):
             raise ValueError(f"a trailer comes with the last blocks and has at most {MAX_TRAILER_BYTES} bytes")
         pairs = enumerate(block_ids, first_slot)
-        self._pending.extend((slot, block, layers) for slot, block in pairs if slot >= destination.num_skipped)
+        self._pending.extend((slot, block, layers) for slot, block in pairs if slot >= self._num_skipped)
         self._closed, self.trailer = last, trailer
 
     @property
     def ready(self) -> bool:
         """Whether `next_part` has something."""
-        return self.outcome is None and bool(self._again or self._pending or (self._closed and not self._last_sent))
+        if not self.nonce or self.outcome is not None:
+            return False
+        return bool(self._again or self._pending or (self._closed and not self._last_sent))
 
     def next_part(self, now_s: float) -> Part:
         """The next message, adjacent slots coalesced; call it only if `ready`."""
@@ -95,7 +110,7 @@ class Outgoing:
         if self._again:
             return self._again.popleft()
         all_layers = self._layout.all_layers
-        first_slot, _, layers = self._pending[0] if self._pending else (self.destination.num_blocks, 0, all_layers)
+        first_slot, _, layers = self._pending[0] if self._pending else (self.num_blocks, 0, all_layers)
         piece_bytes = len(layers) * self._layout.layer_bytes
         # A small first one has the receiver begin while the next is read and hashed.
         message_bytes = self.message_bytes if self._seq else min(self.message_bytes, _FIRST_MESSAGE_BYTES)
@@ -120,6 +135,11 @@ class Outgoing:
         """Take note that the receiver has a message; how many bytes are on their way no more."""
         part = self._unacknowledged.pop(seq, None)
         return 0 if part is None else part.size
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether any message has gone out."""
+        return self._seq > 0
 
     @property
     def complete(self) -> bool:

@@ -7,28 +7,49 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kv_transfer.base import BlockStore, KVLink
-from kv_transfer.integrity import Abort, Ack, Blocks, Header, Open, Refused, checksum, decode, encode, peer_error
-from kv_transfer.outgoing import Outgoing, Part
+from kv_transfer.integrity import (
+    Abort,
+    Ack,
+    Announce,
+    Blocks,
+    Header,
+    Open,
+    Refused,
+    checksum,
+    decode,
+    encode,
+    peer_error,
+)
+from kv_transfer.send_transfer import Part, SendTransfer
 from kv_transfer.sink import Stretch
 from kv_transfer.status import TransferStatus
 from pdserve.core.clock import Clock
-from pdserve.core.errors import ChecksumMismatch, PdserveError, PeerLost, TransferError, TransferRefused, to_wire
+from pdserve.core.errors import (
+    ChecksumMismatch,
+    PdserveError,
+    PeerLost,
+    RequestAborted,
+    TransferError,
+    TransferRefused,
+    to_wire,
+)
 from pdserve.core.handoff import KVEndpoint, PeerLink
 
 _SETTLE_S = 0.5
 _MESSAGE_S = 0.1  # what one message should take at most
 _LEAST_MESSAGE_BYTES = 64 * 2**10
-_NOBODY: deque[Outgoing] = deque()
+_MAX_ANNOUNCED = 4096  # a receiver announces what the router has placed: far fewer are ever ahead of their requests
+_NOBODY: deque[SendTransfer] = deque()
 _log = logging.getLogger(__name__)
 
-Conclude = Callable[[Outgoing, PdserveError | None], None]
+Conclude = Callable[[SendTransfer, PdserveError | None], None]
 """Ends a hand-off: None if the receiver has all of it, else the reason why it failed."""
 
 
-class Peer:
+class SendLink:
     """Three tasks work on the link: one writes (one message of each hand-off in turn), one reads the answers, one says
     every ``heartbeat_s`` that the hand-offs still live. When the link ends, its hand-offs fail. While
     ``max_inflight_bytes`` or more are not acknowledged, nothing new is sent: only control messages, and what arrived
@@ -46,8 +67,11 @@ class Peer:
         max_inflight_bytes: int,
         clock: Clock,
         heartbeat_s: float,
-        heard: Callable[[Outgoing], None],
+        is_over: Callable[[str], bool],
+        bound: Callable[[SendTransfer], None],
+        heard: Callable[[SendTransfer], None],
         conclude: Conclude,
+        announced: Iterable[Announce] = (),
     ) -> None:
         self.about, self.worker_id, self.epoch, self.endpoint = about, about.worker_id, epoch, endpoint
         self.alive = True
@@ -57,54 +81,98 @@ class Peer:
         # On a slow link messages are small: an abort has to wait for the one that is being written.
         moved_bytes = round(about.ceiling_gbs * 1e9 * _MESSAGE_S)
         self._most_message_bytes = max(_LEAST_MESSAGE_BYTES, moved_bytes) if moved_bytes else None
-        self._heartbeat_s, self._heard, self._conclude = heartbeat_s, heard, conclude
-        self._handoffs: dict[str, Outgoing] = {}
-        self._turns: deque[Outgoing] = deque()
-        self._resending: deque[Outgoing] = deque()  # their turns, which no bound keeps: those bytes count already
+        self._heartbeat_s, self._bound, self._heard, self._conclude = heartbeat_s, bound, heard, conclude
+        self._handoffs: dict[str, SendTransfer] = {}  # by nonce
+        self._unbound: dict[str, SendTransfer] = {}  # by attempt id: the receiver has not told yet where the blocks go
+        self._announced: dict[str, Announce] = {}  # by attempt id: hand-offs that have not begun here yet
+        self._is_over = is_over
+        self._turns: deque[SendTransfer] = deque()
+        self._resending: deque[SendTransfer] = deque()  # their turns, which no bound keeps: those bytes count already
         self._controls: deque[Header] = deque()
         self._work = asyncio.Event()
         self._task = asyncio.create_task(self._run())
+        for each in announced:
+            self._on_announce(each)
 
-    def add(self, handoff: Outgoing) -> None:
+    def add(self, handoff: SendTransfer) -> None:
         """Take on a hand-off to this receiver."""
-        handoff.status, handoff.settle = TransferStatus.WAITING, lambda: self._settle(handoff)
+        handoff.settle = lambda: self._settle(handoff)
+        if handoff.outcome is None:
+            handoff.status = TransferStatus.WAITING
         handoff.transport = self.about.transport
         if self._most_message_bytes is not None:
             handoff.message_bytes = min(handoff.message_bytes, self._most_message_bytes)
-        self._handoffs[handoff.destination.nonce] = handoff
-        self._control(_open(handoff))
+        announced = self._announced.pop(handoff.attempt_id, None)
+        if handoff.nonce:
+            self._begin(handoff)
+        elif announced is not None:
+            self._bind(handoff, announced)
+        else:
+            self._unbound[handoff.attempt_id] = handoff
+
+    def _bind(self, handoff: SendTransfer, announced: Announce) -> None:
+        try:
+            handoff.bind(announced.nonce, announced.num_blocks, announced.num_skipped)
+        except TransferRefused as error:
+            self._control(Abort(announced.nonce, *to_wire(error)))
+            self._conclude(handoff, error)
+            return
+        self._begin(handoff)
+
+    def _begin(self, handoff: SendTransfer) -> None:
+        self._handoffs[handoff.nonce] = handoff
+        self._bound(handoff)
+        self._control(_open(handoff, self.epoch))
         self.advance(handoff)
 
-    def advance(self, handoff: Outgoing) -> None:
+    def _on_announce(self, announced: Announce) -> None:
+        """The receiver has room for a hand-off: one that waits for this, has not begun here yet, or is over."""
+        handoff = self._unbound.pop(announced.attempt_id, None)
+        if handoff is not None:
+            self._bind(handoff, announced)
+        elif self._is_over(announced.attempt_id):
+            over = RequestAborted(f"{announced.attempt_id} has ended at its sender")
+            self._control(Abort(announced.nonce, *to_wire(over)))
+        else:
+            self._announced[announced.attempt_id] = announced
+            while len(self._announced) > _MAX_ANNOUNCED:  # the receiver's lease ends the oldest
+                del self._announced[next(iter(self._announced))]
+
+    def advance(self, handoff: SendTransfer) -> None:
         """It may have something to send now."""
-        if handoff.ready and handoff not in self._turns and handoff.destination.nonce in self._handoffs:
+        if handoff.ready and handoff not in self._turns and handoff.nonce in self._handoffs:
             self._turns.append(handoff)
             self._work.set()
 
-    def drop(self, handoff: Outgoing, error: PdserveError | None) -> None:
+    def drop(self, handoff: SendTransfer, error: PdserveError | None) -> None:
         """Forget a hand-off; with an error, the receiver is told to give it up as well."""
-        if self._handoffs.pop(handoff.destination.nonce, None) is None:
+        self._unbound.pop(handoff.attempt_id, None)
+        if self._handoffs.pop(handoff.nonce, None) is None:
             return
         self._inflight_bytes -= handoff.unacknowledged_bytes
         self._work.set()
         if error is not None:
-            self._control(Abort(handoff.destination.nonce, *to_wire(error)))
+            self._control(Abort(handoff.nonce, *to_wire(error)))
 
     async def aclose(self) -> None:
         """Close the link and wait until its tasks have ended; its hand-offs fail."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self.alive = False  # also if the task was cancelled before it began
+        await self._link.aclose()
 
-    async def _settle(self, handoff: Outgoing) -> None:
+    async def _settle(self, handoff: SendTransfer) -> None:
         """Return once nothing reads the blocks of a hand-off that failed, neither here nor at the receiver. A receiver
         that keeps them for longer than `_SETTLE_S` is given up, with all hand-offs to it."""
+        if not handoff.has_sent:
+            return
         if self.alive:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_S):
                     await handoff.idle.wait()
                     await self._link.drained()
                     return
-            _log.warning("%s does not let go of %s: its KV link is cut", self.worker_id, handoff.request_id)
+            _log.warning("%s does not let go of %s: its KV link is cut", self.worker_id, handoff.attempt_id)
         self._link.cut(f"{self.worker_id} did not let go of what it was sent")
         await handoff.idle.wait()
 
@@ -123,8 +191,9 @@ class Peer:
                 _log.error("the KV link to %s failed", self.worker_id, exc_info=error)
         finally:
             self.alive = False
-            handoffs = list(self._handoffs.values())
+            handoffs = [*self._handoffs.values(), *self._unbound.values()]
             self._handoffs.clear()
+            self._unbound.clear()
             for handoff in handoffs:
                 self._conclude(handoff, lost)
             for task in tasks:
@@ -145,9 +214,9 @@ class Peer:
                 await self._send_part(handoff)
                 self.advance(handoff)
 
-    async def _send_part(self, handoff: Outgoing) -> None:
+    async def _send_part(self, handoff: SendTransfer) -> None:
         part = handoff.next_part(self._clock.now())
-        destination, trailer = handoff.destination, handoff.trailer if part.last else b""
+        trailer = handoff.trailer if part.last else b""
         if not part.resends:
             self._inflight_bytes += part.size
         handoff.idle.clear()
@@ -157,9 +226,9 @@ class Peer:
             digest = checksum(payload, trailer) if self._checksums else 0
             handoff.export_s += time.perf_counter() - started_s
             header = Blocks(
-                nonce=destination.nonce,
-                epoch=destination.epoch,
-                request_id=handoff.request_id,
+                nonce=handoff.nonce,
+                epoch=self.epoch,
+                attempt_id=handoff.attempt_id,
                 seq=part.seq,
                 first_slot=part.first_slot,
                 num_blocks=len(part.block_ids),
@@ -180,7 +249,7 @@ class Peer:
         finally:
             handoff.idle.set()
 
-    def _open_turns(self) -> deque[Outgoing]:
+    def _open_turns(self) -> deque[SendTransfer]:
         """Those who may send something new; empty while enough is on its way."""
         return self._turns if self._inflight_bytes < self._max_inflight_bytes else _NOBODY
 
@@ -192,6 +261,9 @@ class Peer:
     async def _read(self) -> None:
         while True:
             answer = decode((await self._link.recv()).header)
+            if isinstance(answer, Announce):
+                self._on_announce(answer)
+                continue
             if not isinstance(answer, Ack | Refused | Abort):
                 raise TransferRefused(f"a {type(answer).__name__} has no place here")
             if isinstance(answer, Refused) and not answer.nonce:
@@ -219,8 +291,8 @@ class Peer:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             for handoff in self._handoffs.values():
-                self._control(_open(handoff))
+                self._control(_open(handoff, self.epoch))
 
 
-def _open(handoff: Outgoing) -> Open:
-    return Open(handoff.destination.nonce, handoff.destination.epoch, handoff.request_id)
+def _open(handoff: SendTransfer, epoch: str) -> Open:
+    return Open(handoff.nonce, epoch, handoff.attempt_id)

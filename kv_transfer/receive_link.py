@@ -12,7 +12,6 @@ import xxhash
 
 from kv_transfer.base import KVLink, Message
 from kv_transfer.handshake import dismiss, greet, is_telling, parse
-from kv_transfer.incoming import Incoming
 from kv_transfer.integrity import (
     Abort,
     Ack,
@@ -27,6 +26,7 @@ from kv_transfer.integrity import (
     encode,
     peer_error,
 )
+from kv_transfer.receive_transfer import ReceiveTransfer
 from kv_transfer.sink import Sink
 from kv_transfer.transports.strangers import INTRODUCTION_S
 from pdserve.core.errors import PdserveError, PeerLost, TransferError, to_wire
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Source:
+class ReceiveLink:
     """Serves ``link`` for ``receiver``, which keeps the hand-offs and decides on their ends."""
 
     def __init__(self, receiver: KVReceiver, link: KVLink) -> None:
@@ -56,12 +56,13 @@ class Source:
         try:
             async with asyncio.timeout(introduction_s):
                 try:
-                    await greet(self._link, receiver.hello(checksums=self.checksums))
+                    hello = await greet(self._link, receiver.hello(checksums=self.checksums))
                 except Refusal as refusal:
                     receiver.count(refusal.reason)
                     _log.warning("a KV link was refused: %s", refusal)
                     await dismiss(self._link, refusal)
                     return
+            receiver.met(self, hello.worker_id)
             while True:
                 await self._deal_with(await self._link.recv())
         except TimeoutError:
@@ -102,8 +103,8 @@ class Source:
                 await self._probe(message.size)
             elif isinstance(header, Abort):
                 incoming = self._receiver.expected(header.nonce)
-                if incoming is not None and incoming.source is self:
-                    why = f"the sender of {incoming.request_id} gave up: {header.message}"
+                if incoming is not None and incoming.source in (None, self):
+                    why = f"the sender of {incoming.attempt_id} gave up: {header.message}"
                     self._receiver.fail(incoming, peer_error(header.kind, why), tell=False)
             else:
                 raise Refusal(Reason.MALFORMED, f"a {type(header).__name__} has no place here")
@@ -114,20 +115,20 @@ class Source:
                 self._receiver.count(refusal.reason)
             await self.tell(Refused(nonce, seq, *to_wire(refusal.error)))
 
-    def _find(self, header: Open | Blocks) -> Incoming:
+    def _find(self, header: Open | Blocks) -> ReceiveTransfer:
         """The hand-off that a message is about, of which its sender has spoken now."""
-        receiver, name = self._receiver, header.request_id
+        receiver, name = self._receiver, header.attempt_id
         if header.epoch != receiver.epoch:
             raise Refusal(Reason.STALE_EPOCH, f"{name}: {receiver.worker_id} has started anew")
         if (incoming := receiver.expected(header.nonce)) is None:
             raise Refusal(Reason.UNKNOWN_NONCE, f"{name} is not expected (any more)")
-        if incoming.request_id != name:
+        if incoming.attempt_id != name:
             raise Refusal(Reason.WRONG_REQUEST, f"{name} is not what this nonce was given for")
         incoming.heard(self)
         receiver.heard(incoming)
         return incoming
 
-    async def _fill(self, incoming: Incoming, header: Blocks, size: int) -> None:
+    async def _fill(self, incoming: ReceiveTransfer, header: Blocks, size: int) -> None:
         """Take a message's payload straight into its blocks, verify it there."""
         receiver = self._receiver
         arrived_s = receiver.clock.now() - self._link.arrival_s
@@ -161,12 +162,12 @@ class Source:
         else:
             await self._finish(incoming, header.seq)
 
-    async def _finish(self, incoming: Incoming, seq: int) -> None:
+    async def _finish(self, incoming: ReceiveTransfer, seq: int) -> None:
         if incoming.complete:
             self._receiver.publish(incoming)
         await self.tell(Ack(incoming.nonce, seq))
 
-    async def _finish_later(self, incoming: Incoming, seq: int) -> None:
+    async def _finish_later(self, incoming: ReceiveTransfer, seq: int) -> None:
         await asyncio.sleep(self._receiver.delay_s)
         if incoming.outcome is None:
             with contextlib.suppress(TransferError):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kv_transfer.integrity import Blocks, Reason, Refusal
+from kv_transfer.integrity import Announce, Blocks, Reason, Refusal
 from kv_transfer.sink import Sink
 from kv_transfer.status import TransferStatus
 from pdserve.core.errors import PdserveError
@@ -15,7 +15,7 @@ from pdserve.core.handoff import TransferProof
 from pdserve.core.kv_layout import KVLayout
 
 if TYPE_CHECKING:
-    from kv_transfer.source import Source
+    from kv_transfer.receive_link import ReceiveLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,18 @@ class Region(NamedTuple):
     layers: range
 
 
-class Incoming:
+class ReceiveTransfer:
     """The state of one hand-off. `check` decides on a message by its header, before any of its payload is taken;
     `accept` is called once the payload is in the pool and verified, `reject` if it arrived changed."""
 
     def __init__(
-        self, request_id: str, nonce: str, block_ids: Sequence[int], num_skipped: int, layout: KVLayout, now_s: float
+        self, attempt_id: str, nonce: str, block_ids: Sequence[int], num_skipped: int, layout: KVLayout, now_s: float
     ) -> None:
-        self.request_id, self.nonce = request_id, nonce
+        self.attempt_id, self.nonce = attempt_id, nonce
         self.status = TransferStatus.BOOTSTRAPPING
-        self.source: Source | None = None
+        self.sender_id = ""
+        """The worker that is to send it, if it was told (`KVReceiver.announce`)."""
+        self.source: ReceiveLink | None = None
         self.sink: Sink | None = None
         """Where its payload goes while one arrives."""
         self.outcome: ReceivedKV | PdserveError | None = None
@@ -62,16 +64,21 @@ class Incoming:
         self._messages = self._bytes = self._retried_bytes = self._export_us = 0
         self._wire_s = self._import_s = 0.0
 
-    def heard(self, source: Source) -> None:
+    @property
+    def announcement(self) -> Announce:
+        """What its sender has to know."""
+        return Announce(self.attempt_id, self.nonce, len(self._block_ids), self._num_skipped)
+
+    def heard(self, source: ReceiveLink) -> None:
         """Its sender spoke, which is the only one that may from now on, and only on this link."""
         if self.source is None:
             self.source, self.status = source, TransferStatus.WAITING
         elif self.source is not source:
-            raise Refusal(Reason.WRONG_LINK, f"{self.request_id}: its sender uses another link")
+            raise Refusal(Reason.WRONG_LINK, f"{self.attempt_id}: its sender uses another link")
 
     def check(self, header: Blocks, size: int) -> Region:
         """What a message with ``size`` bytes of payload fills; `Refusal` if it must not be taken."""
-        name, layout = f"{self.request_id} message {header.seq}", self._layout
+        name, layout = f"{self.attempt_id} message {header.seq}", self._layout
         end, end_layer = header.first_slot + header.num_blocks, header.first_layer + header.num_layers
         if 0 < header.seq < self._next_seq and header.seq not in self._resending:
             self._retried_bytes += size
@@ -122,7 +129,7 @@ class Incoming:
         self._retried_bytes += size
         self._resending.add(header.seq)
         self._next_seq = max(self._next_seq, header.seq + 1)
-        return Refusal(Reason.CHECKSUM, f"{self.request_id} message {header.seq} arrived changed")
+        return Refusal(Reason.CHECKSUM, f"{self.attempt_id} message {header.seq} arrived changed")
 
     @property
     def complete(self) -> bool:

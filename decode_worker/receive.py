@@ -1,0 +1,109 @@
+"""The decode role: make room for a prompt's KV, receive it, join the running batch, stream tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from engine.messages import Abort, KVReady, KVRole, Progress, Reserved
+from kv_transfer.receive_transfer import ReceivedKV
+from pdserve.core.errors import TransferRefused
+from pdserve.core.handoff import FirstToken, KVPeer
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import EventKind
+from pdserve.core.worker import TokenOutput
+from worker import messages
+from worker.kv import KVEnds
+from worker.local import run
+from worker.request_table import Role, ServedRequest, finish_reason
+
+_FIRST_TOKENS = msgspec.msgpack.Decoder(FirstToken)
+
+
+async def receive(served: ServedRequest) -> None:
+    """Serve one request from token 2 on; its KV comes from `ServedRequest.peer`."""
+    device = served.device
+    handoff = ReceiveHandoff(served.attempt_id, served.peer, served.deadline_s, device.vocab_size)
+    async with device.kv.begin(handoff) as running:
+        served.submit(KVRole.RECEIVE)
+        kv = await running.done
+    events = (
+        served.event(EventKind.ROOM_MADE, kv.reserved_s),
+        served.event(EventKind.KV_VERIFIED, kv.received.verified_s),
+    )
+    if kv.first_token.ends_here:
+        output = TokenOutput(None, FinishReason.STOP, events, kv.received.proof)
+        served.outbox.output(served.attempt_id, output)
+        device.engine.send(Abort(served.attempt_id))  # this engine may go by other end ids, and would go on
+        return
+    second = await served.sampled()
+    reason = finish_reason(second.token)
+    served.tell(
+        second,
+        *events,
+        served.event(EventKind.DECODE_SCHEDULED, second.token.first_scheduled_s),
+        served.event(EventKind.TOKEN_2_SAMPLED, second.step.sampled_s),
+        finish_reason=reason,
+        proof=kv.received.proof,
+    )
+    if reason is None:
+        await served.forward_rest()
+
+
+class HandedOver(NamedTuple):
+    """A hand-off that is complete: the blocks were allocated at ``reserved_s`` (seconds of the host's clock)."""
+
+    received: ReceivedKV
+    first_token: FirstToken
+    reserved_s: float
+
+
+class ReceiveHandoff:
+    """One prompt's blocks on their way here from ``peer``, as a `worker.kv.KVHandoff`."""
+
+    def __init__(self, attempt_id: str, peer: KVPeer, deadline_s: float, vocab_size: int) -> None:
+        self.attempt_id = attempt_id
+        self._peer, self._deadline_s, self._vocab_size = peer, deadline_s, vocab_size
+
+    def begin(self, ends: KVEnds) -> None:
+        """Nothing comes before there is room."""
+        self._ends = ends
+        self._reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> HandedOver:
+        """Wait for room, announce it to the sender, and tell the engine once every block is verified."""
+        receiver = self._ends.receiver
+        reserved = await self._reserved
+        receiver.expect(self.attempt_id, reserved.block_ids, reserved.num_cached_blocks, self._deadline_s)
+        receiver.announce(self.attempt_id, self._peer.worker_id)
+        try:
+            received = await receiver.wait(self.attempt_id)
+        finally:
+            await receiver.abort(self.attempt_id)
+        first_token = self._first_token(received.trailer)
+        # Even if nothing is left to decode, what came is verified: the prefix cache may keep it.
+        self._ends.command(KVReady(self.attempt_id, first_token.token_id))
+        return HandedOver(received, first_token, reserved.reserved_s)
+
+    def on_event(self, event: Reserved | Progress) -> None:
+        """The engine has set the blocks aside."""
+        assert isinstance(event, Reserved), "a RECEIVE request pushes nothing"
+        if not self._reserved.done():
+            self._reserved.set_result(event)
+
+    def _first_token(self, trailer: bytes) -> FirstToken:
+        """Prefill's token; TransferRefused if the trailer is something else."""
+        try:
+            first = _FIRST_TOKENS.decode(trailer)
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            first = None
+        if first is None or not 0 <= first.token_id < self._vocab_size:
+            raise TransferRefused("the hand-off's trailer is no token")
+        return first
+
+
+ROLES: Mapping[type[messages.Work], Role] = {messages.Run: run, messages.Receive: receive}
+"""The ways in which a decode worker serves a request."""

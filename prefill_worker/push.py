@@ -1,0 +1,105 @@
+"""The prefill role: run the prompt, push its blocks while the rest is computed, give token 1, and hold the blocks until
+the receiver has confirmed them (or the hand-off has failed: either way they are given back)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from engine.messages import KVRole, Progress, Release, Reserved
+from kv_transfer.send_transfer import SentKV
+from pdserve.core.errors import PdserveError
+from pdserve.core.handoff import KVPeer
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Request
+from pdserve.core.sampling import FinishReason
+from worker import messages
+from worker.kv import KVEnds
+from worker.local import run
+from worker.request_table import Role, ServedRequest, finish_reason
+
+log = logging.getLogger(__name__)
+
+
+async def push(served: ServedRequest) -> None:
+    """Serve one prompt: token 1 goes to the gateway, its KV to `ServedRequest.peer`."""
+    device = served.device
+    handoff = PushHandoff(
+        served.request, served.peer, device.layout, served.deadline_s, early=device.transfer.overlap != "none"
+    )
+    async with device.kv.begin(handoff) as running:
+        running.done.add_done_callback(served.on_handoff_end)
+        served.submit(KVRole.PUSH)
+        first = await served.sampled()
+        ends_here = finish_reason(first.token) is FinishReason.STOP
+        served.tell(
+            first,
+            *served.prefill_events(first),
+            finish_reason=FinishReason.STOP if ends_here else None,
+            cached_tokens=first.token.cached_tokens,
+        )
+        try:
+            await running.done
+        except PdserveError as error:
+            # Decode sees the same failure and tells the gateway; here the blocks are of no use any more.
+            log.warning("%s: hand-off of request %s failed: %s", served.worker_id, served.attempt_id, error)
+
+
+class PushHandoff:
+    """One prompt's blocks on their way to ``peer``, as a `worker.kv.KVHandoff`. Full blocks are sent as soon as they
+    are computed (``early``), or all of them with the first token."""
+
+    def __init__(self, request: Request, peer: KVPeer, layout: KVLayout, deadline_s: float, *, early: bool) -> None:
+        self.attempt_id = request.attempt_id
+        self._peer, self._layout, self._deadline_s, self._early = peer, layout, deadline_s, early
+        self._num_tokens = request.num_tokens
+        self._num_blocks = layout.blocks_for(request.num_tokens)
+        self._block_ids: list[int] = []
+        self._num_queued = 0  # blocks handed to the sender so far
+        self._layers_queued = 0  # of those after them, of the step that runs
+
+    def begin(self, ends: KVEnds) -> None:
+        """Wait for the peer's announcement from now on; what is queued meanwhile waits with it."""
+        self._ends = ends
+        ends.sender.push(self.attempt_id, self._peer, self._num_blocks, self._deadline_s)
+
+    async def run(self) -> SentKV:
+        """Push until the receiver has confirmed everything; then the engine may free the blocks."""
+        sender = self._ends.sender
+        try:
+            return await sender.wait(self.attempt_id)
+        finally:
+            await sender.abort(self.attempt_id)
+            self._ends.command(Release(self.attempt_id))
+
+    def on_event(self, event: Reserved | Progress) -> None:
+        """Queue what has been computed since."""
+        assert isinstance(event, Progress), "a PUSH request makes no reservation"
+        self._block_ids = event.block_ids or self._block_ids
+        computed = event.num_computed_tokens
+        full = self._num_blocks if computed >= self._num_tokens else computed // self._layout.block_size
+        if event.num_layers:
+            if full > self._num_queued and event.num_layers > self._layers_queued:
+                self._send(full, range(self._layers_queued, event.num_layers))
+                self._layers_queued = event.num_layers
+        elif event.first_token is not None:
+            self._send(self._num_blocks, self._other_layers(), trailer=msgspec.msgpack.encode(event.first_token))
+        elif self._early and full > self._num_queued:
+            self._send(full, self._other_layers())
+            self._num_queued, self._layers_queued = full, 0
+
+    def _other_layers(self) -> range:
+        return range(self._layers_queued, self._layout.num_layers)
+
+    def _send(self, end: int, layers: range, trailer: bytes = b"") -> None:
+        """Queue ``layers`` of the blocks up to ``end``; with a trailer they are the last."""
+        blocks = self._block_ids[self._num_queued : end]
+        self._ends.sender.send_blocks(
+            self.attempt_id, self._num_queued, blocks, layers, last=bool(trailer), trailer=trailer
+        )
+
+
+ROLES: Mapping[type[messages.Work], Role] = {messages.Run: run, messages.Push: push}
+"""The ways in which a prefill worker serves a request."""

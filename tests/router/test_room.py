@@ -1,0 +1,310 @@
+"""Prefill and decode get a request at the same moment: decode makes room while prefill computes. What that means for
+tokens, failures and ends of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from pdserve.core.errors import (
+    CapacityExceeded,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    NotReady,
+    PdserveError,
+    TransferTimeout,
+    WorkerLost,
+)
+from pdserve.core.request import RequestStatus
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import EventKind, Figure
+from pdserve.core.worker import WorkerLoad
+from router.attempt import PROOF_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from router.request_record import RequestRecord
+    from router.routed import RoutingResult
+    from tests.router.conftest import Cluster, MakeCluster
+
+ALL = [6, 7, 8, 9]
+POLL_MS = 1.0  # how often a fake that prefills looks whether there is room
+BLOCK_BYTES = 4 * 2 * 2 * 1 * 8 * 4  # tokens x layers x K and V x heads x dimensions x bytes
+NO_ROOM = [WorkerLost("gone"), NotReady("starting"), CapacityExceeded("full"), TransferTimeout("late")]
+
+
+async def arrivals_ms(cluster: Cluster, record: RequestRecord) -> tuple[list[float], RoutingResult]:
+    """When each token came, in milliseconds from now. It counts as written to the client at once."""
+    begin_s, emitted = cluster.clock.now(), [EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED]
+    times: list[float] = []
+    async with aclosing(cluster.router.generate(record)) as generation:
+        async for _ in generation:
+            times.append((cluster.clock.now() - begin_s) * 1e3)
+            if len(times) <= 2:
+                record.timeline.record(emitted[len(times) - 1], "gateway", cluster.clock.now())
+    return times, generation.result
+
+
+async def test_a_decode_worker_that_makes_room_for_long_does_not_delay_token_1(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"].delay_s = {"prefill": 0.1}
+    cluster.fleet["d0"].delay_s = {"room": 30.0}
+    record = cluster.record(timeout_s=60.0)
+    begin_s = cluster.clock.now()
+    task = asyncio.create_task(arrivals_ms(cluster, record))
+    await asyncio.sleep(0.0001)
+    # At the same moment, the very same request.
+    ((_, request),) = cluster.fleet["p0"].requests
+    assert cluster.fleet["p0"].requests == [("push", request)]
+    assert cluster.fleet["d0"].requests == [("receive", request)]
+    assert request.attempt_id.startswith("r#")
+    await asyncio.sleep(1.0)
+    assert record.output_token_ids == [6]
+    # Prefill may get the next prompt, though it holds this one's KV as long as it takes.
+    assert [cluster.fleet[name].held.keys() for name in ("p0", "d0")] == [{request.attempt_id}] * 2
+    loads = {worker.worker_id: worker.outstanding_requests for worker in cluster.registry.workers}
+    assert loads == {"p0": 0, "d0": 1}
+
+    times, result = await task
+    assert times == pytest.approx([100, 30_000, 30_000, 30_000], abs=2 * POLL_MS)
+    assert result.proof is not None
+    assert result.proof.kv_bytes == result.kv_bytes_expected == 2 * BLOCK_BYTES
+    timeline = record.timeline
+    assert timeline.gateway_time(EventKind.PREFILL_SENT) == begin_s
+    assert timeline.gateway_time(EventKind.PREFILL_RECEIVED) == begin_s
+    assert timeline.gateway_time(EventKind.ROOM_MADE) - begin_s == pytest.approx(30.0)
+    assert timeline.room_wait_ms == pytest.approx(29_900)
+    first, second = timeline.breakdown(Figure.TTFT), timeline.breakdown(Figure.TTFT_DECODE)
+    assert first is not None
+    assert second is not None
+    assert first.total_ms == pytest.approx(100)
+    assert second.stages_ms["kv_exposed"] == pytest.approx(29_900, abs=2 * POLL_MS)
+    assert abs(second.unattributed_ms) < 0.01
+    assert cluster.aborted("p0") == cluster.aborted("d0") == []
+    cluster.check_idle()
+
+
+async def test_room_made_during_the_prefill_costs_nothing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"].delay_s = {"prefill": 0.1}
+    cluster.fleet["d0"].delay_s = {"room": 0.09}
+    record = cluster.record()
+    times, _ = await arrivals_ms(cluster, record)
+    assert times == pytest.approx([100] * 4, abs=POLL_MS)
+    assert record.timeline.has(EventKind.ROOM_MADE)
+    assert record.timeline.room_wait_ms == 0
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("error", NO_ROOM)
+async def test_a_decode_worker_that_fails_before_token_1_ends_the_attempt_at_once(
+    make_cluster: MakeCluster, error: PdserveError
+) -> None:
+    cluster = make_cluster(prefill=2, decode=2)
+    for name in ("p0", "p1"):
+        cluster.fleet[name].delay_s = {"prefill": 1.0}
+    for name in ("d0", "d1"):
+        cluster.fleet[name].delay_s = {"room": 0.1}
+    cluster.fleet["d0"].fail("room", error)
+    record = cluster.record()
+    task = asyncio.create_task(arrivals_ms(cluster, record))
+    await asyncio.sleep(0.099)
+    assert [len(cluster.fleet[name].requests) for name in ("p0", "p1", "d0", "d1")] == [1, 0, 1, 0]
+    assert cluster.aborted("p0") == []
+    await asyncio.sleep(0.002)
+    # The prefill had 0.9 s to go: it is not waited for.
+    assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
+    assert record.output_token_ids == []
+    ((_, first),) = cluster.fleet["d0"].requests
+    ((_, second),) = cluster.fleet["d1"].requests
+    assert first.attempt_id != second.attempt_id
+    assert (second.token_ids, second.max_tokens) == (first.token_ids, first.max_tokens)
+    assert first.attempt_id not in cluster.fleet["p0"].held
+
+    times, result = await task
+    assert record.output_token_ids == ALL
+    assert times == pytest.approx([1_100] * 4, abs=POLL_MS)
+    # A transfer has two ends, either of which may be at fault; else prefill is innocent and has begun with the prompt.
+    assert result.prefill_worker == ("p1" if isinstance(error, TransferTimeout) else "p0")
+    assert (result.decode_worker, record.attempts) == ("d1", 2)
+    suspects = [worker.worker_id for worker in cluster.registry.workers if worker.state == "suspect"]
+    assert suspects == (["d0"] if isinstance(error, WorkerLost | NotReady) else [])
+    assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("error", [*NO_ROOM, ChecksumMismatch("changed")])
+async def test_a_decode_worker_that_fails_after_token_1_is_replaced_and_the_next_goes_on_from_there(
+    make_cluster: MakeCluster, error: PdserveError
+) -> None:
+    cluster = make_cluster(prefill=1, decode=2)
+    cluster.fleet["p0"].delay_s = {"prefill": 0.05}
+    cluster.fleet["d0"].delay_s = {"room": 0.1}
+    cluster.fleet["d0"].fail("room", error)
+    record = cluster.record((1, 2, 3, 4, 5, 6, 7, 8))
+    times, result = await arrivals_ms(cluster, record)
+    assert record.output_token_ids == [9, 10, 11, 12]
+    assert times == pytest.approx([50, 150, 150, 150], abs=POLL_MS)
+    (_, first), (_, second) = cluster.fleet["p0"].requests
+    assert (second.prompt_token_ids, second.output_token_ids) == (first.prompt_token_ids, (9,))
+    assert (first.max_tokens, second.max_tokens) == (4, 3)
+    assert cluster.fleet["d0"].requests == [("receive", first)]
+    assert cluster.fleet["d1"].requests == [("receive", second)]
+    assert cluster.fleet["p0"].aborted == cluster.fleet["d0"].aborted == [first.attempt_id], "prefill held its KV"
+    assert (record.status, record.attempts, result.decode_worker) == (RequestStatus.FINISHED, 2, "d1")
+    # The second hand-off has token 1 in it.
+    assert result.proof is not None
+    assert result.proof.kv_bytes == result.kv_bytes_expected == 3 * BLOCK_BYTES
+    for figure in Figure:
+        breakdown = record.timeline.breakdown(figure)
+        assert breakdown is not None
+        assert abs(breakdown.unattributed_ms) < 0.01, breakdown
+    cluster.check_idle()
+
+
+async def test_prefill_that_fails_does_not_wait_for_room(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=2, decode=1)
+    cluster.fleet["p0"].delay_s = cluster.fleet["p1"].delay_s = {"prefill": 0.1}
+    cluster.fleet["p0"].fail("prefill", WorkerLost("gone"))
+    cluster.fleet["d0"].delay_s = {"room": 0.5}
+    record = cluster.record()
+    times, result = await arrivals_ms(cluster, record)
+    assert times == pytest.approx([200, 600, 600, 600], abs=2 * POLL_MS)
+    assert (result.prefill_worker, record.attempts) == ("p1", 2)
+    ((_, first), (_, second)) = cluster.fleet["d0"].requests
+    assert cluster.fleet["d0"].aborted == [first.attempt_id] != [second.attempt_id]
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("ending", ["deadline", "cancelled", "closed", "stopped"])
+async def test_what_ends_while_decode_makes_room_leaves_nothing_behind(make_cluster: MakeCluster, ending: str) -> None:
+    """After token 1: prefill holds the KV, decode waits for room."""
+    cluster = make_cluster()
+    cluster.fleet["d0"].hangs = {"room"}
+    record = cluster.record(timeout_s=1.0)
+    if ending in ("deadline", "cancelled"):
+        task = asyncio.create_task(cluster.tokens(record))
+        if ending == "cancelled":
+            await asyncio.sleep(0.5)
+            task.cancel()
+        with pytest.raises(DeadlineExceeded if ending == "deadline" else asyncio.CancelledError):
+            await task
+    else:
+        generation = cluster.router.generate(record)
+        await anext(aiter(generation))
+        await (generation.stop() if ending == "stopped" else generation.aclose())
+        assert generation.result.proof is None
+        # Nothing was to be moved after all, if the client had enough.
+        assert generation.result.kv_bytes_expected == (0 if ending == "stopped" else 2 * BLOCK_BYTES)
+    assert record.output_token_ids == [6]
+    assert (
+        record.status
+        is {
+            "deadline": RequestStatus.FAILED,
+            "cancelled": RequestStatus.ABORTED,
+            "closed": RequestStatus.ABORTED,
+            "stopped": RequestStatus.FINISHED,
+        }[ending]
+    )
+    assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+async def test_what_must_travel_is_all_until_decode_has_said_what_it_held_already(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, skipped: int
+) -> None:
+    cluster = make_cluster()
+    decode = cluster.fleet["d0"]
+    whole = decode._proof(5)
+    sent = msgspec.structs.replace(
+        whole, kv_bytes=(2 - skipped) * BLOCK_BYTES, blocks_received=2 - skipped, blocks_skipped=skipped
+    )
+    monkeypatch.setattr(decode, "_proof", lambda prompt_tokens: sent)
+    async with aclosing(cluster.router.generate(cluster.record())) as generation:
+        expected = [generation.result.kv_bytes_expected async for _ in generation]
+    assert expected == [2 * BLOCK_BYTES] + [(2 - skipped) * BLOCK_BYTES] * 3
+    assert generation.result.proof == sent
+    cluster.check_idle()
+
+
+async def test_a_last_token_1_does_not_wait_for_room_and_its_proof_not_for_ever(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"]._eos_token_id = 6
+    cluster.fleet["d0"].hangs = {"room"}
+    record = cluster.record(timeout_s=60.0)
+    generation = cluster.router.generate(record)
+    begin_s, tokens = cluster.clock.now(), aiter(generation)
+    token = await anext(tokens)
+    assert (token.token_id, token.finish_reason, cluster.clock.now()) == (6, FinishReason.STOP, begin_s)
+    assert [late async for late in tokens] == []
+    assert cluster.clock.now() - begin_s <= PROOF_TIMEOUT_S + 0.01
+    assert (record.status, record.attempts) == (RequestStatus.FINISHED, 1)
+    assert generation.result.proof is None
+    assert generation.result.kv_bytes_expected == 2 * BLOCK_BYTES, "a hand-off that failed is not hidden"
+    assert cluster.aborted("p0") == cluster.aborted("d0") == ["r"]
+    cluster.check_idle()
+
+
+async def test_room_that_comes_late_proves_a_last_token_1(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"]._eos_token_id = 6
+    cluster.fleet["d0"].delay_s = {"room": 0.5}
+    times, result = await arrivals_ms(cluster, record := cluster.record())
+    assert (times, record.output_token_ids) == ([0], [6])
+    assert result.proof is not None
+    assert result.proof.kv_bytes == result.kv_bytes_expected == 2 * BLOCK_BYTES
+    assert cluster.aborted("p0") == cluster.aborted("d0") == []
+    cluster.check_idle()
+
+
+def at_once(cluster: Cluster, count: int) -> list[asyncio.Task[list[int]]]:
+    """Requests of two blocks each, all of which decode holds on to."""
+    cluster.fleet["d0"].hangs = {"decode"}
+    return [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(count)]
+
+
+def sent(cluster: Cluster) -> int:
+    return len(cluster.fleet["d0"].requests)
+
+
+async def test_no_more_requests_are_placed_than_decode_has_blocks_for(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=10**6)
+    decode = cluster.registry.get("d0")
+    assert decode is not None
+    cluster.registry.heartbeat("d0", WorkerLoad(free_blocks=5))
+    tasks = at_once(cluster, 4)
+    await asyncio.sleep(0.01)
+    assert (sent(cluster), decode.free_blocks) == (2, 1), "a prompt of 5 tokens takes two blocks of 4"
+    assert cluster.router.queued == 2
+    assert len(cluster.fleet["p0"].requests) == 2, "prefill would only hold the blocks of the others"
+
+    # The next heartbeat counts what was placed before it.
+    cluster.registry.heartbeat("d0", WorkerLoad(free_blocks=3))
+    await asyncio.sleep(0.01)
+    assert (sent(cluster), decode.free_blocks) == (3, 1)
+
+    # One that ends gives its blocks back, whether a heartbeat has counted it (r0) or not (r2).
+    for ended, (placed, free) in ((0, (4, 1)), (2, (4, 3))):
+        tasks[ended].cancel()
+        await asyncio.sleep(0.01)
+        assert (sent(cluster), decode.free_blocks) == (placed, free)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    cluster.check_idle()
+
+
+async def test_a_worker_without_requests_gets_one_whatever_it_reports(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill_backlog_tokens=10**6)
+    cluster.registry.heartbeat("d0", WorkerLoad(free_blocks=0))
+    tasks = at_once(cluster, 2)
+    await asyncio.sleep(0.01)
+    assert sent(cluster) == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    cluster.check_idle()

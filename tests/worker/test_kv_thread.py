@@ -1,0 +1,312 @@
+"""Hand-offs on the KV thread: however one ends, it is at rest before its request gives its blocks back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from engine.messages import Command, Computed, KVEvent, Progress, Release, Reserved
+from kv_transfer.handoff_over import HandoffOver
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.transports.loopback import LoopbackTransport
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.config import TransferConfig
+from pdserve.core.errors import PdserveError, TransferError, TransferTimeout, WorkerLost
+from pdserve.core.kv_layout import KVLayout
+from worker.kv import KVEnds, KVThread
+
+LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
+
+
+class Pool(MemoryStore):
+    """One that has no file to unmap."""
+
+    closed = False
+
+    def close(self) -> None:
+        """Take note."""
+        self.closed = True
+
+
+class Engine:
+    """What the thread needs of one: its KV events, which the test makes, and its ear."""
+
+    def __init__(self) -> None:
+        self.told: list[Command] = []
+        self.tell: Callable[[KVEvent], None] = lambda event: None
+        self.closed = False
+
+    def take_kv_events(self) -> Engine:
+        """This."""
+        return self
+
+    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
+        """Tell it here."""
+        self.tell = on_event
+
+    def close(self) -> None:
+        """Tell no more."""
+        self.closed = True
+
+    def send(self, command: Command) -> None:
+        """Hear it."""
+        self.told.append(command)
+
+
+class Handoff:
+    """Waits for ``events`` events, then ends with ``outcome``, or raises it."""
+
+    def __init__(self, events: int = 0, outcome: object = "done", *, bug: Exception | None = None) -> None:
+        self.attempt_id = "r"
+        self.seen: list[Reserved | Progress] = []
+        self.running, self.at_rest = threading.Event(), threading.Event()
+        self.began = False
+        self._events, self._outcome, self._bug = events, outcome, bug
+
+    def begin(self, ends: KVEnds) -> None:
+        """Note it."""
+        self.began = True
+        self._ends = ends
+        self._enough = asyncio.Event()
+
+    def on_event(self, event: Reserved | Progress) -> None:
+        """Note it, or fail."""
+        assert self.began
+        self.seen.append(event)
+        if self._bug is not None:
+            raise self._bug
+        if len(self.seen) == self._events:
+            self._enough.set()
+
+    async def run(self) -> object:
+        """Take some time to come to rest."""
+        self.running.set()
+        try:
+            if self._events:
+                await self._enough.wait()
+            if isinstance(self._outcome, Exception):
+                raise self._outcome
+            return self._outcome
+        finally:
+            await asyncio.sleep(0.05)
+            self._ends.command(Release(self.attempt_id))
+            self.at_rest.set()
+
+
+class Harness:
+    """A KV thread and its engine."""
+
+    def __init__(self) -> None:
+        self.engine, self.pool = Engine(), Pool(LAYOUT, 4)
+        anything: Any = self.engine
+        pool: Any = self.pool
+        self.kv = KVThread(
+            pool,
+            [LoopbackTransport()],
+            TransferConfig(),
+            anything,
+            worker_id="w",
+            epoch="e",
+            clock=MonotonicClock(),
+            eos_token_ids=(),
+        )
+
+    def tell(self, *events: KVEvent) -> None:
+        """Have the engine tell these, all within one turn of the KV loop."""
+
+        def tell() -> None:
+            for event in events:
+                self.engine.tell(event)
+
+        self.kv._loop.call_soon_threadsafe(tell)
+
+
+@pytest.fixture
+async def harness() -> AsyncIterator[Harness]:
+    """One that listens."""
+    harness = Harness()
+    await harness.kv.start("127.0.0.1")
+    yield harness
+    await harness.kv.aclose()
+    assert harness.engine.closed
+    assert harness.pool.closed
+    assert not harness.kv._thread.is_alive()
+
+
+def progress(num_tokens: int, attempt_id: str = "r") -> Progress:
+    """So many tokens are computed."""
+    return Progress(attempt_id, num_tokens, [])
+
+
+RESERVED = Reserved("r", [1, 2], 0, 0.0)
+
+
+async def come(event: threading.Event) -> None:
+    """Wait for something on the KV loop."""
+    assert await asyncio.to_thread(event.wait, 10)
+
+
+async def test_events_come_in_order_and_the_result_goes_back(harness: Harness) -> None:
+    handoff = Handoff(3)
+    async with harness.kv.begin(handoff) as running:
+        harness.tell(RESERVED, Computed([progress(1), progress(9, "another"), progress(2)]))
+        async with asyncio.timeout(10):
+            assert await running.done == "done"
+    assert handoff.seen == [RESERVED, progress(1), progress(2)]
+    assert harness.engine.told == [Release("r")]
+    harness.tell(Computed([progress(3)]))  # it is over
+    await asyncio.sleep(0.05)
+    assert len(handoff.seen) == 3
+    assert not harness.kv._running
+
+
+async def test_an_event_that_the_loop_sees_before_the_beginning_is_not_lost(harness: Harness) -> None:
+    """Its turn has found the pipe readable, for an earlier event; then the request begins and is submitted; and when
+    the pipe is read at last, the engine's answer is in it as well."""
+    handoff, hold, pipe = Handoff(1), threading.Event(), list[KVEvent]()
+
+    def read() -> None:
+        for event in pipe:
+            harness.engine.tell(event)
+
+    harness.kv._loop.call_soon_threadsafe(hold.wait, 10)
+    harness.kv._loop.call_soon_threadsafe(read)
+    async with harness.kv.begin(handoff) as running:
+        pipe.append(RESERVED)
+        hold.set()
+        async with asyncio.timeout(10):
+            assert await running.done == "done"
+    assert handoff.seen == [RESERVED]
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(TransferTimeout("late"), TransferTimeout("late")),
+     (ZeroDivisionError("a bug"), PdserveError("ZeroDivisionError: a bug"))],
+    ids=["an error", "a bug"],
+)  # fmt: skip
+async def test_an_error_goes_back(harness: Harness, raised: Exception, told: PdserveError) -> None:
+    async with harness.kv.begin(Handoff(outcome=raised)) as running, asyncio.timeout(10):
+        with pytest.raises(PdserveError) as caught:
+            await running.done
+    assert (type(caught.value), str(caught.value)) == (type(told), str(told))
+
+
+@pytest.mark.parametrize("waits_for", ["the hand-off", "something else"])
+async def test_a_request_that_is_given_up_leaves_its_hand_off_at_rest(harness: Harness, waits_for: str) -> None:
+    """Whatever it waits for: when its coroutine is over, nothing touches its blocks any more."""
+    handoff = Handoff(1)
+
+    async def serve() -> None:
+        async with harness.kv.begin(handoff) as running:
+            await (running.done if waits_for == "the hand-off" else asyncio.Event().wait())
+
+    serving = asyncio.create_task(serve())
+    await come(handoff.running)
+    serving.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+    assert handoff.at_rest.is_set()
+    assert harness.engine.told == [Release("r")]
+    assert not harness.kv._running
+
+
+async def test_a_request_that_is_given_up_at_once_leaves_its_hand_off_at_rest(harness: Harness) -> None:
+    handoff = Handoff(1)
+
+    async def serve() -> None:
+        async with harness.kv.begin(handoff) as running:
+            await running.done
+
+    serving = asyncio.create_task(serve())
+    await asyncio.sleep(0)
+    serving.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+    assert handoff.at_rest.is_set()
+    assert not harness.kv._running
+
+
+async def test_a_request_that_fails_leaves_its_hand_off_at_rest(harness: Harness) -> None:
+    handoff = Handoff(1)
+
+    async def serve() -> None:
+        async with harness.kv.begin(handoff):
+            await come(handoff.running)
+            raise WorkerLost("the reason")
+
+    async with asyncio.timeout(10):
+        with pytest.raises(WorkerLost, match="the reason"):
+            await serve()
+    assert handoff.at_rest.is_set()
+
+
+async def test_a_hand_off_that_ends_after_its_request_was_given_up_is_no_error(harness: Harness) -> None:
+    handoff = Handoff(1)
+    async with harness.kv.begin(handoff) as running:
+        await come(handoff.running)
+        running.done.cancel()
+        harness.tell(RESERVED)
+        await come(handoff.at_rest)
+    assert handoff.at_rest.is_set()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_bug_in_what_it_makes_of_events_ends_a_hand_off_once(harness: Harness, begun: bool) -> None:
+    """Also if the first events are there in the turn of the loop in which it begins, and more while it ends."""
+    handoff = Handoff(5, bug=ZeroDivisionError("a bug"))
+    if not begun:
+        hold = threading.Event()
+        harness.kv._loop.call_soon_threadsafe(hold.wait, 10)
+    async with harness.kv.begin(handoff) as running:
+        if begun:
+            await come(handoff.running)
+        harness.tell(RESERVED, RESERVED)
+        if not begun:
+            hold.set()
+        await asyncio.sleep(0.02)
+        harness.tell(RESERVED)
+        async with asyncio.timeout(10):
+            with pytest.raises(TransferError, match="the KV hand-off of r failed: ZeroDivisionError: a bug"):
+                await running.done
+    assert handoff.at_rest.is_set()
+    assert harness.engine.told == [Release("r")]
+    assert not harness.kv._running
+
+
+async def test_an_event_of_a_hand_off_that_has_just_ended_is_no_error(harness: Harness) -> None:
+    handoff = Handoff(5, bug=HandoffOver("it is over"))
+    async with harness.kv.begin(handoff) as running:
+        harness.tell(RESERVED)
+        await come(handoff.running)
+        await asyncio.sleep(0.05)
+        assert not running.done.done()
+    assert handoff.at_rest.is_set()
+
+
+async def test_closing_fails_what_is_under_way(harness: Harness) -> None:
+    handoff = Handoff(1)
+    async with harness.kv.begin(handoff) as running:
+        await come(handoff.running)
+        await harness.kv.aclose()
+        async with asyncio.timeout(10):
+            with pytest.raises(WorkerLost, match="the engine is gone"):
+                await running.done
+    assert handoff.at_rest.is_set()
+    with pytest.raises(WorkerLost):
+        async with harness.kv.begin(Handoff()):
+            raise AssertionError("it begins nothing")
+    await harness.kv.aclose()
+
+
+async def test_a_thread_that_never_started_closes_too() -> None:
+    harness = Harness()
+    await harness.kv.aclose()
+    assert harness.engine.closed
+    assert harness.pool.closed

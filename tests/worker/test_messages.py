@@ -1,0 +1,247 @@
+"""Nothing is lost between gateway and worker, and what is no message is an error that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.core.errors import LayoutMismatch, PdserveError, WorkerLost, from_wire
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, TransferProof
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.timeline import Event, EventKind
+from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
+from pdserve.pb import worker_pb2 as pb
+from worker.messages import (
+    BEAT_ANSWERS,
+    BEATS,
+    TO_GATEWAY,
+    TO_WORKER,
+    Abort,
+    Beat,
+    BeatAnswer,
+    ConnectPeer,
+    Failure,
+    FrameDecoder,
+    Message,
+    Outputs,
+    Ping,
+    Push,
+    Receive,
+    Reply,
+    Run,
+    to_frame,
+)
+
+LAYOUT = KVLayout("abc", "bfloat16", 64, 30, 3, 64)
+ENDPOINTS = (KVEndpoint("shm", "host/name"), KVEndpoint("tcp", "10.0.0.1:5"))
+PEER = KVPeer("decode-0", "e1", ENDPOINTS)
+PROOF = TransferProof("torch_dist", 10, 3, 5, 2, 4, "xxh3-64 verified", 0.5, 1.5, 1.25, 1.75, 2.5, 9.5)
+INFO = WorkerInfo(
+    "prefill-0", Role.PREFILL, "e1", "10.0.0.1:4", ENDPOINTS, "10.0.0.1", "cpu", 1, 2,
+    LAYOUT, 100, 2048, 512, 4096, "0", "0,1", "0.1.0", 3, True, "clock", "life", "service",
+)  # fmt: skip
+LOAD = WorkerLoad(1, 2, 3, 4, (PeerLink("decode-0", "shm", "because", 9.5),), 2**40, 2**39, 5, {"checksum": 2})
+EVERYTHING = SamplingParams(
+    9, 0.5, 40, 0.9, 2**63 - 1, ("stop", "\N{GRINNING FACE}"), (1, 2), True, 0.1, 1.3, -0.5, 1.7,
+    {0: -100.0, 4_000_000: 0.25}, 20,
+)  # fmt: skip
+REQUESTS = {
+    "least": Request("r", (), SamplingParams()),
+    "greedy": Request("r", (1, 2, 3), SamplingParams(9), timeout_s=12.5, attempt_id="r#1"),
+    "everything": Request("r", (0, 2**31, 3), EVERYTHING, Mode.PD, 12.5, "tenant", "r#2", (7, 8)),
+    "no alternatives": Request("r", (1,), SamplingParams(logprobs=0, seed=0)),
+}
+
+
+def check(decoder: FrameDecoder[Any], message: Message) -> None:
+    """It survives the trip, types included."""
+    frame = pb.Frame.FromString(to_frame(message).SerializeToString())
+    back = decoder.decode(frame)
+    assert (type(back), back) == (type(message), message)
+
+
+@pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
+def test_requests(request_: Request) -> None:
+    for message in (Run(request_), Push(request_, PEER), Receive(request_, PEER)):
+        check(TO_WORKER, message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Abort(2**40, "r#1"), ConnectPeer(3, PEER), ConnectPeer(3, KVPeer("d", "", ())), Ping(0)],
+    ids=lambda message: type(message).__name__,
+)
+def test_calls(message: Message) -> None:
+    check(TO_WORKER, message)
+
+
+@pytest.mark.parametrize("failure", [None, Failure("WorkerLost", "gone")])
+def test_replies(failure: Failure | None) -> None:
+    check(TO_GATEWAY, Reply(7, 1.25, 1e9 + 0.5, failure))
+
+
+OUTPUTS = [
+    TokenOutput(0),
+    TokenOutput(5, FinishReason.LENGTH),
+    TokenOutput(5, logprobs=TokenLogprobs(-1.5)),
+    TokenOutput(5, logprobs=TokenLogprobs(-0.1, ((5, -0.1), (0, -3.25)))),
+    TokenOutput(5, logprobs=TokenLogprobs(-math.inf)),
+    TokenOutput(5, cached_tokens=128),
+    TokenOutput(None, FinishReason.STOP, (Event(EventKind.KV_VERIFIED, "w", 1.25),), PROOF),
+    TokenOutput(
+        5, FinishReason.ABORT, (Event(EventKind.ROOM_MADE, "w", 1.0), Event(EventKind.KV_VERIFIED, "w", 1.25)), PROOF,
+        TokenLogprobs(-1.5), 3,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=range(len(OUTPUTS)))
+def test_output(output: TokenOutput) -> None:
+    check(TO_GATEWAY, Outputs([("r", output)]))
+
+
+def test_a_steps_outputs_and_failures_stay_in_order() -> None:
+    outputs = [(f"r{i}", output) for i, output in enumerate(OUTPUTS)]
+    check(TO_GATEWAY, Outputs(outputs, [("a", Failure("WorkerLost", "gone")), ("b", Failure("PdserveError", ""))]))
+    check(TO_GATEWAY, Outputs([]))
+
+
+def test_errors_keep_their_class() -> None:
+    for error in (LayoutMismatch("dtype differs"), WorkerLost("gone")):
+        back = Failure.of(error).error()
+        assert (type(back), str(back)) == (type(error), str(error))
+    unexpected = Failure.of(ZeroDivisionError("a bug")).error()
+    assert (type(unexpected), str(unexpected)) == (PdserveError, "ZeroDivisionError: a bug")
+    assert type(from_wire("NoSuchError", "")) is PdserveError
+
+
+@pytest.mark.parametrize("load", [LOAD, WorkerLoad()])
+def test_beats(load: WorkerLoad) -> None:
+    check(BEATS, Beat(INFO, load))
+    check(BEATS, Beat(replace(INFO, role=Role.DECODE, ready=False, kv_endpoints=()), load))
+
+
+@pytest.mark.parametrize("superseded", [True, False])
+def test_beat_answers(superseded: bool) -> None:
+    check(BEAT_ANSWERS, BeatAnswer("g1", superseded))
+
+
+# --- what is no message ----------------------------------------------------------------------------------------------
+
+
+def parts_of(message: object) -> Any:
+    """A message as what msgpack knows: lists, maps, and plain values."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), strict=False)
+
+
+def changed(message: object, path: tuple[Any, ...], value: object) -> bytes:
+    """Its bytes with something else at ``path``; ... takes that away."""
+    whole = parts_of(message)
+    inner = whole
+    for step in path[:-1]:
+        inner = inner[step]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return msgspec.msgpack.encode(whole)
+
+
+RUN, PUSH, BEAT = Run(REQUESTS["greedy"]), Push(REQUESTS["greedy"], PEER), Beat(INFO, LOAD)
+OUTPUT = Outputs([("r", OUTPUTS[-1])], [("s", Failure("WorkerLost", "gone"))])
+MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
+    "nothing": (TO_WORKER, b""),
+    "no msgpack": (TO_WORKER, b"\xc1"),
+    "a pickle": (TO_WORKER, b"\x80\x04N."),
+    "an old Submit": (TO_WORKER, b"\x0a\x01r\x12\x03\x01\x02\x03"),
+    "a number": (TO_WORKER, b"\x01"),
+    "a map": (TO_WORKER, msgspec.msgpack.encode({"type": "Ping", "call_id": 1})),
+    "an empty list": (TO_WORKER, b"\x90"),
+    "an unknown name": (TO_WORKER, msgspec.msgpack.encode(["Exec", 1])),
+    "a name that is no text": (TO_WORKER, b"\x92\xa4Pin\xff\x01"),
+    "an answer to a worker": (TO_WORKER, msgspec.msgpack.encode(Reply(1, 1.0, 1.0))),
+    "a call to a gateway": (TO_GATEWAY, msgspec.msgpack.encode(Ping(1))),
+    "a beat as its answer": (BEAT_ANSWERS, msgspec.msgpack.encode(BEAT)),
+    "cut short": (TO_WORKER, msgspec.msgpack.encode(PUSH)[:-1]),
+    "more behind it": (TO_WORKER, msgspec.msgpack.encode(Ping(1)) + b"\x00"),
+    "a missing field": (TO_WORKER, msgspec.msgpack.encode(["Abort", 1])),
+    "one field too many": (TO_WORKER, msgspec.msgpack.encode(["Ping", 1, 2])),
+    "a text for a number": (TO_WORKER, msgspec.msgpack.encode(["Ping", "1"])),
+    "a number for a text": (TO_WORKER, msgspec.msgpack.encode(["Abort", 1, 2])),
+    "no request": (TO_WORKER, changed(RUN, (1,), None)),
+    "a request without its name": (TO_WORKER, changed(RUN, (1, "request_id"), ...)),
+    "a request without its prompt": (TO_WORKER, changed(RUN, (1, "prompt_token_ids"), ...)),
+    "a token that is a text": (TO_WORKER, changed(RUN, (1, "prompt_token_ids", 0), "1")),
+    "a token that is a fraction": (TO_WORKER, changed(RUN, (1, "prompt_token_ids", 0), 1.5)),
+    "an unknown mode": (TO_WORKER, changed(Run(REQUESTS["everything"]), (1, "mode"), "best")),
+    "a sampling that is a list": (TO_WORKER, changed(RUN, (1, "sampling"), [9])),
+    "a temperature that is a text": (
+        TO_WORKER,
+        changed(Run(REQUESTS["everything"]), (1, "sampling", "temperature"), "hot"),
+    ),
+    "a name in no UTF-8": (TO_WORKER, msgspec.msgpack.encode(Abort(1, "\xe4")).replace("\xe4".encode(), b"\xff\xff")),
+    "no peer": (TO_WORKER, changed(PUSH, (2,), None)),
+    "a peer without its epoch": (TO_WORKER, changed(PUSH, (2, "epoch"), ...)),
+    "an endpoint that is a text": (TO_WORKER, changed(PUSH, (2, "endpoints", 0), "tcp")),
+    "outputs that are none": (TO_GATEWAY, changed(OUTPUT, (1, 0), "r")),
+    "an output without its request": (TO_GATEWAY, changed(OUTPUT, (1, 0), [parts_of(OUTPUTS[0])])),
+    "a token that is none": (TO_GATEWAY, changed(OUTPUT, (1, 0, 1, 0), "5")),
+    "an unknown finish": (TO_GATEWAY, changed(OUTPUT, (1, 0, 1, 1), "tired")),
+    "an unknown event": (TO_GATEWAY, changed(OUTPUT, (1, 0, 1, 2, 0, 0), "lunch")),
+    "an event without a time": (TO_GATEWAY, changed(OUTPUT, (1, 0, 1, 2, 0, 2), ...)),
+    "a proof that lacks something": (TO_GATEWAY, changed(OUTPUT, (1, 0, 1, 3, "kv_bytes"), ...)),
+    "a failure without a message": (TO_GATEWAY, changed(OUTPUT, (2, 0, 1, 1), ...)),
+    "an unknown role": (BEATS, changed(BEAT, (1, "role"), "cook")),
+    "a worker without a name": (BEATS, changed(BEAT, (1, "worker_id"), ...)),
+    "a layout that lacks something": (BEATS, changed(BEAT, (1, "layout", "num_layers"), ...)),
+    "a load that is none": (BEATS, changed(BEAT, (2,), 1)),
+    "free blocks as a text": (BEATS, changed(BEAT, (2, "free_blocks"), "1")),
+    "a link that lacks something": (BEATS, changed(BEAT, (2, "links", 0, "transport"), ...)),
+    "superseded by a number": (BEAT_ANSWERS, msgspec.msgpack.encode(["BeatAnswer", "g1", 1])),
+}
+
+
+@pytest.mark.parametrize(("decoder", "data"), MALFORMED.values(), ids=MALFORMED)
+def test_what_is_no_message_is_an_error(decoder: FrameDecoder[Any], data: bytes) -> None:
+    with pytest.raises(PdserveError, match=r"^an unreadable message .* differ in version$") as refused:
+        decoder.decode(pb.Frame(data=data))
+    assert type(refused.value) is PdserveError
+
+
+ONE_OF_EACH: list[tuple[FrameDecoder[Any], Message]] = [
+    (TO_WORKER, Run(REQUESTS["everything"])),
+    (TO_WORKER, PUSH),
+    (TO_WORKER, Receive(REQUESTS["greedy"], PEER)),
+    (TO_WORKER, Abort(1, "r")),
+    (TO_WORKER, ConnectPeer(1, PEER)),
+    (TO_WORKER, Ping(1)),
+    (TO_GATEWAY, Reply(1, 1.0, 1.0, Failure("WorkerLost", "gone"))),
+    (TO_GATEWAY, OUTPUT),
+    (BEATS, BEAT),
+    (BEAT_ANSWERS, BeatAnswer("g", True)),
+]
+
+
+def test_there_is_one_of_each() -> None:
+    assert {type(message) for _, message in ONE_OF_EACH} == set(Message.__subclasses__())
+
+
+@pytest.mark.parametrize(("decoder", "message"), ONE_OF_EACH, ids=lambda each: type(each).__name__)
+def test_bytes_changed_on_the_way_are_a_message_or_an_error(decoder: FrameDecoder[Any], message: Message) -> None:
+    """Nothing else is ever raised."""
+    draw, right = random.Random(7), to_frame(message).data
+    for _ in range(1000):
+        data = bytearray(right)
+        for _ in range(draw.randint(1, 3)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        with contextlib.suppress(PdserveError):
+            decoder.decode(pb.Frame(data=bytes(data)))

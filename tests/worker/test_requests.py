@@ -1,0 +1,722 @@
+"""What a worker makes of a request whose other half is at fault, and of one that is given up: it ends at once, it
+alone, and holds nothing.
+
+A real worker with its engine process, its control stream, and a KV end of the test's own as its peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import decode_worker.receive
+import prefill_worker.push
+from engine.messages import Abort, Command, KVRole
+from engine.process.client import EngineClient
+from kv_transfer.factory import create_transport
+from kv_transfer.memory_store import MemoryStore
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    PdserveError,
+    PeerLost,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+    WorkerLost,
+)
+from pdserve.core.handoff import FirstToken, KVPeer
+from pdserve.core.request import Request
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.worker import Role, TokenOutput, WorkerInfo
+from pdserve.pb import worker_pb2 as pb
+from tests.local_cluster import free_port
+from tests.random_models import greedy_tokens, save_random_model
+from worker import messages
+from worker.client import WorkerClient
+from worker.request_table import Role as WayToServe
+from worker.request_table import ServedRequest
+from worker.spec import WorkerSpec
+from worker.worker import Worker
+
+PROMPT = (11, 7, 200, 41, 5, 99, 3) * 8  # four blocks, computed in as many steps
+NUM_BLOCKS = 32
+TIMEOUT_S = 60.0
+AT_ONCE_S = 10.0
+TEST_PEER = KVPeer("test", "", ())  # all that a receiver has to know of the test's KV end is its name
+PREFILL, DECODE = prefill_worker.push.ROLES, decode_worker.receive.ROLES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    model: Path, role: Role, roles: Mapping[type[messages.Work], WayToServe], **settings: Mapping[str, Any]
+) -> AsyncIterator[tuple[Worker, WorkerClient]]:
+    """A worker without a gateway, and a client of it. ``settings`` are sections of its configuration."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "engine": {"block_size": 16, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16, "prefix_caching": False},
+        "transfer": {"transport": "tcp"},
+    }
+    for name, values in settings.items():
+        sections.setdefault(name, {}).update(values)
+    registry = f"127.0.0.1:{free_port()}"
+    config = PdserveConfig.parse(sections)
+    worker = Worker(
+        WorkerSpec(f"{role}-0", role, "127.0.0.1", "127.0.0.1", "cpu", registry, "test", config=config), roles
+    )
+    serving = asyncio.create_task(worker.run())
+    try:
+        client = await WorkerClient.connect(await worker.started)
+        try:
+            yield worker, client
+        finally:
+            await client.aclose()
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def sending_to(info: WorkerInfo) -> AsyncIterator[KVSender]:
+    """A prefill worker's KV end, linked."""
+    transport = create_transport("tcp")
+    sender = KVSender(
+        MemoryStore(info.layout, 16),
+        [transport],
+        worker_id="test",
+        checksum=True,
+        message_bytes=2**20,
+        max_inflight_bytes=2**24,
+        clock=MonotonicClock(),
+        lease_s=TIMEOUT_S,
+        connect_timeout_s=AT_ONCE_S,
+    )
+    try:
+        await sender.connect(info.worker_id, info.epoch, info.kv_endpoints)
+        yield sender
+    finally:
+        await sender.aclose()
+        await transport.aclose()
+
+
+class Receiving:
+    """A decode worker's KV end: ``receiver``, and what prefill is told of it."""
+
+    def __init__(self, receiver: KVReceiver, peer: KVPeer) -> None:
+        self.receiver, self.peer = receiver, peer
+
+    def announce(self, attempt_id: str, blocks: Sequence[int], sender: WorkerInfo) -> None:
+        """Make room for a request's KV, and tell the worker that has it."""
+        self.receiver.expect(attempt_id, blocks, 0, MonotonicClock().now() + TIMEOUT_S)
+        self.receiver.announce(attempt_id, sender.worker_id)
+
+
+@contextlib.asynccontextmanager
+async def receiving_for(info: WorkerInfo) -> AsyncIterator[Receiving]:
+    """A decode worker's KV end."""
+    transport = create_transport("tcp")
+    receiver = KVReceiver(
+        MemoryStore(info.layout, 16),
+        [transport],
+        worker_id="test",
+        epoch="e1",
+        checksum=True,
+        clock=MonotonicClock(),
+        lease_s=TIMEOUT_S,
+    )
+    try:
+        yield Receiving(receiver, KVPeer("test", "e1", await receiver.start("127.0.0.1")))
+    finally:
+        await receiver.aclose()
+        await transport.aclose()
+
+
+def request_for(attempt_id: str, timeout_s: float = TIMEOUT_S, max_tokens: int = 4, **sampling: object) -> Request:
+    """Greedy, without a sampled end, for a long time unless it fails."""
+    params = SamplingParams(max_tokens, seed=1, **{"ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return Request("r", PROMPT, params, timeout_s=timeout_s, attempt_id=attempt_id)
+
+
+async def outputs(stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
+    """All of them, which must come at once."""
+    async with asyncio.timeout(AT_ONCE_S):
+        return [output async for output in stream]
+
+
+async def outputs_after(pause_s: float, stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
+    """The same, asked for a moment later."""
+    await asyncio.sleep(pause_s)
+    return await outputs(stream)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what comes to pass soon."""
+    async with asyncio.timeout(AT_ONCE_S):
+        while not condition():  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.01)
+
+
+async def check_idle(worker: Worker, restarts: int = 0) -> None:
+    """All blocks come back, and no part of the worker keeps anything."""
+    table, kv = worker._table, worker.incarnation.kv
+    await until(lambda: worker.load.free_blocks == worker.info.num_blocks)
+    await until(lambda: (worker.load.running, worker.load.waiting) == (0, 0))
+    await until(lambda: not table._tasks)
+    assert not table._requests
+    assert not table._deadlines
+    ends = kv._sender, kv._receiver
+    await until(lambda: not (kv._running or ends[0]._handoffs or ends[0]._leases))
+    await until(lambda: not (ends[1]._by_request or ends[1]._by_nonce))
+    assert (worker.info.engine_restarts, worker.info.ready) == (restarts, True)
+
+
+async def hand_over(sender: KVSender, info: WorkerInfo, attempt_id: str, trailer: object) -> None:
+    """Send blocks of zeros, and this for token 1."""
+    sender.push(attempt_id, info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
+    sender.send_blocks(attempt_id, 0, range(4), last=True, trailer=msgspec.msgpack.encode(trailer))
+    await sender.wait(attempt_id)
+
+
+# --- token 1 as decode gets it ---------------------------------------------------------------------------------------
+
+
+async def test_decode_fails_at_once_what_its_engine_ended_alone(model: Path) -> None:
+    """Prefill's token 1 goes on; to this engine it is the last. No step of it will ever have a token of the request."""
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+        failed, _ = await asyncio.gather(
+            outputs(client.receive(request_for("a", stop_token_ids=(42,)), TEST_PEER)),
+            hand_over(sender, client.info, "a", FirstToken(42, ends_here=False)),
+            return_exceptions=True,
+        )
+        assert type(failed) is LayoutMismatch
+        assert "token 1 ends it on worker decode-0 (stop)" in str(failed)
+        assert "same eos_token_ids" in str(failed)
+        await check_idle(worker)
+        tokens, _ = await asyncio.gather(
+            outputs(client.receive(request_for("b", stop_token_ids=(42,)), TEST_PEER)),
+            hand_over(sender, client.info, "b", FirstToken(41, ends_here=False)),
+        )
+        assert len(tokens) == 3
+        await check_idle(worker)
+
+
+NO_TOKENS: list[object] = [
+    FirstToken(307, ends_here=False), FirstToken(-1, ends_here=False), FirstToken(2**40, ends_here=True),
+    ["1", False], [1, 0], [1], [1, False, 2], {"token_id": 1, "ends_here": False}, None,
+    msgspec.Raw(b"\x92\xa2\xff\xff\xc2"),
+]  # fmt: skip
+
+
+async def test_a_token_that_no_model_has_ends_its_request_and_not_the_engine(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+        for i, trailer in enumerate(NO_TOKENS):
+            failed, _ = await asyncio.gather(
+                outputs(client.receive(request_for(f"r{i}"), TEST_PEER)),
+                hand_over(sender, client.info, f"r{i}", trailer),
+                return_exceptions=True,
+            )
+            assert type(failed) is TransferRefused, trailer
+            assert "the hand-off's trailer is no token" in str(failed)
+        await check_idle(worker)
+
+
+async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_engine_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would go on, and nobody would read it."""
+    told = spy_on_engine(monkeypatch)
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+        (output,), _ = await asyncio.gather(
+            outputs(client.receive(request_for("r", max_tokens=400), TEST_PEER)),
+            hand_over(sender, client.info, "r", FirstToken(42, ends_here=True)),
+        )
+        assert (output.token_id, output.finish_reason) == (None, FinishReason.STOP)
+        await until(lambda: Abort("r") in told)
+        await check_idle(worker)
+
+
+def spy_on_engine(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
+    """What engines are told from now on."""
+    told: list[Command] = []
+    send = EngineClient.send
+
+    def listen(engine: EngineClient, command: Command) -> None:
+        told.append(command)
+        send(engine, command)
+
+    monkeypatch.setattr(EngineClient, "send", listen)
+    return told
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+async def test_what_prefill_cannot_send_fails_its_request_at_once(model: Path) -> None:
+    """The receiver wants fewer blocks than the prompt has. Both ends hear of it at once; the gateway does from prefill,
+    or (once that has given its token) from decode."""
+    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+        decode.announce("good", range(4), client.info)
+        decode.announce("bad", range(4, 6), client.info)
+        bad, good = await asyncio.gather(
+            outputs(client.push(request_for("bad"), decode.peer)),
+            outputs(client.push(request_for("good"), decode.peer)),
+            return_exceptions=True,
+        )
+        why = "test wants 2 blocks of bad less 0; 4 are to be sent"
+        assert isinstance(bad, list) or (type(bad) is TransferRefused and why in str(bad))
+        async with asyncio.timeout(AT_ONCE_S):
+            with pytest.raises(TransferRefused, match=f"the sender of bad gave up: {why}"):
+                await decode.receiver.wait("bad")
+            received = await decode.receiver.wait("good")
+        assert isinstance(good, list)
+        assert [output.token_id for output in good] == greedy_tokens(model, PROMPT, 1)
+        first = msgspec.msgpack.decode(received.trailer, type=FirstToken)
+        assert first == FirstToken(good[0].token_id or 0, ends_here=False)
+        await check_idle(worker)
+
+
+async def test_a_bug_in_a_hand_off_fails_its_request_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not stay open until its deadline, at neither end."""
+    send_blocks = KVSender.send_blocks
+
+    def fail(sender: KVSender, attempt_id: str, *arguments: Any, **more: Any) -> None:
+        if attempt_id == "bad":
+            raise ZeroDivisionError("a bug")
+        send_blocks(sender, attempt_id, *arguments, **more)
+
+    monkeypatch.setattr(KVSender, "send_blocks", fail)
+    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+        decode.announce("good", range(4), client.info)
+        decode.announce("bad", range(4, 8), client.info)
+        bad, good = await asyncio.gather(
+            outputs(client.push(request_for("bad"), decode.peer)),
+            outputs(client.push(request_for("good"), decode.peer)),
+            return_exceptions=True,
+        )
+        why = "the KV hand-off of bad failed: ZeroDivisionError: a bug"
+        assert isinstance(bad, list) or (type(bad) is TransferError and why in str(bad))
+        assert isinstance(good, list)
+        async with asyncio.timeout(AT_ONCE_S):
+            with pytest.raises(TransferError, match="the sender of bad gave up: "):
+                await decode.receiver.wait("bad")
+            await decode.receiver.wait("good")
+        await check_idle(worker)
+
+
+async def test_prefill_holds_what_nobody_announces_until_the_deadline(model: Path) -> None:
+    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+        started_s = time.monotonic()
+        (output,) = await outputs(client.push(request_for("r", timeout_s=2.0), decode.peer))
+        assert [output.token_id] == greedy_tokens(model, PROMPT, 1)
+        await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 4)
+        await check_idle(worker)
+        assert 2.0 <= time.monotonic() - started_s < 2.0 + AT_ONCE_S
+        # What is announced after that is told at once that it is over.
+        decode.announce("r", range(4), client.info)
+        async with asyncio.timeout(AT_ONCE_S):
+            with pytest.raises(TransferError, match="the sender of r gave up: "):
+                await decode.receiver.wait("r")
+
+
+async def test_prefill_holds_what_nobody_announces_until_it_is_given_up(model: Path) -> None:
+    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+        for name in ("a", "b"):
+            await outputs(client.push(request_for(name), decode.peer))
+        await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 8)
+        await asyncio.sleep(0.3)
+        assert worker.load.free_blocks == NUM_BLOCKS - 8
+        async with asyncio.timeout(AT_ONCE_S):
+            await client.abort("a")
+        assert "a" not in worker._table
+        assert "a" not in worker._table._tasks
+        await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 4)
+        decode.announce("b", range(4), client.info)
+        async with asyncio.timeout(AT_ONCE_S):
+            await decode.receiver.wait("b")
+        await check_idle(worker)
+
+
+async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
+    """Whatever has been announced or sent by then."""
+    slow = {"delay_ms": {"prefill": 300.0}}
+    async with (
+        running(model, Role.PREFILL, PREFILL, testing=slow) as (worker, client),
+        receiving_for(client.info) as decode,
+    ):
+        decode.announce("told", range(4), client.info)
+        streams = [
+            asyncio.create_task(outputs(client.push(request_for(name), decode.peer))) for name in ("told", "untold")
+        ]
+        await until(lambda: worker.load.free_blocks < NUM_BLOCKS)
+        async with asyncio.timeout(AT_ONCE_S):
+            await asyncio.gather(client.abort("told"), client.abort("untold"))
+            with pytest.raises(TransferError, match="the sender of told gave up: "):
+                await decode.receiver.wait("told")
+        await check_idle(worker)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def test_prefill_fails_at_once_what_it_cannot_reach(model: Path) -> None:
+    """Nobody listens there: the gateway hears of it from prefill, unless token 1 was faster."""
+    slow = {"delay_ms": {"prefill": 300.0}}
+    async with running(model, Role.PREFILL, PREFILL, testing=slow) as (worker, client):
+        async with receiving_for(client.info) as decode:
+            peer = decode.peer
+        with pytest.raises(PeerLost):
+            await outputs(client.push(request_for("r"), peer))
+        await check_idle(worker)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_prefill_gives_back_what_its_receiver_gives_up(model: Path, begun: bool) -> None:
+    """Once that has told where the blocks go, whether the request is there by then or not."""
+    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+        await client.connect_peer(decode.peer)
+        decode.announce("r", range(4), client.info)
+        stream = outputs(client.push(request_for("r"), decode.peer))
+        if begun:
+            pushing = asyncio.create_task(stream)
+            await until(lambda: decode.receiver.status("r") != "bootstrapping")
+            await decode.receiver.abort("r")
+        else:
+            (peer,) = worker.incarnation.kv._sender._peers.values()
+            await until(lambda: "r" in peer._announced)
+            await decode.receiver.abort("r")
+            pushing = asyncio.create_task(stream)
+        await asyncio.gather(pushing, return_exceptions=True)  # token 1, or the failure
+        await check_idle(worker)
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+async def test_decode_fails_what_its_sender_never_begins_by_its_lease(model: Path) -> None:
+    """The sender lives and is linked."""
+    lease = {"lease_s": 0.5}
+    async with running(model, Role.DECODE, DECODE, transfer=lease) as (worker, client), sending_to(client.info):
+        with pytest.raises(TransferTimeout, match=r"KV of r is incomplete and the peer was silent for 0\.5 s"):
+            await outputs(client.receive(request_for("r"), TEST_PEER))
+        await check_idle(worker)
+
+
+async def test_decode_fails_what_its_sender_never_begins_by_its_deadline(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
+        started_s = time.monotonic()
+        with pytest.raises(TransferTimeout, match="KV of r is incomplete and its deadline passed"):
+            await outputs(client.receive(request_for("r", timeout_s=1.0), TEST_PEER))
+        assert time.monotonic() - started_s >= 1.0
+        await check_idle(worker)
+
+
+async def test_decode_fails_what_comes_from_nowhere(model: Path) -> None:
+    """No such worker has a link, nor makes one."""
+    async with running(model, Role.DECODE, DECODE) as (worker, client):
+        with pytest.raises(PeerLost, match="there is no KV link from test"):
+            await outputs(client.receive(request_for("r"), TEST_PEER))
+        await check_idle(worker)
+
+
+async def test_decode_fails_at_once_what_its_sender_has_given_up(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+        sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
+        await sender.abort("r")
+        with pytest.raises(TransferError, match="the sender of r gave up: "):
+            await outputs(client.receive(request_for("r"), TEST_PEER))
+        await check_idle(worker)
+
+
+async def test_decode_fails_at_once_what_its_sender_is_lost_with(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client):
+        async with sending_to(client.info) as sender:
+            stream = asyncio.create_task(outputs(client.receive(request_for("r"), TEST_PEER)))
+            sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
+            sender.send_blocks("r", 0, range(2))
+            await until(lambda: sender.status("r") == "transferring")
+        with pytest.raises(PeerLost):
+            await stream
+        await check_idle(worker)
+
+
+async def test_decode_fails_what_gets_no_room_by_its_deadline(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
+        filling = [asyncio.create_task(outputs(client.receive(request_for(f"f{i}"), TEST_PEER))) for i in range(8)]
+        await until(lambda: worker.load.free_blocks <= 4 and worker.load.waiting > 0)
+        with pytest.raises(DeadlineExceeded, match="request r outlived its deadline on worker decode-0"):
+            await outputs(client.receive(request_for("r", timeout_s=0.5), TEST_PEER))
+        await asyncio.gather(*(client.abort(f"f{i}") for i in range(8)))
+        await check_idle(worker)
+        for each in filling:
+            each.cancel()
+        await asyncio.gather(*filling, return_exceptions=True)
+
+
+class Phases:
+    """Requests on a decode worker, one in each phase."""
+
+    NAMES = ("waiting for room", "waiting for KV", "receiving KV", "streaming")
+
+    def __init__(self, worker: Worker, client: WorkerClient, sender: KVSender) -> None:
+        self.worker, self.client, self.sender = worker, client, sender
+        self.tokens: dict[str, list[TokenOutput]] = {}
+        self.streams: dict[str, asyncio.Task[None]] = {}
+
+    async def reach(self) -> None:
+        """Have one in each, of which the last fills the pool."""
+        deadline_s = MonotonicClock().now() + TIMEOUT_S
+        self._begin("streaming", max_tokens=400)
+        await hand_over(self.sender, self.client.info, "streaming", FirstToken(42, ends_here=False))
+        await until(lambda: len(self.tokens["streaming"]) > 2)
+        self._begin("receiving KV")
+        self.sender.push("receiving KV", self.client.info.peer, 4, deadline_s)
+        self.sender.send_blocks("receiving KV", 0, range(2))
+        receiver = self.worker.incarnation.kv._receiver
+        await until(lambda: self._status("receiving KV") == "transferring")
+        self._begin("waiting for KV")
+        await until(lambda: self._status("waiting for KV") == "bootstrapping")
+        for i in range(8):
+            self._begin(f"filling {i}")
+        self._begin("waiting for room")
+        await until(lambda: self.worker.load.free_blocks < 4 and self.worker.load.waiting > 0)
+        assert self._status("waiting for room") is None
+        assert receiver.status("waiting for KV") == "bootstrapping"
+        assert not self.streams["streaming"].done()
+
+    def _status(self, name: str) -> str | None:
+        incoming = self.worker.incarnation.kv._receiver._by_request.get(name)
+        return None if incoming is None else incoming.status
+
+    def _begin(self, name: str, max_tokens: int = 4) -> None:
+        tokens = self.tokens[name] = []
+
+        async def read() -> None:
+            async for output in self.client.receive(request_for(name, max_tokens=max_tokens), TEST_PEER):
+                tokens.append(output)  # noqa: PERF401 - seen by others as they come
+
+        self.streams[name] = asyncio.create_task(read())
+
+    async def close(self) -> None:
+        """End the test's own part."""
+        for stream in self.streams.values():
+            stream.cancel()
+        await asyncio.gather(*self.streams.values(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("first", Phases.NAMES)
+async def test_decode_gives_back_what_is_given_up_in_each_phase(model: Path, first: str) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+        phases = Phases(worker, client, sender)
+        try:
+            await phases.reach()
+            order = [first, *(name for name in phases.streams if name != first)]
+            for name in order:
+                async with asyncio.timeout(AT_ONCE_S):
+                    await client.abort(name)
+                assert name not in worker._table
+                assert name not in worker._table._tasks  # it holds nothing any more
+                if name == "receiving KV":
+                    async with asyncio.timeout(AT_ONCE_S):
+                        with pytest.raises(TransferError):
+                            await sender.wait(name)
+            await check_idle(worker)
+        finally:
+            await phases.close()
+
+
+async def test_decode_gives_everything_back_when_its_gateway_is_gone(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+        other = await WorkerClient.connect(client.info)
+        stream = asyncio.create_task(outputs(other.run(request_for("of another", max_tokens=50))))
+        phases = Phases(worker, client, sender)
+        try:
+            await phases.reach()
+            await client.aclose()
+            assert len(await stream) == 50
+            await check_idle(worker)
+            for task in phases.streams.values():
+                with pytest.raises(WorkerLost):
+                    await task
+        finally:
+            await phases.close()
+            await other.aclose()
+
+
+async def test_a_killed_engine_fails_what_is_on_it_in_each_phase(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
+        phases = Phases(worker, client, sender)
+        try:
+            await phases.reach()
+            process = worker.incarnation.engine._process
+            assert process is not None
+            process.kill()
+            async with asyncio.timeout(AT_ONCE_S):
+                for task in phases.streams.values():
+                    with pytest.raises(WorkerLost, match="the engine of worker decode-0"):
+                        await task
+                with pytest.raises(TransferError):
+                    await sender.wait("receiving KV")
+            async with asyncio.timeout(60):
+                while worker.info.epoch == client.info.epoch or not worker.info.ready:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert [each.token_id for each in await outputs(client.run(request_for("next")))] == greedy_tokens(
+                model, PROMPT, 4
+            )
+            await check_idle(worker, restarts=1)
+        finally:
+            await phases.close()
+
+
+# --- both ends -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["at once", "decode first", "prefill first"])
+async def test_both_halves_in_any_order(model: Path, order: str) -> None:
+    """Two workers and nothing between them but their KV link."""
+    async with (
+        running(model, Role.PREFILL, PREFILL) as (prefill, to_prefill),
+        running(model, Role.DECODE, DECODE) as (decode, to_decode),
+    ):
+        if order != "prefill first":
+            await to_prefill.connect_peer(to_decode.info.peer)
+        expected = greedy_tokens(model, PROMPT, 6)
+        names = [f"r{i}" for i in range(4)]
+
+        async def one(name: str) -> list[int | None]:
+            request = request_for(name, max_tokens=6)
+            pause_s = {"at once": (0.0, 0.0), "decode first": (0.3, 0.0), "prefill first": (0.0, 0.3)}[order]
+
+            first, rest = await asyncio.gather(
+                outputs_after(pause_s[0], to_prefill.push(request, to_decode.info.peer)),
+                outputs_after(pause_s[1], to_decode.receive(request, to_prefill.info.peer)),
+            )
+            assert rest[0].proof is not None
+            assert rest[0].proof.kv_bytes == to_decode.info.layout.expected_bytes(len(PROMPT))
+            assert rest[-1].finish_reason is FinishReason.LENGTH
+            return [output.token_id for output in (*first, *rest)]
+
+        for tokens in await asyncio.gather(*map(one, names)):
+            assert tokens == expected
+        await check_idle(prefill)
+        await check_idle(decode)
+
+
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None:
+    """Once the decode worker has told where the blocks go. (A prefill worker whose peer never does hears of it from the
+    gateway.)"""
+    slow = {"delay_ms": {"prefill": 1000.0}}
+    async with (
+        running(model, Role.PREFILL, PREFILL, testing=slow) as (prefill, to_prefill),
+        running(model, Role.DECODE, DECODE) as (decode, to_decode),
+    ):
+        await to_prefill.connect_peer(to_decode.info.peer)
+        pushing = asyncio.create_task(outputs(to_prefill.push(request_for("r"), to_decode.info.peer)))
+        receiving = asyncio.create_task(outputs(to_decode.receive(request_for("r"), to_prefill.info.peer)))
+        incoming = decode.incarnation.kv._receiver._by_request
+        await until(lambda: "r" in incoming and incoming["r"].status in ("waiting", "transferring"))
+        given_up, other = (pushing, receiving) if half == "prefill" else (receiving, pushing)
+        async with asyncio.timeout(AT_ONCE_S):
+            await (to_prefill if half == "prefill" else to_decode).abort("r")
+            with pytest.raises(TransferError):
+                await other
+        await check_idle(prefill)
+        await check_idle(decode)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+
+
+async def test_requests_given_up_at_any_moment_leave_nothing(model: Path) -> None:
+    """At one half, with the other a moment later, or at both; those that are left alone are right."""
+    draw = random.Random(3)
+    expected = greedy_tokens(model, PROMPT, 6)
+    async with (
+        running(model, Role.PREFILL, PREFILL) as (prefill, to_prefill),
+        running(model, Role.DECODE, DECODE) as (decode, to_decode),
+    ):
+
+        async def serve(name: str) -> None:
+            request = request_for(name, max_tokens=6)
+            streams = (to_prefill.push(request, decode.info.peer), to_decode.receive(request, prefill.info.peer))
+            halves = [asyncio.create_task(outputs_after(draw.random() * 0.05, stream)) for stream in streams]
+            if draw.random() < 0.4:
+                first, rest = await asyncio.gather(*halves)
+                assert [output.token_id for output in (*first, *rest)] == expected
+                return
+            await asyncio.sleep(draw.random() * 0.15)
+            async with asyncio.timeout(AT_ONCE_S):
+                for client in draw.sample((to_prefill, to_decode), 2):
+                    await client.abort(name)
+                    await asyncio.sleep(draw.choice((0.0, 0.05)))
+            for half in halves:
+                half.cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+
+        for turn in range(8):
+            await asyncio.gather(*(serve(f"{turn}.{i}") for i in range(7)))
+            for client in (to_prefill, to_decode):  # what was given up before it had begun
+                await asyncio.gather(*(client.abort(f"{turn}.{i}") for i in range(7)))
+            await check_idle(prefill)
+            await check_idle(decode)
+
+
+# --- what is wrong at once -------------------------------------------------------------------------------------------
+
+
+async def broken(served: ServedRequest) -> None:
+    """A way to serve requests that has a bug."""
+    served.submit(KVRole.LOCAL)
+    raise ZeroDivisionError("a bug")
+
+
+async def test_a_bug_in_a_part_of_a_request_fails_it_at_once(model: Path) -> None:
+    async with running(model, Role.DECODE, {messages.Run: broken}) as (worker, client):
+        with pytest.raises(PdserveError, match="ZeroDivisionError: a bug"):
+            await outputs(client.run(request_for("r")))
+        await check_idle(worker)
+
+
+async def test_what_a_worker_cannot_do_is_refused(model: Path) -> None:
+    async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
+        with pytest.raises(InvalidRequest, match="worker prefill-0 is a prefill worker and cannot receive"):
+            await outputs(client.receive(request_for("r"), TEST_PEER))
+        stream = asyncio.create_task(outputs(client.push(request_for("twice"), decode.peer)))
+        await until(lambda: "twice" in worker._table)
+        second = await WorkerClient.connect(client.info)
+        with pytest.raises(InvalidRequest, match="attempt_id: 'twice' is running on worker prefill-0 already"):
+            await outputs(second.push(request_for("twice"), decode.peer))
+        await second.aclose()
+        assert len(await stream) == 1  # which the other one's end did not touch
+        await client.abort("twice")
+        await check_idle(worker)
+
+
+async def test_an_unreadable_message_ends_its_stream_alone(model: Path) -> None:
+    async with running(model, Role.DECODE, DECODE) as (worker, client):
+        second = await WorkerClient.connect(client.info)
+        stream = asyncio.create_task(outputs(second.receive(request_for("r"), TEST_PEER)))
+        await until(lambda: "r" in worker._table)
+        second._outgoing.put_nowait(pb.Frame(data=b"\x92\xa4Exec\x01"))
+        with pytest.raises(WorkerLost):
+            await stream
+        await second.aclose()
+        await check_idle(worker)
+        assert len(await outputs(client.run(request_for("next")))) == 4

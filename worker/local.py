@@ -1,0 +1,27 @@
+"""Prefill and decode in place: colocated requests, and those that want a single token."""
+
+from __future__ import annotations
+
+from engine.messages import KVRole
+from pdserve.core.timeline import EventKind
+from worker.request_table import ServedRequest, finish_reason
+
+
+async def run(served: ServedRequest) -> None:
+    """Serve one request here from its first token to its last."""
+    served.submit(KVRole.LOCAL)
+    first = await served.sampled()
+    reason = finish_reason(first.token)
+    served.tell(first, *served.prefill_events(first), finish_reason=reason, cached_tokens=first.token.cached_tokens)
+    if reason is not None:
+        return
+    second = await served.sampled()
+    reason = finish_reason(second.token)
+    served.tell(
+        second,
+        served.event(EventKind.DECODE_SCHEDULED, second.step.step_started_s),
+        served.event(EventKind.TOKEN_2_SAMPLED, second.step.sampled_s),
+        finish_reason=reason,
+    )
+    if reason is None:
+        await served.forward_rest()

@@ -1,0 +1,149 @@
+"""What gateway and worker say to each other over the control stream, and what a worker reports of itself.
+
+Every message is a struct here, travels as msgpack inside a gRPC `Frame`, and is decoded strictly.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdserve.core.errors import PdserveError, from_wire, to_wire
+from pdserve.core.handoff import KVPeer
+from pdserve.core.request import Request
+from pdserve.core.worker import TokenOutput, WorkerInfo, WorkerLoad
+from pdserve.pb import worker_pb2 as pb
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """On the wire a list of its class's name and its fields, in the order they stand in."""
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """An error: `pdserve.core.errors.to_wire` of it."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The failure that ``error`` is."""
+        return cls(*to_wire(error))
+
+    def error(self) -> PdserveError:
+        """The error again."""
+        return from_wire(self.kind, self.message)
+
+
+# --- gateway → worker ------------------------------------------------------------------------------------------------
+
+
+class Run(Message, frozen=True):
+    """Prefill and decode here. `Outputs` follow; there is no `Reply`."""
+
+    request: Request
+
+
+class Push(Message, frozen=True):
+    """Prefill here, give token 1, push the KV to ``peer``, which tells over its KV link where it goes."""
+
+    request: Request
+    peer: KVPeer
+
+
+class Receive(Message, frozen=True):
+    """Make room for the prompt's KV, tell ``peer`` over its KV link where it goes, decode from token 2 on."""
+
+    request: Request
+    peer: KVPeer
+
+
+class Abort(Message, frozen=True):
+    """Drop a request in whatever state it is in. The `Reply` comes once everything it held is given back."""
+
+    call_id: int
+    attempt_id: str
+
+
+class ConnectPeer(Message, frozen=True):
+    """Shake hands with a decode worker. The `Reply` says how that went."""
+
+    call_id: int
+    peer: KVPeer
+
+
+class Ping(Message, frozen=True):
+    """The `Reply` tells the worker's clock."""
+
+    call_id: int
+
+
+Work = Run | Push | Receive
+Call = Abort | ConnectPeer | Ping
+
+
+# --- worker → gateway ------------------------------------------------------------------------------------------------
+
+
+class Reply(Message, frozen=True):
+    """The answer to the `Call` with this id. ``received_s`` and ``replied_s`` are times of the worker's clock."""
+
+    call_id: int
+    received_s: float
+    replied_s: float
+    failure: Failure | None = None
+
+
+class Outputs(Message, frozen=True):
+    """Everything one step made, for all requests of the stream, and requests that have ended in an error; by
+    attempt id."""
+
+    outputs: list[tuple[str, TokenOutput]]
+    failures: list[tuple[str, Failure]] = []
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+class Beat(Message, frozen=True):
+    """A worker is there. The first one registers it."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+
+
+class BeatAnswer(Message, frozen=True):
+    """``superseded``: another incarnation has taken this worker's place, or it was retired; it has to end."""
+
+    gateway_epoch: str
+    superseded: bool
+
+
+M = TypeVar("M")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def to_frame(message: Message) -> pb.Frame:
+    """The message as gRPC carries it."""
+    return pb.Frame(data=_encoder.encode(message))
+
+
+class FrameDecoder(Generic[M]):
+    """Reads messages of the types ``kinds``, a struct or a union of them."""
+
+    def __init__(self, kinds: type[M]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+
+    def decode(self, frame: pb.Frame) -> M:
+        """The message in ``frame``; PdserveError if it is none of these."""
+        try:
+            return self._decoder.decode(frame.data)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # not UTF-8; nested too deep
+            raise PdserveError(f"an unreadable message ({error}); gateway and worker differ in version") from None
+
+
+TO_WORKER: FrameDecoder[Work | Call] = FrameDecoder(Work | Call)  # type: ignore[arg-type]  # a union
+TO_GATEWAY: FrameDecoder[Reply | Outputs] = FrameDecoder(Reply | Outputs)  # type: ignore[arg-type]  # a union
+BEATS = FrameDecoder(Beat)
+BEAT_ANSWERS = FrameDecoder(BeatAnswer)

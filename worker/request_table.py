@@ -1,0 +1,288 @@
+"""The requests on a worker. Each is one coroutine (a `Role`), which reads as the request's life from top to bottom."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, Protocol
+
+from engine.messages import Abort, Command, Finished, KVRole, Rejected, Step, Submit, TokenOut
+from pdserve.core.config import TransferConfig
+from pdserve.core.errors import DeadlineExceeded, LayoutMismatch, PdserveError, RequestAborted, from_wire, to_wire
+from pdserve.core.handoff import KVPeer
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Request
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import Event, EventKind
+from pdserve.core.worker import TokenOutput
+from worker.kv import KVThread
+from worker.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+DEADLINE_GRACE_S = 1.0
+"""The gateway aborts at the deadline; a worker whose gateway does not gives the blocks back this much later."""
+
+
+class Commands(Protocol):
+    """The engine, as far as requests need it."""
+
+    def send(self, command: Command) -> None:
+        """Hand a command over; ignored once the engine is gone."""
+        ...
+
+
+class Device(NamedTuple):
+    """What the requests of one engine's life share."""
+
+    engine: Commands
+    kv: KVThread
+    layout: KVLayout
+    vocab_size: int
+    transfer: TransferConfig
+
+
+class Sampled(NamedTuple):
+    """A token, and the step that made it."""
+
+    token: TokenOut
+    step: Step
+
+
+class ServedRequest:
+    """One request, as its coroutine sees it. ``received_s`` is when its call was there, by the worker's clock;
+    ``peer`` is the worker at the other end of its hand-off, if it has one."""
+
+    def __init__(
+        self,
+        request: Request,
+        peer: KVPeer | None,
+        device: Device,
+        outbox: Outbox,
+        *,
+        worker_id: str,
+        received_s: float,
+    ) -> None:
+        self.request = request
+        self.attempt_id = request.attempt_id
+        self.device = device
+        self.outbox = outbox
+        self.worker_id = worker_id
+        self.received_s = received_s
+        self._peer = peer
+        self._arrived: deque[Sampled | PdserveError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._forwards = False
+
+    @property
+    def peer(self) -> KVPeer:
+        """The worker at the other end."""
+        assert self._peer is not None, "this request has no hand-off"
+        return self._peer
+
+    @property
+    def deadline_s(self) -> float:
+        """When the request must be over, by the worker's clock."""
+        return self.received_s + self.request.timeout_s
+
+    def submit(self, kv_role: KVRole) -> None:
+        """Hand the request to the engine."""
+        self.device.engine.send(Submit(self.request, kv_role))
+
+    async def sampled(self) -> Sampled:
+        """The next token the engine makes for it. Raises what the request fails with."""
+        while not self._arrived:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        item = self._arrived.popleft()
+        if isinstance(item, PdserveError):
+            raise item
+        return item
+
+    async def forward_rest(self) -> None:
+        """Pass every further token on as it comes; returns after the last."""
+        while self._arrived:
+            if self._forward(await self.sampled()):
+                return
+        self._forwards = True
+        await self.sampled()  # the last one ends the forwarding
+
+    def tell(
+        self,
+        sampled: Sampled,
+        *events: Event,
+        finish_reason: FinishReason | None = None,
+        **more: Any,
+    ) -> None:
+        """Pass a token on to the gateway, with ``events`` and further fields of `TokenOutput`."""
+        token = sampled.token
+        self.outbox.output(
+            self.attempt_id, TokenOutput(token.token_id, finish_reason, events, logprobs=token.logprobs, **more)
+        )
+
+    def event(self, kind: EventKind, time_s: float) -> Event:
+        """Something happened here."""
+        return Event(kind, self.worker_id, time_s)
+
+    def prefill_events(self, first: Sampled) -> tuple[Event, ...]:
+        """What the worker that computed the prompt knows when token 1 is there."""
+        return (
+            self.event(EventKind.PREFILL_RECEIVED, self.received_s),
+            self.event(EventKind.PREFILL_SCHEDULED, first.token.first_scheduled_s),
+            self.event(EventKind.TOKEN_1_SAMPLED, first.step.sampled_s),
+        )
+
+    # --- for the table and for hand-offs -----------------------------------------------------------------------------
+
+    def on_token(self, token: TokenOut, step: Step) -> None:
+        """A step made a token."""
+        if self._forwards and not self._forward(Sampled(token, step)):
+            return
+        self._put(Sampled(token, step))
+
+    def on_handoff_end(self, done: asyncio.Future[Any]) -> None:
+        """The hand-off has ended; its error comes out of `sampled`."""
+        if not done.cancelled() and isinstance(error := done.exception(), PdserveError):
+            self.on_error(error)
+
+    def on_error(self, error: PdserveError) -> None:
+        """Have `sampled` raise ``error`` after the tokens that are there."""
+        self._put(error)
+
+    def _put(self, item: Sampled | PdserveError) -> None:
+        self._arrived.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _forward(self, sampled: Sampled) -> bool:
+        """Pass a token on; whether it was the last."""
+        token = sampled.token
+        reason = finish_reason(token)
+        self.outbox.output(self.attempt_id, TokenOutput(token.token_id, reason, logprobs=token.logprobs))
+        return reason is not None
+
+
+Role = Callable[[ServedRequest], Coroutine[Any, Any, None]]
+"""A way of serving a request. It raises the `PdserveError` that the request fails with."""
+
+
+class RequestTable:
+    """All requests of a worker, by attempt id. Every one ends in its last token, an error told to the gateway, or an
+    abort, and then holds nothing."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._requests: dict[str, ServedRequest] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of requests that are over too, until they hold nothing
+
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._requests
+
+    def begin(self, served: ServedRequest, role: Role) -> None:
+        """Serve a new request."""
+        attempt_id = served.attempt_id
+        loop = asyncio.get_running_loop()
+        self._requests[attempt_id] = served
+        self._deadlines[attempt_id] = loop.call_later(
+            served.request.timeout_s + DEADLINE_GRACE_S,
+            self.fail,
+            served,
+            DeadlineExceeded(f"request {attempt_id} outlived its deadline on worker {self._worker_id}"),
+        )
+        task = self._tasks[attempt_id] = loop.create_task(self._serve(served, role))
+        task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
+
+    async def _serve(self, served: ServedRequest, role: Role) -> None:
+        complete = False
+        try:
+            await role(served)
+            complete = True
+        except PdserveError as error:
+            self._tell(served, error)
+        except Exception as error:
+            log.exception("%s: request %s", self._worker_id, served.attempt_id)
+            self._tell(served, from_wire(*to_wire(error)))
+        finally:
+            if not complete:
+                served.device.engine.send(Abort(served.attempt_id))
+            self._forget(served)
+
+    def fail(self, served: ServedRequest, error: PdserveError) -> None:
+        """End a request because of ``error``: the gateway is told at once, and its coroutine gives everything back."""
+        if self._requests.get(served.attempt_id) is not served:
+            return
+        self._tell(served, error)
+        self._forget(served)
+        self._tasks[served.attempt_id].cancel()
+
+    def fail_all(self, error: Callable[[], PdserveError]) -> None:
+        """End all requests."""
+        for served in list(self._requests.values()):
+            self.fail(served, error())
+
+    async def abort(self, attempt_id: str) -> None:
+        """Drop a request; unknown ids are fine. Returns when everything it held is given back, whatever other requests
+        still have to give back."""
+        if (served := self._requests.get(attempt_id)) is not None:
+            self.fail(served, RequestAborted(f"request {attempt_id} was aborted"))
+        if (task := self._tasks.get(attempt_id)) is not None:
+            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+
+    def abort_all(self, outbox: Outbox) -> None:
+        """The gateway behind ``outbox`` is gone: drop everything it asked for."""
+        for served in [each for each in self._requests.values() if each.outbox is outbox]:
+            self.fail(served, RequestAborted("the gateway's control stream ended"))
+
+    async def settled(self) -> None:
+        """Return once no coroutine runs any more (bounded). New requests must not come meanwhile."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=CLOSE_TIMEOUT_S)
+
+    # --- engine events -----------------------------------------------------------------------------------------------
+
+    def on_step(self, step: Step) -> None:
+        """Tokens were made."""
+        for token in step.tokens:
+            if (served := self._requests.get(token.attempt_id)) is not None:
+                served.on_token(token, step)
+
+    def on_rejected(self, rejected: Rejected) -> None:
+        """The engine will not take a request."""
+        if (served := self._requests.get(rejected.attempt_id)) is not None:
+            self.fail(served, from_wire(rejected.kind, rejected.message))
+
+    def on_finished(self, finished: Finished) -> None:
+        """The engine ended a request by a token that it did not sample. Unless prefill has ended it by the same token,
+        the two workers go by other end ids, and the request fails."""
+        if (served := self._requests.get(finished.attempt_id)) is not None:
+            why = f"request {finished.attempt_id}: token 1 ends it on worker {self._worker_id}"
+            served.on_error(
+                LayoutMismatch(
+                    f"{why} ({finished.finish_reason}) and not where it was sampled; all workers of a service must run "
+                    "a model with the same eos_token_ids"
+                )
+            )
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, served: ServedRequest, error: PdserveError) -> None:
+        if self._requests.get(served.attempt_id) is served and not isinstance(error, RequestAborted):
+            log.warning("%s: request %s failed: %s", self._worker_id, served.attempt_id, error)
+            served.outbox.error(served.attempt_id, error)
+
+    def _forget(self, served: ServedRequest) -> None:
+        if self._requests.get(served.attempt_id) is served:
+            del self._requests[served.attempt_id]
+            self._deadlines.pop(served.attempt_id).cancel()
+
+
+def finish_reason(token: TokenOut) -> FinishReason | None:
+    """The engine's finish reason as `FinishReason`; None while the request goes on."""
+    return FinishReason(token.finish_reason) if token.finish_reason else None
