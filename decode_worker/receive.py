@@ -25,9 +25,9 @@ _FIRST_TOKENS = msgspec.msgpack.Decoder(FirstToken)
 
 async def receive(served: ServedRequest) -> None:
     """Serve one request from token 2 on; its KV comes from `ServedRequest.peer`."""
-    device = served.device
-    handoff = ReceiveHandoff(served.attempt_id, served.peer, served.deadline_s, device.vocab_size)
-    async with device.kv.begin(handoff) as running:
+    resources = served.resources
+    handoff = ReceiveHandoff(served.attempt_id, served.peer, served.deadline_s, resources.vocab_size)
+    async with resources.kv.begin(handoff) as running:
         served.submit(KVRole.RECEIVE)
         kv = await running.done
     events = (
@@ -37,7 +37,7 @@ async def receive(served: ServedRequest) -> None:
     if kv.first_token.ends_here:
         output = TokenOutput(None, FinishReason.STOP, events, kv.received.proof)
         served.outbox.output(served.attempt_id, output)
-        device.engine.send(Abort(served.attempt_id))  # this engine may go by other end ids, and would go on
+        resources.engine.send(Abort(served.attempt_id))  # this engine may go by other end ids, and would go on
         return
     second = await served.sampled()
     reason = finish_reason(second.token)

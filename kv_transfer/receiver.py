@@ -120,7 +120,7 @@ class KVReceiver:
             self.fail(incoming, PeerLost(f"there is no KV link from {incoming.sender_id}"))
 
     async def wait(self, attempt_id: str) -> ReceivedKV:
-        """The complete hand-off; its request id is then free again. Raises TransferTimeout at its deadline or when its
+        """The complete hand-off; its attempt id is then free again. Raises TransferTimeout at its deadline or when its
         sender was silent for too long, PeerLost, RequestAborted after `abort`, or what the sender gave up with.
         HandoffOver if there is none."""
         incoming = self._find(attempt_id)

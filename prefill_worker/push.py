@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 async def push(served: ServedRequest) -> None:
     """Serve one prompt: token 1 goes to the gateway, its KV to `ServedRequest.peer`."""
-    device = served.device
+    resources = served.resources
     handoff = PushHandoff(
-        served.request, served.peer, device.layout, served.deadline_s, early=device.transfer.overlap != "none"
+        served.request, served.peer, resources.layout, served.deadline_s, early=resources.transfer.overlap != "none"
     )
-    async with device.kv.begin(handoff) as running:
+    async with resources.kv.begin(handoff) as running:
         running.done.add_done_callback(served.on_handoff_end)
         served.submit(KVRole.PUSH)
         first = await served.sampled()
@@ -76,7 +76,7 @@ class PushHandoff:
 
     def on_event(self, event: Reserved | Progress) -> None:
         """Queue what has been computed since."""
-        assert isinstance(event, Progress), "a PUSH request makes no reservation"
+        assert isinstance(event, Progress), "blocks are reserved for RECEIVE requests alone"
         self._block_ids = event.block_ids or self._block_ids
         computed = event.num_computed_tokens
         full = self._num_blocks if computed >= self._num_tokens else computed // self._layout.block_size

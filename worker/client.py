@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
 
@@ -93,20 +93,19 @@ class WorkerClient:
 
     async def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
         """Run the prompt here, push its blocks to ``peer``, give one token."""
-        async for output in self._outputs(Push(request, peer)):
-            yield output
-            if output.token_id is not None:
-                return
+        async with contextlib.aclosing(self._outputs(Push(request, peer))) as outputs:
+            async for output in outputs:
+                yield output
+                if output.token_id is not None:
+                    return
 
-    async def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+    def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
         """Receive the prompt's KV from ``peer``, and decode from token 2 on."""
-        async for output in self._outputs(Receive(request, peer)):
-            yield output
+        return self._outputs(Receive(request, peer))
 
-    async def run(self, request: Request) -> AsyncIterator[TokenOutput]:
+    def run(self, request: Request) -> AsyncIterator[TokenOutput]:
         """Prefill and decode here."""
-        async for output in self._outputs(Run(request)):
-            yield output
+        return self._outputs(Run(request))
 
     async def abort(self, attempt_id: str) -> None:
         """Drop the request in whatever state it is in; never raises for one that is gone or a worker that is."""
@@ -116,7 +115,7 @@ class WorkerClient:
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
-    async def _outputs(self, work: Work) -> AsyncIterator[TokenOutput]:
+    async def _outputs(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         """Send the request, then what comes of it. Raises what it fails with."""
         attempt_id = work.request.attempt_id
         queue: asyncio.Queue[Item] = asyncio.Queue()

@@ -21,7 +21,7 @@ from worker.options import CONTROL_OPTIONS
 log = logging.getLogger(__name__)
 
 
-class Reporting(Protocol):
+class ReportingWorker(Protocol):
     """The worker, as its heartbeat sees it."""
 
     @property
@@ -42,7 +42,7 @@ class Reporting(Protocol):
 class Heartbeat:
     """Calls the registry at ``registry_address`` every ``interval_s`` seconds, and at once after `wake`."""
 
-    def __init__(self, worker: Reporting, worker_id: str, registry_address: str, interval_s: float) -> None:
+    def __init__(self, worker: ReportingWorker, worker_id: str, registry_address: str, interval_s: float) -> None:
         self._worker, self._worker_id = worker, worker_id
         self._registry_address, self._interval_s = registry_address, interval_s
         self._wake = asyncio.Event()

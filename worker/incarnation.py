@@ -26,7 +26,7 @@ from pdserve.core.handoff import KVEndpoint
 from pdserve.core.worker import WorkerLoad
 from worker.addresses import resolve_interface
 from worker.kv import KVThread
-from worker.request_table import Device
+from worker.request_table import EngineResources
 from worker.spec import WorkerSpec
 from worker.watchdog import Watchdog
 
@@ -54,7 +54,7 @@ class Incarnation:
         self.epoch = epoch
         self.kv_endpoints = kv_endpoints
         self.watchdog = watchdog
-        self.device = Device(engine, kv, ready.layout, ready.vocab_size, transfer)
+        self.resources = EngineResources(engine, kv, ready.layout, ready.vocab_size, transfer)
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
 
     @classmethod

@@ -97,9 +97,7 @@ class RunningHandoff(Generic[T]):
         self.done.add_done_callback(_look)
 
     async def __aenter__(self) -> RunningHandoff[T]:
-        thread, attempt_id = self._thread, self._handoff.attempt_id
-        thread._starting[attempt_id] = partial(thread._start, self._handoff, asyncio.get_running_loop(), self.done)
-        thread._post(thread._begin_now, attempt_id)
+        self._thread._open(self._handoff, self.done)
         return self
 
     async def __aexit__(
@@ -196,10 +194,12 @@ class KVThread:
         finally:
             self._pool.close()
 
-    def _post(self, function: Any, *arguments: Any) -> None:
+    def _open(self, handoff: KVHandoff[T], done: asyncio.Future[T]) -> None:
         if self._closed:
             raise _gone()
-        self._loop.call_soon_threadsafe(function, *arguments)
+        attempt_id = handoff.attempt_id
+        self._starting[attempt_id] = partial(self._start, handoff, asyncio.get_running_loop(), done)
+        self._loop.call_soon_threadsafe(self._begin_now, attempt_id)
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         if self._closed:
@@ -247,14 +247,22 @@ class KVThread:
     def _start(self, handoff: KVHandoff[T], control: asyncio.AbstractEventLoop, done: asyncio.Future[T]) -> None:
         attempt_id = handoff.attempt_id
 
+        def tell(outcome: T | BaseException) -> None:
+            if not control.is_closed():
+                control.call_soon_threadsafe(_pass_on, attempt_id, outcome, done)
+
         def ended(task: asyncio.Task[T]) -> None:
             if self._running.get(attempt_id) is running:
                 del self._running[attempt_id]
             error = running.error or (_gone() if task.cancelled() else task.exception())
-            if not control.is_closed():
-                control.call_soon_threadsafe(_pass_on, attempt_id, error or task.result(), done)
+            tell(error or task.result())
 
-        handoff.begin(self._ends)
+        try:
+            handoff.begin(self._ends)
+        except Exception as error:  # a bug, for which the request must not wait until its deadline
+            log.exception("the hand-off of %s cannot begin", attempt_id)
+            tell(from_wire(*to_wire(error)))
+            return
         running = self._running[attempt_id] = _Running(handoff, self._loop.create_task(handoff.run()))
         running.task.add_done_callback(ended)
 

@@ -35,7 +35,7 @@ class Commands(Protocol):
         ...
 
 
-class Device(NamedTuple):
+class EngineResources(NamedTuple):
     """What the requests of one engine's life share."""
 
     engine: Commands
@@ -60,7 +60,7 @@ class ServedRequest:
         self,
         request: Request,
         peer: KVPeer | None,
-        device: Device,
+        resources: EngineResources,
         outbox: Outbox,
         *,
         worker_id: str,
@@ -68,7 +68,7 @@ class ServedRequest:
     ) -> None:
         self.request = request
         self.attempt_id = request.attempt_id
-        self.device = device
+        self.resources = resources
         self.outbox = outbox
         self.worker_id = worker_id
         self.received_s = received_s
@@ -90,7 +90,7 @@ class ServedRequest:
 
     def submit(self, kv_role: KVRole) -> None:
         """Hand the request to the engine."""
-        self.device.engine.send(Submit(self.request, kv_role))
+        self.resources.engine.send(Submit(self.request, kv_role))
 
     async def sampled(self) -> Sampled:
         """The next token the engine makes for it. Raises what the request fails with."""
@@ -108,7 +108,7 @@ class ServedRequest:
     async def forward_rest(self) -> None:
         """Pass every further token on as it comes; returns after the last."""
         while self._arrived:
-            if self._forward(await self.sampled()):
+            if self._forward((await self.sampled()).token):
                 return
         self._forwards = True
         await self.sampled()  # the last one ends the forwarding
@@ -142,9 +142,8 @@ class ServedRequest:
 
     def on_token(self, token: TokenOut, step: Step) -> None:
         """A step made a token."""
-        if self._forwards and not self._forward(Sampled(token, step)):
-            return
-        self._put(Sampled(token, step))
+        if not self._forwards or self._forward(token):
+            self._put(Sampled(token, step))
 
     def on_handoff_end(self, done: asyncio.Future[Any]) -> None:
         """The hand-off has ended; its error comes out of `sampled`."""
@@ -160,9 +159,8 @@ class ServedRequest:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _forward(self, sampled: Sampled) -> bool:
+    def _forward(self, token: TokenOut) -> bool:
         """Pass a token on; whether it was the last."""
-        token = sampled.token
         reason = finish_reason(token)
         self.outbox.output(self.attempt_id, TokenOutput(token.token_id, reason, logprobs=token.logprobs))
         return reason is not None
@@ -183,7 +181,8 @@ class RequestTable:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of requests that are over too, until they hold nothing
 
     def __contains__(self, attempt_id: str) -> bool:
-        return attempt_id in self._requests
+        """Whether the request is served, or still holds something."""
+        return attempt_id in self._tasks
 
     def begin(self, served: ServedRequest, role: Role) -> None:
         """Serve a new request."""
@@ -211,7 +210,7 @@ class RequestTable:
             self._tell(served, from_wire(*to_wire(error)))
         finally:
             if not complete:
-                served.device.engine.send(Abort(served.attempt_id))
+                served.resources.engine.send(Abort(served.attempt_id))
             self._forget(served)
 
     def fail(self, served: ServedRequest, error: PdserveError) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import grpc
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import LaunchError, PdserveError
+from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from pdserve.core.handoff import KVPeer
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
@@ -25,7 +25,7 @@ from worker.outbox import Outbox
 log = logging.getLogger(__name__)
 
 
-class Served(Protocol):
+class ControlledWorker(Protocol):
     """The worker, as its control server sees it."""
 
     def begin(self, work: Work, outbox: Outbox, received_s: float) -> None:
@@ -48,7 +48,7 @@ class Served(Protocol):
 class ControlServer(worker_pb2_grpc.WorkerControlServicer):
     """Serves `WorkerControl` for one worker."""
 
-    def __init__(self, worker: Served, worker_id: str, clock: Clock) -> None:
+    def __init__(self, worker: ControlledWorker, worker_id: str, clock: Clock) -> None:
         self._worker, self._worker_id, self._clock = worker, worker_id, clock
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -116,6 +116,9 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
             self._worker.begin(work, outbox, received_s)
         except PdserveError as error:
             outbox.error(work.request.attempt_id, error)
+        except Exception as error:  # a bug must not end the stream, and all other requests with it
+            log.exception("unexpected error in a request's beginning")
+            outbox.error(work.request.attempt_id, from_wire(*to_wire(error)))
 
     async def _answer(self, call: Call, outbox: Outbox, received_s: float) -> None:
         failure: Failure | None = None

@@ -105,8 +105,9 @@ class EngineClient:
 
     def send(self, command: Command) -> None:
         """Hand a command to the engine, from any thread; never blocks (what the pipe does not take at once waits here).
-        Ignored once the engine is gone, which `events` tells."""
-        assert self._loop is not None, "the engine was not started"
+        Ignored before `start` and once the engine is gone, which `events` tells."""
+        if self._loop is None:
+            return
         frame = encode(command)
         with self._sending:
             waiting = bool(self._unsent)

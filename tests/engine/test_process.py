@@ -267,6 +267,13 @@ async def test_planted_delays_are_seen_in_their_stages(folder: Path) -> None:
         raise AssertionError(took_s)
 
 
+async def test_a_client_that_never_started_an_engine_stops() -> None:
+    client = EngineClient()
+    client.send(Abort("r"))  # ignored
+    await client.stop(1.0)
+    assert client.returncode is None
+
+
 async def test_a_killed_engine_is_seen(folder: Path) -> None:
     async with _engine(_spec(folder)) as engine:
         engine.client.send(_submit("r", KVRole.LOCAL, max_tokens=400))

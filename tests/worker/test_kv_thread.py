@@ -280,6 +280,19 @@ async def test_a_bug_in_what_it_makes_of_events_ends_a_hand_off_once(harness: Ha
     assert not harness.kv._running
 
 
+async def test_a_hand_off_that_cannot_begin_fails_at_once(harness: Harness) -> None:
+    handoff = Handoff()
+    handoff.begin = lambda ends: 1 / 0  # type: ignore[assignment, method-assign]
+    async with harness.kv.begin(handoff) as running:
+        harness.tell(RESERVED)
+        async with asyncio.timeout(10):
+            with pytest.raises(PdserveError, match="ZeroDivisionError"):
+                await running.done
+    assert not handoff.running.is_set()
+    assert not harness.kv._running
+    assert not harness.kv._starting
+
+
 async def test_an_event_of_a_hand_off_that_has_just_ended_is_no_error(harness: Harness) -> None:
     handoff = Handoff(5, bug=HandoffOver("it is over"))
     async with harness.kv.begin(handoff) as running:
