@@ -14,12 +14,13 @@ import msgspec
 from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from benchmarks.peers.buffer import Buffer
 from kv_transfer.factory import create_transport
-from kv_transfer.memory_store import MemoryStore
+from kv_transfer.memory import HostMemory
+from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVDestination, KVEndpoint
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import KVLayout, Region
 
 SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
 _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size
@@ -28,7 +29,7 @@ _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head si
 def layout_of(shape: str) -> KVLayout:
     """Blocks of 64 tokens in bfloat16, as the engine has them by default."""
     layers, kv_heads, head_dim = _SHAPES[shape]
-    return KVLayout(shape, "bfloat16", 64, layers, kv_heads, head_dim)
+    return KVLayout.uniform(shape, "bfloat16", 64, layers, kv_heads, head_dim)
 
 
 class BlockBuffer(Buffer):
@@ -36,10 +37,13 @@ class BlockBuffer(Buffer):
 
     def __init__(self, layout: KVLayout, num_bytes: int, *, filled: bool) -> None:
         self._layout = layout
-        self.store = MemoryStore(layout, -(-num_bytes // layout.block_bytes))
+        self.pool = Pool.create(layout, -(-num_bytes // layout.block_bytes))
+        assert isinstance(self.pool.memory, HostMemory)
+        self.memory = self.pool.memory
         if filled:
-            self.store.data[:] = Buffer(self.store.data.nbytes, filled=True).view
-        self._order = list(range(self.store.num_blocks))
+            whole = layout.block_bytes * self.pool.num_blocks
+            self.memory.view(Region(0, whole))[:] = Buffer(whole, filled=True).view
+        self._order = list(range(self.pool.num_blocks))
         random.Random(filled).shuffle(self._order)
 
     def blocks(self, num_bytes: int) -> list[int]:
@@ -48,14 +52,14 @@ class BlockBuffer(Buffer):
 
     def clear(self, num_bytes: int) -> None:
         """Zero the blocks of a hand-off."""
-        for view in self.store.read_blocks(self.blocks(num_bytes)):
-            memoryview(view)[:] = bytes(len(view))
+        for region in self.pool.regions(self.blocks(num_bytes)):
+            self.memory.view(region)[:] = bytes(region.size)
 
     def digest(self, num_bytes: int) -> str:
         """Of the blocks of a hand-off."""
         digest = hashlib.sha256()
-        for view in self.store.read_blocks(self.blocks(num_bytes)):
-            digest.update(view)
+        for region in self.pool.regions(self.blocks(num_bytes)):
+            digest.update(self.memory.view(region))
         return digest.hexdigest()
 
 
@@ -72,11 +76,11 @@ class HandoffEndpoint(LoopEndpoint):
         self._endpoints: tuple[KVEndpoint, ...] = self.on_loop(self._open())
 
     async def _open(self) -> tuple[KVEndpoint, ...]:
-        store = self.buffer.store
-        transports = [create_transport(self.transport_name, memory=store.memory, timeout_s=TIMEOUT_S)]
+        pool = self.buffer.pool
+        transports = [create_transport(self.transport_name, pool.memory, timeout_s=TIMEOUT_S)]
         if self.role == "source":
             self._sender = KVSender(
-                store,
+                pool,
                 transports,
                 worker_id="source",
                 checksum=True,
@@ -88,7 +92,7 @@ class HandoffEndpoint(LoopEndpoint):
             )
             return ()
         self._receiver = KVReceiver(
-            store, transports, worker_id="target", epoch="e", checksum=True, clock=self._clock, lease_s=TIMEOUT_S
+            pool, transports, worker_id="target", epoch="e", checksum=True, clock=self._clock, lease_s=TIMEOUT_S
         )
         return await self._receiver.start("127.0.0.1")
 
@@ -118,7 +122,7 @@ class HandoffEndpoint(LoopEndpoint):
         destination = self._receiver.expect(name, blocks, 0, self._clock.now() + TIMEOUT_S)
         self.say(destination=asdict(destination))
         received = await self._receiver.wait(name)
-        expected = len(blocks) * self.buffer.store.layout.block_bytes
+        expected = len(blocks) * self.buffer.pool.layout.block_bytes
         if received.proof.kv_bytes != expected:
             raise RuntimeError(f"{received.proof.kv_bytes} bytes arrived, {expected} were expected")
         return received.verified_s

@@ -11,19 +11,21 @@ from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from benchmarks.peers.buffer import Buffer
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
-from kv_transfer.memory_store import MemoryStore
-from kv_transfer.sink import Sink
+from kv_transfer.memory import HostMemory
+from kv_transfer.pool import Pool
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import KVLayout, Region
 
 
 class FileBuffer(Buffer):
     """A buffer in a memory file, as engines have their pools in."""
 
     def __init__(self, num_bytes: int, *, filled: bool) -> None:
-        layout = KVLayout("bytes", "float32", block_size=1, num_layers=1, num_kv_heads=1, head_dim=512)
-        self.store = MemoryStore(layout, -(-num_bytes // layout.block_bytes))
-        self.array = np.frombuffer(self.store.data, dtype=np.uint8)[:num_bytes]
+        layout = KVLayout.uniform("bytes", "float32", block_size=1, num_layers=1, num_kv_heads=1, head_dim=512)
+        self.pool = Pool.create(layout, -(-num_bytes // layout.block_bytes))
+        assert isinstance(self.pool.memory, HostMemory)
+        self.memory = self.pool.memory
+        self.array = np.frombuffer(self.memory.view(Region(0, num_bytes)), dtype=np.uint8)
         if filled:
             self.array[:] = Buffer(num_bytes, filled=True).array
 
@@ -35,8 +37,7 @@ class TransportEndpoint(LoopEndpoint):
         self.role = role
         self.start_loop()
         self.buffer: FileBuffer = FileBuffer(max_bytes, filled=role == "source")
-        memory = self.buffer.store.memory
-        self._transport = create_transport(self.transport_name, memory=memory, timeout_s=TIMEOUT_S)
+        self._transport = create_transport(self.transport_name, self.buffer.pool.memory, timeout_s=TIMEOUT_S)
         self._endpoint = self.on_loop(self._transport.listen("127.0.0.1")) if role == "target" else None
         self._link: KVLink | None = None
 
@@ -68,19 +69,19 @@ class TransportEndpoint(LoopEndpoint):
 
     async def _send(self, num_bytes: int) -> float:
         assert self._link is not None, "a pair connects first"
-        data = self.buffer.view[:num_bytes]
         started_s = time.perf_counter()
         for start in range(0, num_bytes, TRANSFER.message_bytes):
-            await self._link.send(b"payload", [data[start : start + TRANSFER.message_bytes]])
+            region = Region(start, min(TRANSFER.message_bytes, num_bytes - start))
+            await self._link.send(b"payload", await self._link.payload([region]))
         return started_s
 
     async def _take(self, num_bytes: int) -> float:
         assert self._link is not None, "a pair connects first"
-        data = self.buffer.view[:num_bytes]
-        while data.nbytes:
+        filled = 0
+        while filled < num_bytes:
             message = await self._link.recv()
-            await self._link.take(Sink([data[: message.size]]))
-            data = data[message.size :]
+            await self._link.fetch([Region(filled, message.size)])
+            filled += message.size
         return time.perf_counter()
 
 

@@ -1,71 +1,82 @@
-"""The two interfaces of this room.
+"""The interface of transports: links that carry messages between two workers, and move announced regions of one's pool
+into the other's.
 
-`KVTransport` moves framed messages between two peers and knows nothing of requests or blocks. `BlockStore` is the
-pool as sender and receiver see it (a worker's mapping of its engine's pool satisfies it).
-
-    KVReceiver's side                                KVSender's side
-    listen() → endpoint          ←── handshake ───   connect(endpoint) → KVLink
+    KVReceiver's side                                      KVSender's side
+    listen() → endpoint                ←── handshake ───   connect(endpoint) → KVLink
     accept() → KVLink
-    link.recv() → Message        ←─── messages ───   link.send(header, payload)
-    link.take(sink)              ←─── payload ────
-    link.send(header)            ──── answers ───→   link.recv() → Message
+    link.recv() → Message              ←─── messages ───   link.send(header, await link.payload(regions))
+    await link.fetch(regions)          ←── the regions ─
+    link.send(header)                  ──── answers ───→   link.recv() → Message
+
+A transport knows the memory of its worker's pool, and nothing of requests or blocks. One-sided transports announce
+where a payload lies, and the receiver fetches it out of the sender's memory; streaming ones have the bytes follow the
+announcement.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from kv_transfer.sink import Sink, Stretch
+from kv_transfer.fetch import Fetch, Payload, read
+from kv_transfer.memory import Memory
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import Region
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
-"""Every transport carries payloads up to this; a bigger one is a ValueError of `KVLink.send`."""
+"""Every transport carries payloads up to this; a larger one is a ValueError of `KVLink.send`."""
 
 MAX_HEADER_BYTES = 64 * 2**10
 """The same for headers."""
 
-Buffer = bytes | bytearray | memoryview
-"""Raw host bytes, contiguous, ``len`` of them. Links that are `KVLink.on_device` take tensors of uint8 instead."""
+NOTHING = Payload()
+"""The payload of a message that is a header alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message as it arrived: a small header (msgpack, checked by whoever reads it), and how many bytes of payload
-    wait behind it for `KVLink.take`."""
+    """One message as it arrived: a small header (msgpack, checked by whatever reads it), and how many bytes of payload
+    wait behind it for `KVLink.fetch`."""
 
     header: bytes
     size: int
 
 
 class KVLink(ABC):
-    """An ordered two-way pipe of messages with one peer. One task sends and one receives at a time."""
+    """An ordered two-way pipe of messages with one peer, between this worker's ``memory`` and the peer's. One task
+    sends and one receives at a time. An end that sends payloads needs a task that receives: where no hardware serves
+    the peer's reads, that task does."""
 
     transport: str
     """The name of the transport it belongs to."""
     arrival_s = 0.0
-    """What the payload of the last message took to arrive before `take`, where it arrives whole (else 0)."""
+    """What the payload of the last message took to arrive before `fetch`, where it arrives whole (else 0)."""
     on_device = False
-    """Whether payloads go from device memory to device memory, as tensors. They are not hashed: nothing of them comes
-    near a processor that could."""
+    """Whether payloads go from device memory to device memory, as tensors. They are not hashed: no processor sees
+    them."""
     reads_late = False
     """Whether the receiver may read a payload after the sender has cut the link and given the blocks away, without
     noticing that it was cut. Then the checksum alone tells, and is not optional."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
 
     def hashes(self, configured: bool) -> bool:
         """Whether payloads are hashed on this link, given what is ``configured`` (`transfer.checksum`). The same at
         both ends."""
         return (configured or self.reads_late) and not self.on_device
 
+    async def payload(self, regions: Sequence[Region]) -> Payload:
+        """A payload of regions of the memory, as this link sends it."""
+        return await read(self.memory, regions, on_device=self.on_device)
+
     @abstractmethod
-    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send one message; the payload's parts are joined on the way, and stay as they are until `drained`. Returns
-        once the transport has taken it, with back-pressure: with a peer that does not receive, it waits (a payload in
-        memory that both ends map weighs nothing here). PeerLost if the connection is gone, TransferTimeout if nothing
-        was taken for as long as the transport's own bound. A cancelled or failed send may have gone out or not."""
+    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
+        """Send one message; the payload's parts stay as they are until `drained`. Returns once the transport has taken
+        it, with back-pressure: with a peer that does not receive, it waits (a payload that is fetched weighs nothing
+        here). PeerLost if the connection is gone, TransferTimeout if nothing was taken for as long as the transport's
+        own bound. A cancelled or failed send may have gone out or not."""
 
     async def drained(self) -> None:  # noqa: B027 - most transports have let go of the parts when `send` returns
         """Return once nothing reads the parts of what was sent so far: they may then change. A link that is lost reads
@@ -78,19 +89,29 @@ class KVLink(ABC):
 
     @abstractmethod
     def cut(self, why: str) -> None:
-        """End the link at once, without a care for what is on its way: nothing reads the parts of what was sent, or
-        what was read counts for nothing. Whoever sends or receives sees PeerLost, at the peer as well. `aclose` has to
-        follow. Cutting twice is fine, and so is cutting what is closed."""
+        """End the link at once, whatever is on its way: nothing reads the parts of what was sent, or what was read
+        counts for nothing. Tasks that send or receive see PeerLost, at the peer as well. `aclose` has to follow.
+        Cutting twice is fine, and so is cutting what is closed."""
 
     @abstractmethod
     async def recv(self) -> Message:
-        """The next message; waits for as long as the link lives. What was not taken of the payload before it is thrown
-        away. PeerLost once the peer is gone and everything it sent before has been received."""
+        """The next message; waits for as long as the link lives. What was not fetched of the payload before it is
+        thrown away. PeerLost once the peer is gone and everything it sent before has been received."""
+
+    def fetch(
+        self,
+        into: Sequence[Region],
+        *,
+        hashed: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> Fetch:
+        """The handle on moving the payload of the last message into regions of the memory that have its size; await it
+        before the next `recv`."""
+        return Fetch(self.memory, into, self._move, on_device=self.on_device, hashed=hashed, on_progress=on_progress)
 
     @abstractmethod
-    async def take(self, sink: Sink) -> None:
-        """Move the payload of the last message into ``sink``, which has exactly its size. Returns early once the sink
-        is closed (by another task: nothing is written from then on). PeerLost if the rest does not come."""
+    async def _move(self, fetch: Fetch) -> None:
+        """What awaiting ``fetch`` does."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -99,7 +120,8 @@ class KVLink(ABC):
 
 
 class KVTransport(ABC):
-    """One way of moving messages. An instance serves one worker: it may listen once and connect to many."""
+    """One way of moving messages and regions. An instance serves one worker, whose memory it was made with: it may
+    listen once and connect to many."""
 
     name: str
 
@@ -123,52 +145,3 @@ class KVTransport(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Stop listening and close every link. Closing twice is fine."""
-
-
-class Landing(Protocol):
-    """Room for blocks that are about to arrive."""
-
-    @property
-    def parts(self) -> Sequence[Stretch]:
-        """Memory to be filled in order: the pool itself, or (for a pool on a device) memory staged for it."""
-        ...
-
-    def commit(self) -> None:
-        """The parts are filled: returns when the blocks are in the pool."""
-        ...
-
-
-class BlockStore(Protocol):
-    """A KV pool as bytes: block i is ``layout.block_bytes`` contiguous bytes, its layers one after the other."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """The pool's shape."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        ...
-
-    def read_blocks(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> list[Stretch]:
-        """Views of ``layers`` of blocks, in order; what touches may be one. Of a pool on a device, copies on the host
-        unless ``on_device``."""
-        ...
-
-    def land(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> Landing:
-        """Room for ``layers`` of these blocks; on the host unless ``on_device``."""
-        ...
-
-    @property
-    def blank_bytes(self) -> int:
-        """How many zeros lie behind the blocks; at least `MAX_PROBE_BYTES`."""
-        ...
-
-    def blank(self, start: int, size: int, *, on_device: bool) -> Stretch:
-        """``size`` of these zeros, from ``start`` on, which travel as blocks do; on the host unless ``on_device``."""
-        ...
-
-    def scratch(self, size: int, *, on_device: bool) -> Stretch:
-        """Memory outside the pool, for a payload that is thrown away."""
-        ...

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.base import KVTransport
-from kv_transfer.device_memory import DeviceMemory
-from kv_transfer.shared_memory import SharedMemory
+from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
 
@@ -32,8 +31,8 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
         raise ConfigError("transfer.transport: loopback works only within a process, and each worker is one")
     if configured == "cuda_ipc" and not cuda:
         raise ConfigError(f"transfer.transport: cuda_ipc needs a GPU, and the device is {device}")
-    if configured in ("shm", "nixl") and cuda:
-        raise ConfigError(f"transfer.transport: {configured} reads host memory, and the pool is on a GPU; use auto")
+    if configured == "shm" and cuda:
+        raise ConfigError("transfer.transport: shm reads host memory, and the pool is on a GPU; use auto")
     if configured == "torch_dist":
         if cuda and shared_device and not os.environ.get("NCCL_HOSTID"):
             raise ConfigError(
@@ -78,42 +77,35 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
     )
 
 
-def create_transport(
-    name: str,
-    *,
-    device: str = "cpu",
-    timeout_s: float = 10.0,
-    memory: SharedMemory | None = None,
-    device_memory: DeviceMemory | None = None,
-) -> KVTransport:
-    """The transport ``name`` (of `offered_transports`) for a worker on ``device``. ``timeout_s`` bounds one send to a
-    peer that takes nothing; ``memory`` is the pool, if processes of this host can map it, ``device_memory`` if it is on
-    a GPU. ConfigError if it cannot be used here."""
+def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0) -> KVTransport:
+    """The transport ``name`` (of `offered_transports`) for a worker whose pool lies in ``memory``. ``timeout_s`` bounds
+    one send to a peer that takes nothing. ConfigError if it cannot be used here."""
+    # Imported here: each transport needs libraries of its own.
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 
-        return LoopbackTransport(timeout_s=timeout_s)
-    if name == "shm":
+        return LoopbackTransport(memory, timeout_s=timeout_s)
+    if name == "shm" and isinstance(memory, HostMemory):
         from kv_transfer.transports.shm import ShmTransport
 
         return ShmTransport(memory, timeout_s=timeout_s)
-    if name == "cuda_ipc" and device_memory is not None:
+    if name == "cuda_ipc" and isinstance(memory, DeviceMemory):
         from kv_transfer.transports.cuda_ipc import CudaIpcTransport, gpu_of
 
-        return CudaIpcTransport(device_memory, gpu_of(device), timeout_s=timeout_s)
+        return CudaIpcTransport(memory, gpu_of(memory), timeout_s=timeout_s)
     if name == "tcp":
         from kv_transfer.transports.tcp import TcpTransport
 
-        return TcpTransport(timeout_s=timeout_s)
+        return TcpTransport(memory, timeout_s=timeout_s)
     if name == "grpc_stream":
         from kv_transfer.transports.grpc_stream import GrpcStreamTransport
 
-        return GrpcStreamTransport(timeout_s=timeout_s)
+        return GrpcStreamTransport(memory, timeout_s=timeout_s)
     if name == "torch_dist":
         from kv_transfer.transports.torch_dist import TorchDistTransport
 
-        offered_transports(name, device=device)
-        return TorchDistTransport(backend="nccl" if device.startswith("cuda") else "gloo", timeout_s=timeout_s)
+        offered_transports(name, device="cuda" if memory.on_device else "cpu")
+        return TorchDistTransport(memory, backend="nccl" if memory.on_device else "gloo", timeout_s=timeout_s)
     if name == "nixl":
         from kv_transfer.transports.nixl import NixlTransport
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kv_transfer.base import MAX_PAYLOAD_BYTES, BlockStore, Buffer, KVLink, Message
+from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, Message
 from kv_transfer.integrity import (
     MAX_EOS_TOKEN_IDS,
     Announce,
@@ -25,8 +25,9 @@ from kv_transfer.integrity import (
     encode,
     peer_error,
 )
+from kv_transfer.pool import Pool
 from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
-from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
+from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
 
 _FIRST_PROBE_BYTES = 64 * 2**10
 _SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at all
@@ -50,31 +51,33 @@ class LinkFigures:
     moved_bytes: int
 
 
-async def introduce(link: KVLink, me: Hello, worker_id: str) -> None:
-    """The sender's part: raises what the receiver refuses it with (LayoutMismatch, TransferRefused), or TransferRefused
-    if another worker than ``worker_id`` answers. Unbounded: put a timeout around it."""
+async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
+    """The sender's part: the receiver's layout. Raises what the receiver refuses it with (LayoutMismatch,
+    TransferRefused), or TransferRefused if another worker than ``worker_id`` answers. Unbounded: put a timeout around
+    it."""
     await link.send(encode(me))
     answer = decode((await link.recv()).header)
     if isinstance(answer, Refused):
         raise peer_error(answer.kind, f"refused by {worker_id}: {answer.message}")
     if not isinstance(answer, HelloOk) or (answer.worker_id, answer.epoch) != (worker_id, me.epoch):
         raise TransferRefused(f"another worker than {worker_id} answers at its KV endpoint")
+    return answer.layout
 
 
-async def measure(link: KVLink, store: BlockStore, announced: list[Announce]) -> float:
-    """What the link moves at best, in 10^9 bytes per second: larger and larger payloads of zeros that lie with the
-    pool, for some 25 ms (or one payload of 64 KiB, if the link is slow). Unbounded as well. What the receiver announces
+async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
+    """What the link moves at best, in 10^9 bytes per second: larger and larger payloads of the pool's probe
+    area, for some 25 ms (or one payload of 64 KiB, if the link is slow). Unbounded as well. What the receiver announces
     meanwhile is added to ``announced``."""
-    best, size, blank, started_s = 0.0, _FIRST_PROBE_BYTES, _Blank(store, link), time.perf_counter()
+    best, size, area, started_s = 0.0, _FIRST_PROBE_BYTES, ProbeArea(pool), time.perf_counter()
     while time.perf_counter() - started_s < _PROBE_S:
-        took_s = await _probe(link, blank.next(size), announced)
+        took_s = await _probe(link, area.next(size), announced)
         if is_telling(size, took_s):
             best = max(best, size / took_s / 1e9)
         size = min(size * 4, MAX_PROBE_BYTES)
     return best
 
 
-async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
+async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
     """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to `MAX_PROBE_BYTES`, or as
     large as a slow link lets several of them pass. What counts of a payload is until its sender knows that it was
     taken, less a round trip: a receiver alone is flattered by what has queued before it looks. Unbounded as well."""
@@ -82,16 +85,16 @@ async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
     trips_s: list[float] = []
     while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s):
         sent_s = time.perf_counter()
-        await _probe(link, (), [])
+        await _probe(link, [], [])
         trips_s.append(time.perf_counter() - sent_s)
     rates: list[float] = []  # of payloads of ``size``
-    size, moved_bytes, best, blank, started_s = _FIRST_PROBE_BYTES, 0, 0.0, _Blank(store, link), time.perf_counter()
+    size, moved_bytes, best, area, started_s = _FIRST_PROBE_BYTES, 0, 0.0, ProbeArea(pool), time.perf_counter()
     while for_s and (past_s := time.perf_counter() - started_s) < _SLOW_FACTOR * for_s:
         if past_s > for_s and len(rates) >= _PAYLOADS_LEFT:
             break
-        payload = blank.next(size)
+        regions = area.next(size)
         sent_s = time.perf_counter()
-        told_s = await _probe(link, payload, [])
+        told_s = await _probe(link, regions, [])
         took_s = max(told_s, time.perf_counter() - sent_s - min(trips_s))
         moved_bytes += size
         rates.append(size / took_s / 1e9)
@@ -110,23 +113,23 @@ async def survey(link: KVLink, store: BlockStore, for_s: float) -> LinkFigures:
     )
 
 
-class _Blank:
-    """Payloads of zeros, other ones each time as far as there are: what has just travelled is in the processor's
-    cache."""
+class ProbeArea:
+    """Hands out parts of a pool's probe area, different ones each time as far as there are: what has just travelled is
+    in the processor's cache."""
 
-    def __init__(self, store: BlockStore, link: KVLink) -> None:
-        self._store, self._on_device, self._start = store, link.on_device, 0
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._start = pool, 0
 
-    def next(self, size: int) -> list[Buffer]:
+    def next(self, size: int) -> list[Region]:
         """``size`` bytes."""
-        start = self._start if self._start + size <= self._store.blank_bytes else 0
+        start = self._start if self._start + size <= self._pool.probe_bytes else 0
         self._start = start + size
-        return [self._store.blank(start, size, on_device=self._on_device)]
+        return self._pool.probe(start, size)
 
 
-async def _probe(link: KVLink, payload: Sequence[Buffer], announced: list[Announce]) -> float:
+async def _probe(link: KVLink, regions: list[Region], announced: list[Announce]) -> float:
     """How many seconds the receiver took to take it."""
-    await link.send(encode(Probe()), payload)
+    await link.send(encode(Probe()), await link.payload(regions))
     while isinstance(answer := decode((await link.recv()).header), Announce):
         announced.append(answer)
     if not isinstance(answer, Probed):
@@ -144,7 +147,7 @@ async def greet(link: KVLink, expected: Hello) -> Hello:
     receiver's own; then `dismiss` it. Unbounded as well."""
     hello = _check(parse(await link.recv()), expected)
     link.introduced()
-    await link.send(encode(HelloOk(expected.worker_id, expected.epoch)))
+    await link.send(encode(HelloOk(expected.worker_id, expected.epoch, expected.layout)))
     return hello
 
 
@@ -187,7 +190,7 @@ def _check(hello: Header, ours: Hello) -> Hello:
         why = f"{ours.worker_id} has started anew and holds nothing for {hello.worker_id}"
         raise Refusal(Reason.STALE_EPOCH, why)
     try:
-        ours.layout.check_compatible(hello.layout)
+        ours.layout.check_source(hello.layout)
     except LayoutMismatch as error:
         raise Refusal(Reason.LAYOUT, str(error)) from None
     if hello.checksums != ours.checksums:
@@ -202,6 +205,6 @@ def _check(hello: Header, ours: Hello) -> Hello:
     return hello
 
 
-def _some(token_ids: Sequence[int]) -> str:
+def _some(token_ids: list[int]) -> str:
     shown = ", ".join(map(str, token_ids[:_SHOWN_IDS]))
     return f"[{shown}{', ...' if len(token_ids) > _SHOWN_IDS else ''}]"

@@ -6,6 +6,7 @@
     (holds the request's blocks)                 ◀──    Announce: where they go; the sender need not know of it yet
     Open       a hand-off begins or still lives   ──▶   Ack with seq 0
     Blocks     seq 1, 2, 3 ...; payload           ──▶   Ack once it is in the pool, or Refused
+    Confirm    it held all blocks until then      ──▶   (on links that need it)
     Abort      it gave up                        ◀──▶   Abort: it gave up
 
 A header is one of these structs as msgpack: a list of its class's name and exactly its fields, each of the right type
@@ -21,7 +22,6 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from kv_transfer.base import Buffer
 from pdserve.core.errors import ChecksumMismatch, LayoutMismatch, TransferError, TransferRefused, from_wire
 from pdserve.core.kv_layout import KVLayout
 
@@ -59,10 +59,12 @@ class Hello(_Header, frozen=True):
 
 
 class HelloOk(_Header, frozen=True):
-    """The receiver's answer: it is this worker in this incarnation, and what must be alike is."""
+    """The receiver's answer: it is this worker in this incarnation, what must be alike is, and this is its pool's
+    layout."""
 
     worker_id: Id
     epoch: Id
+    layout: KVLayout
 
 
 class Probe(_Header, frozen=True):
@@ -120,6 +122,13 @@ class Ack(_Header, frozen=True):
     seq: Count
 
 
+class Confirm(_Header, frozen=True):
+    """The sender still held the blocks when everything was acknowledged. It is sent, and waited for, on links whose
+    receiver may read late and does not hash (`KVLink.reads_late`)."""
+
+    nonce: Nonce
+
+
 class Refused(_Header, frozen=True):
     """A message changed nothing; ``kind`` and ``message`` are of `pdserve.core.errors.to_wire`. Nonce "": the link."""
 
@@ -137,7 +146,7 @@ class Abort(_Header, frozen=True):
     message: ErrorMessage
 
 
-Header = Hello | HelloOk | Probe | Probed | Announce | Open | Blocks | Ack | Refused | Abort
+Header = Hello | HelloOk | Probe | Probed | Announce | Open | Blocks | Ack | Confirm | Refused | Abort
 
 
 class Reason(StrEnum):
@@ -170,7 +179,7 @@ class Refusal(Exception):
         self.error = kinds.get(reason, TransferRefused)(message)
 
 
-def checksum(payload: Sequence[Buffer], trailer: bytes) -> int:
+def checksum(payload: Sequence[memoryview], trailer: bytes) -> int:
     """xxh3-64 over the payload's parts and the trailer."""
     digest = xxhash.xxh3_64()
     for part in payload:

@@ -1,26 +1,21 @@
-"""One hand-off as its receiver sees it: which slots are filled, what may come next, what came."""
+"""One KV transfer as its receiver sees it: which slots are filled, what may come next, what came."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
+from kv_transfer.fetch import Fetch
 from kv_transfer.integrity import Announce, Blocks, Reason, Refusal
-from kv_transfer.sink import Sink
-from kv_transfer.status import TransferStatus
-from pdserve.core.errors import PdserveError
+from kv_transfer.transfer import Lease, Transfer, TransferStatus
 from pdserve.core.handoff import TransferProof
 from pdserve.core.kv_layout import KVLayout
-
-if TYPE_CHECKING:
-    from kv_transfer.receive_link import ReceiveLink
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedKV:
-    """A hand-off that is complete: the proof, the sender's trailer, and when its last block was verified (seconds of
+    """A transfer that is complete: the proof, the sender's trailer, and when its last block was verified (seconds of
     the receiver's clock)."""
 
     proof: TransferProof
@@ -28,29 +23,47 @@ class ReceivedKV:
     verified_s: float
 
 
-class Region(NamedTuple):
-    """What a message fills: layers of blocks of the receiver's pool."""
+class Source(Protocol):
+    """The link that a transfer comes over."""
 
-    block_ids: tuple[int, ...]
-    layers: range
+    @property
+    def transport(self) -> str:
+        """The name of its transport."""
+        ...
+
+    @property
+    def checksums(self) -> bool:
+        """Whether payloads are hashed on it."""
+        ...
+
+    @property
+    def ceiling_gbs(self) -> float:
+        """What it moved at best when its sender measured it."""
+        ...
 
 
-class ReceiveTransfer:
-    """The state of one hand-off. `check` decides on a message by its header, before any of its payload is taken;
-    `accept` is called once the payload is in the pool and verified, `reject` if it arrived changed."""
+class ReceiveTransfer(Transfer[ReceivedKV]):
+    """The state of one transfer into ``block_ids``. `check` decides on a message by its header, before any of its
+    payload is fetched; `accept` is called once the payload is in the pool and verified, `reject` if it arrived
+    changed."""
 
     def __init__(
-        self, attempt_id: str, nonce: str, block_ids: Sequence[int], num_skipped: int, layout: KVLayout, now_s: float
+        self,
+        attempt_id: str,
+        lease: Lease,
+        nonce: str,
+        block_ids: Sequence[int],
+        num_skipped: int,
+        layout: KVLayout,
+        now_s: float,
     ) -> None:
-        self.attempt_id, self.nonce = attempt_id, nonce
-        self.status = TransferStatus.BOOTSTRAPPING
+        super().__init__(attempt_id, lease)
+        self.nonce = nonce
         self.sender_id = ""
-        """The worker that is to send it, if it was told (`KVReceiver.announce`)."""
-        self.source: ReceiveLink | None = None
-        self.sink: Sink | None = None
-        """Where its payload goes while one arrives."""
-        self.outcome: ReceivedKV | PdserveError | None = None
-        self.done = asyncio.Event()
+        """The worker that is to send it, once it is known (`KVReceiver.announce`)."""
+        self.source: Source | None = None
+        self.fetch: Fetch | None = None
+        """The payload that was fetched last."""
         self._layout = layout
         self._block_ids, self._num_skipped = tuple(block_ids), num_skipped
         every = (1 << layout.num_layers) - 1
@@ -69,15 +82,18 @@ class ReceiveTransfer:
         """What its sender has to know."""
         return Announce(self.attempt_id, self.nonce, len(self._block_ids), self._num_skipped)
 
-    def heard(self, source: ReceiveLink) -> None:
+    def heard(self, source: Source) -> None:
         """Its sender spoke, which is the only one that may from now on, and only on this link."""
         if self.source is None:
             self.source, self.status = source, TransferStatus.WAITING
         elif self.source is not source:
             raise Refusal(Reason.WRONG_LINK, f"{self.attempt_id}: its sender uses another link")
+        if not self.is_over:
+            self.lease.renew()
 
-    def check(self, header: Blocks, size: int) -> Region:
-        """What a message with ``size`` bytes of payload fills; `Refusal` if it must not be taken."""
+    def check(self, header: Blocks, size: int) -> tuple[Sequence[int], range]:
+        """The blocks, and the layers of them, that a message with ``size`` bytes of payload fills; `Refusal` if it must
+        not be taken."""
         name, layout = f"{self.attempt_id} message {header.seq}", self._layout
         end, end_layer = header.first_slot + header.num_blocks, header.first_layer + header.num_layers
         if 0 < header.seq < self._next_seq and header.seq not in self._resending:
@@ -91,8 +107,9 @@ class ReceiveTransfer:
         if not header.num_layers or end_layer > layout.num_layers:
             bounds = f"layers {header.first_layer} to {end_layer} of {layout.num_layers}"
             raise Refusal(Reason.OUT_OF_BOUNDS, f"{name} fills {bounds}")
-        if size != header.num_blocks * header.num_layers * layout.layer_bytes or not (header.num_blocks or header.last):
-            what = f"{header.num_layers} layers of {header.num_blocks} blocks, {layout.layer_bytes} bytes each"
+        layers = range(header.first_layer, end_layer)
+        if size != header.num_blocks * layout.layer_bytes(layers) or not (header.num_blocks or header.last):
+            what = f"{header.num_layers} layers of {header.num_blocks} blocks, {layout.layer_bytes(layers)} bytes each"
             raise Refusal(Reason.WRONG_SIZE, f"{name} has {size} bytes for {what}")
         bits = self._bits(header)
         if any(missing & bits != bits for missing in self._missing[header.first_slot : end]):
@@ -101,7 +118,7 @@ class ReceiveTransfer:
         missing = self._num_missing - header.num_blocks * header.num_layers
         if missing and (self._closed or header.last) and not self._resending - {header.seq}:
             raise Refusal(Reason.INCOMPLETE, f"{name} is the last, but {missing} layers of blocks never came")
-        return Region(self._block_ids[header.first_slot : end], range(header.first_layer, end_layer))
+        return self._block_ids[header.first_slot : end], layers
 
     def begin(self, now_s: float) -> None:
         """A message with blocks has arrived."""
@@ -137,8 +154,8 @@ class ReceiveTransfer:
         return self._closed and not self._num_missing and not self._resending
 
     def received(self, now_s: float) -> ReceivedKV:
-        """The account of the complete hand-off, whose last block is verified now."""
-        assert self.source is not None, "it is complete, so somebody sent it"
+        """The account of the complete transfer, whose last block is verified now."""
+        assert self.source is not None, "it is complete, so it has a sender"
         span_s = now_s - self._first_s
         proof = TransferProof(
             transport=self.source.transport,

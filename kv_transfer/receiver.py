@@ -1,8 +1,8 @@
-"""The receiving end: it keeps which blocks a hand-off may fill, and decides on its end.
+"""The receiving end of KV transfers: which blocks a transfer may fill, the links it comes over, and its end.
 
-Only slot numbers come over the wire, so no sender can name a block; and a hand-off that was aborted or expired is
-forgotten at once and its sink closed, so that nothing is written for it any more and a sender that wakes up late finds
-nobody. Everything runs on one event loop. What comes over a link is `kv_transfer.receive_link`'s.
+Only slot numbers come over the wire, so no sender can name a block. A transfer that was aborted or expired is forgotten
+at once and its fetch cancelled, so that nothing is begun for it any more and late messages are refused. Everything runs
+on one event loop.
 """
 
 from __future__ import annotations
@@ -10,38 +10,57 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from kv_transfer.base import BlockStore, KVTransport
-from kv_transfer.handoff_over import HandoffOver
-from kv_transfer.handshake import check_block_size, sorted_eos
-from kv_transfer.integrity import Abort, Header, Hello, Reason
-from kv_transfer.lease import Lease
-from kv_transfer.receive_link import ReceiveLink
+from kv_transfer.base import KVLink, KVTransport, Message
+from kv_transfer.handshake import ProbeArea, check_block_size, dismiss, greet, is_telling, parse, sorted_eos
+from kv_transfer.integrity import (
+    Abort,
+    Ack,
+    Blocks,
+    Confirm,
+    Header,
+    Hello,
+    Open,
+    Probe,
+    Probed,
+    Reason,
+    Refusal,
+    Refused,
+    encode,
+    peer_error,
+)
+from kv_transfer.pool import Pool
 from kv_transfer.receive_transfer import ReceivedKV, ReceiveTransfer
-from kv_transfer.status import TransferStatus
+from kv_transfer.transfer import Lease, TransferEnded, TransferStatus
+from kv_transfer.transports.strangers import INTRODUCTION_S
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
 from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.kv_layout import MAX_PROBE_BYTES
 
 LINK_TIMEOUT_S = 2.0
-"""A sender has a link from its handshake on, or opens one when a hand-off begins: one that has none by then is gone."""
+"""How long a receiver waits for a link from a sender that has none. A sender has one from its handshake on, or opens
+one when a transfer begins."""
+
+_log = logging.getLogger(__name__)
 
 
 class KVReceiver:
-    """Receives hand-offs into ``store``. The ``transports`` stay their creator's, to be closed after this.
+    """Receives into ``pool``. The ``transports`` stay their creator's, to be closed after this.
 
-    ``lease_s``: how long a hand-off's sender may be silent. ``delay_s`` is a hook for tests: it
-    passes before a hand-off's last block counts as verified. ``eos_token_ids`` are the model's; peers with others are
-    refused.
+    ``lease_s``: how long a transfer's sender may be silent. ``delay_s`` is a hook for tests: it passes before a
+    transfer's last block counts as verified. ``eos_token_ids`` are the model's; peers with others are refused.
     """
 
     def __init__(
         self,
-        store: BlockStore,
+        pool: Pool,
         transports: Sequence[KVTransport],
         *,
         worker_id: str,
@@ -52,16 +71,15 @@ class KVReceiver:
         delay_s: float = 0.0,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        check_block_size(store.layout)
+        check_block_size(pool.layout)
         self._eos_token_ids = sorted_eos(eos_token_ids)
-        self.store, self.clock = store, clock
-        self.worker_id, self.epoch, self.checksums = worker_id, epoch, checksum
-        self.lease_s, self.delay_s = lease_s, delay_s
+        self._pool, self._clock = pool, clock
+        self._worker_id, self._epoch, self._checksum = worker_id, epoch, checksum
+        self._lease_s, self._delay_s = lease_s, delay_s
         self._transports = tuple(transports)
         self._endpoints: tuple[KVEndpoint, ...] = ()
-        self._by_request: dict[str, ReceiveTransfer] = {}
+        self._by_attempt: dict[str, ReceiveTransfer] = {}
         self._by_nonce: dict[str, ReceiveTransfer] = {}
-        self._leases: dict[str, Lease] = {}
         self._links: dict[str, ReceiveLink] = {}  # by sender's id: the newest
         self._refused: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,7 +97,7 @@ class KVReceiver:
             [await transport.listen(host, each) for transport, each in zip(self._transports, ports, strict=False)]
         )
         for transport in self._transports:
-            self.spawn(self._accept(transport))
+            self._spawn(self._accept(transport))
         return self._endpoints
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float) -> KVDestination:
@@ -87,148 +105,294 @@ class KVReceiver:
         ``deadline_s`` is a time of the receiver's clock. ValueError if the arguments make no sense."""
         if not self._endpoints:
             raise ValueError("start() comes first")
-        if attempt_id in self._by_request:
+        if attempt_id in self._by_attempt:
             raise ValueError(f"{attempt_id} is expected already")
         if not 0 <= num_skipped <= len(block_ids) or len(set(block_ids)) < len(block_ids):
             raise ValueError(f"{num_skipped} skipped of {len(block_ids)} blocks, which must differ")
-        if not all(0 <= block < self.store.num_blocks for block in block_ids):
-            raise ValueError(f"blocks outside a pool of {self.store.num_blocks}")
-        nonce, layout = secrets.token_hex(16), self.store.layout
-        incoming = ReceiveTransfer(attempt_id, nonce, block_ids, num_skipped, layout, self.clock.now())
-        self._by_request[attempt_id] = self._by_nonce[nonce] = incoming
+        if not all(0 <= block < self._pool.num_blocks for block in block_ids):
+            raise ValueError(f"blocks outside a pool of {self._pool.num_blocks}")
 
         def expire(why: str) -> None:
-            self.fail(incoming, TransferTimeout(f"KV of {attempt_id} is incomplete and {why}"))
+            self._fail(transfer, TransferTimeout(f"KV of {attempt_id} is incomplete and {why}"))
 
-        self._leases[nonce] = Lease(self.clock, deadline_s, self.lease_s, expire)
-        return KVDestination(self.worker_id, self._endpoints, self.epoch, nonce, len(block_ids), num_skipped)
+        lease = Lease(self._clock, deadline_s, self._lease_s, expire)
+        nonce, layout = secrets.token_hex(16), self._pool.layout
+        transfer = ReceiveTransfer(attempt_id, lease, nonce, block_ids, num_skipped, layout, self._clock.now())
+        self._by_attempt[attempt_id] = self._by_nonce[nonce] = transfer
+        return KVDestination(self._worker_id, self._endpoints, self._epoch, nonce, len(block_ids), num_skipped)
 
     def announce(self, attempt_id: str, sender_id: str) -> None:
-        """Tell the worker that sends it where an expected hand-off goes: over its link, or as soon as it has one. It
-        fails with PeerLost if there is none for `LINK_TIMEOUT_S`, or once that link is lost. HandoffOver if there is no
-        such hand-off."""
-        incoming = self._find(attempt_id)
-        incoming.sender_id = sender_id
+        """Tell the worker that sends it where an expected transfer goes: over its link, or as soon as it has one. The
+        transfer fails with PeerLost if there is none for `LINK_TIMEOUT_S`, or once that link is lost. TransferEnded if
+        there is no such transfer."""
+        transfer = self._find(attempt_id)
+        transfer.sender_id = sender_id
         if (link := self._links.get(sender_id)) is not None:
-            self.spawn(_tell(link, incoming.announcement))
+            self._spawn(link.tell(transfer.announcement))
         else:
-            self.spawn(self._await_link(incoming))
-
-    async def _await_link(self, incoming: ReceiveTransfer) -> None:
-        await asyncio.sleep(LINK_TIMEOUT_S)
-        if incoming.sender_id not in self._links:
-            self.fail(incoming, PeerLost(f"there is no KV link from {incoming.sender_id}"))
+            self._spawn(self._await_link(transfer))
 
     async def wait(self, attempt_id: str) -> ReceivedKV:
-        """The complete hand-off; its attempt id is then free again. Raises TransferTimeout at its deadline or when its
-        sender was silent for too long, PeerLost, RequestAborted after `abort`, or what the sender gave up with.
-        HandoffOver if there is none."""
-        incoming = self._find(attempt_id)
-        await incoming.done.wait()
-        if self._by_request.get(attempt_id) is incoming:
-            del self._by_request[attempt_id]
-        if isinstance(incoming.outcome, ReceivedKV):
-            return incoming.outcome
-        assert incoming.outcome is not None
-        raise incoming.outcome
+        """The complete transfer; its attempt id is then free again. Raises TransferTimeout at its deadline or when its
+        sender was silent for too long, PeerLost, RequestAborted after `abort`, or what the sender gave up with; nothing
+        writes into its blocks any more then. TransferEnded if there is none."""
+        transfer = self._find(attempt_id)
+        await transfer.ended()
+        if self._by_attempt.get(attempt_id) is transfer:
+            del self._by_attempt[attempt_id]
+        if transfer.fetch is not None:
+            await transfer.fetch.at_rest()
+        return transfer.result()
+
+    def hello(self, link: KVLink) -> Hello:
+        """What a peer has to say first on ``link``, except for its own name."""
+        return Hello(self._worker_id, self._epoch, self._pool.layout, link.hashes(self._checksum), self._eos_token_ids)
 
     def status(self, attempt_id: str) -> TransferStatus:
-        """How far it is; HandoffOver once `wait` or `abort` has ended it."""
+        """How far it is; TransferEnded once `wait` or `abort` has ended it."""
         return self._find(attempt_id).status
 
     async def abort(self, attempt_id: str) -> None:
-        """Give a hand-off up and tell its sender. When this returns, no copy into its blocks is under way or can
-        follow. Unknown ones are fine."""
-        incoming = self._by_request.pop(attempt_id, None)
-        if incoming is not None:
-            self.fail(incoming, RequestAborted(f"the KV hand-off of {attempt_id} was aborted by its receiver"))
+        """Give a transfer up and tell its sender. When this returns, nothing writes into its blocks any more. Unknown
+        ones are fine."""
+        transfer = self._by_attempt.pop(attempt_id, None)
+        if transfer is not None:
+            self._fail(transfer, RequestAborted(f"the KV transfer of {attempt_id} was aborted by its receiver"))
+            if transfer.fetch is not None:
+                await transfer.fetch.at_rest()
 
     async def aclose(self) -> None:
         """Fail what is awaited, close the links."""
-        for incoming in list(self._by_nonce.values()):
-            self.fail(incoming, PeerLost(f"the KV receiver of {self.worker_id} was closed"), tell=False)
+        for transfer in list(self._by_nonce.values()):
+            self._fail(transfer, PeerLost(f"the KV receiver of {self._worker_id} was closed"), tell=False)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- for `ReceiveLink` -------------------------------------------------------------------------------------------
+    # --- links -------------------------------------------------------------------------------------------------------
 
-    def hello(self, *, checksums: bool) -> Hello:
-        """What a peer has to say first, but for its own name."""
-        return Hello(self.worker_id, self.epoch, self.store.layout, checksums, self._eos_token_ids)
+    async def _accept(self, transport: KVTransport) -> None:
+        with contextlib.suppress(PeerLost):
+            while True:
+                self._spawn(self._serve(ReceiveLink(await transport.accept(), self._checksum)))
 
-    def expected(self, nonce: str) -> ReceiveTransfer | None:
-        """The hand-off that this nonce was given for, while it is under way."""
-        return self._by_nonce.get(nonce)
+    async def _serve(self, link: ReceiveLink) -> None:
+        """Take what a sender says until its link ends, which fails its transfers."""
+        lost: TransferError = PeerLost("the KV link was closed here")
+        try:
+            if await self._meet(link):
+                while True:
+                    await self._on_message(link, await link.recv())
+        except TransferError as error:
+            # Without its traceback, whose frames would keep this link's memory until the next collection.
+            lost = error.with_traceback(None)
+        finally:
+            self._on_lost(link, lost)
+            await link.aclose()
 
-    def heard(self, incoming: ReceiveTransfer) -> None:
-        """Its sender lives."""
-        if incoming.outcome is None:
-            self._leases[incoming.nonce].renew()
+    async def _meet(self, link: ReceiveLink) -> bool:
+        """Have the sender introduce itself; False if it does not, or does not fit."""
+        introduction_s = min(self._lease_s, INTRODUCTION_S)
+        try:
+            async with asyncio.timeout(introduction_s):
+                try:
+                    link.sender_id = (await greet(link.link, self.hello(link.link))).worker_id
+                except Refusal as refusal:
+                    self._refused[refusal.reason] += 1
+                    _log.warning("a KV link was refused: %s", refusal)
+                    await dismiss(link.link, refusal)
+                    return False
+        except TimeoutError:
+            _log.warning("a KV peer said nothing for %g s after connecting", introduction_s)
+            return False
+        link.probe_area = ProbeArea(self._pool)
+        self._links[link.sender_id] = link
+        for transfer in self._by_nonce.values():
+            if transfer.sender_id == link.sender_id and transfer.source is None:
+                self._spawn(link.tell(transfer.announcement))
+        return True
 
-    def count(self, reason: Reason) -> None:
-        """A message was refused."""
-        self._refused[reason] += 1
+    def _on_lost(self, link: ReceiveLink, error: PdserveError) -> None:
+        """A link has ended, and with it what its sender had begun over it, announced or not."""
+        is_newest = self._links.get(link.sender_id) is link
+        if is_newest:
+            del self._links[link.sender_id]
+        for transfer in list(self._by_nonce.values()):
+            unheard = transfer.source is None and is_newest and transfer.sender_id == link.sender_id
+            if unheard or transfer.source is link:
+                self._fail(transfer, PeerLost(f"the sender of {transfer.attempt_id} was lost: {error}"), tell=False)
 
-    def publish(self, incoming: ReceiveTransfer) -> None:
-        """Everything is verified and in the pool."""
-        self._conclude(incoming, incoming.received(self.clock.now()))
+    async def _await_link(self, transfer: ReceiveTransfer) -> None:
+        await asyncio.sleep(LINK_TIMEOUT_S)
+        if transfer.sender_id not in self._links:
+            self._fail(transfer, PeerLost(f"there is no KV link from {transfer.sender_id}"))
 
-    def fail(self, incoming: ReceiveTransfer, error: PdserveError, *, tell: bool = True) -> None:
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    async def _on_message(self, link: ReceiveLink, message: Message) -> None:
+        """After this a message's blocks are in the pool and count, or only a transfer's own blocks have changed, and
+        count for nothing."""
+        nonce, seq = "", 0
+        try:
+            header = parse(message)
+            if isinstance(header, Blocks):
+                nonce, seq = header.nonce, header.seq
+                await self._fill(link, self._expected(link, header), header, message.size)
+            elif isinstance(header, Open):
+                nonce = header.nonce
+                self._expected(link, header)
+                await link.say(Ack(nonce, 0))
+            elif isinstance(header, Confirm):
+                transfer = self._by_nonce.get(header.nonce)
+                if transfer is not None and transfer.source is link and transfer.complete:
+                    self._conclude(transfer, transfer.received(self._clock.now()))
+            elif isinstance(header, Probe):
+                await link.probe(message.size)
+            elif isinstance(header, Abort):
+                transfer = self._by_nonce.get(header.nonce)
+                if transfer is not None and transfer.source in (None, link):
+                    why = f"the sender of {transfer.attempt_id} gave up: {header.message}"
+                    self._fail(transfer, peer_error(header.kind, why), tell=False)
+            else:
+                raise Refusal(Reason.MALFORMED, f"a {type(header).__name__} has no place here")
+        except Refusal as refusal:
+            # A heartbeat may cross the last acknowledgement: its sender is told, and nothing is wrong.
+            if seq or refusal.reason is not Reason.UNKNOWN_NONCE:
+                _log.warning("a KV message was refused: %s", refusal)
+                self._refused[refusal.reason] += 1
+            await link.say(Refused(nonce, seq, *to_wire(refusal.error)))
+
+    def _expected(self, link: ReceiveLink, header: Open | Blocks) -> ReceiveTransfer:
+        """The transfer that a message is about, and of which its sender has spoken now."""
+        name = header.attempt_id
+        if header.epoch != self._epoch:
+            raise Refusal(Reason.STALE_EPOCH, f"{name}: {self._worker_id} has started anew")
+        if (transfer := self._by_nonce.get(header.nonce)) is None:
+            raise Refusal(Reason.UNKNOWN_NONCE, f"{name} is not expected (any more)")
+        if transfer.attempt_id != name:
+            raise Refusal(Reason.WRONG_REQUEST, f"{name} is not what this nonce was given for")
+        transfer.heard(link)
+        return transfer
+
+    async def _fill(self, link: ReceiveLink, transfer: ReceiveTransfer, header: Blocks, size: int) -> None:
+        """Fetch a message's payload straight into its blocks, verify it there, and acknowledge it."""
+        arrived_s = self._clock.now() - link.link.arrival_s
+        regions = self._pool.regions(*transfer.check(header, size))
+        transfer.begin(arrived_s)
+        started_s = time.perf_counter()
+        try:
+            fetch = transfer.fetch = link.link.fetch(regions, hashed=link.checksums, on_progress=transfer.lease.renew)
+            await fetch
+            fetched_s = time.perf_counter()
+            wire_s = fetched_s - started_s - fetch.digest_s + link.link.arrival_s
+            if transfer.is_over:
+                return  # it ended meanwhile, and its blocks may be another request's by now
+            if fetch.digest is not None:
+                fetch.digest.update(header.trailer)
+                if fetch.digest.intdigest() != header.checksum:
+                    raise transfer.reject(header, size)
+            await fetch.commit()
+            if fetch.cancelled:
+                return
+        except PdserveError as error:
+            if isinstance(error, TransferError):
+                raise
+            self._fail(transfer, error)
+            return
+        import_s = time.perf_counter() - fetched_s + fetch.digest_s
+        transfer.accept(header, size, wire_s, import_s)
+        if transfer.complete and self._delay_s:
+            self._spawn(self._finish_later(link, transfer, header.seq))
+        else:
+            await self._finish(link, transfer, header.seq)
+
+    async def _finish(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:
+        if transfer.complete and not link.confirms:
+            self._conclude(transfer, transfer.received(self._clock.now()))
+        await link.say(Ack(transfer.nonce, seq))
+
+    async def _finish_later(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:
+        await asyncio.sleep(self._delay_s)
+        if not transfer.is_over:
+            with contextlib.suppress(TransferError):
+                await self._finish(link, transfer, seq)
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _find(self, attempt_id: str) -> ReceiveTransfer:
+        if (transfer := self._by_attempt.get(attempt_id)) is None:
+            raise TransferEnded(f"{attempt_id} is not expected")
+        return transfer
+
+    def _fail(self, transfer: ReceiveTransfer, error: PdserveError, *, tell: bool = True) -> None:
         """Nothing more is taken, because of ``error``; the sender is told."""
-        if incoming.outcome is None:
-            self._conclude(incoming, error)
-            if tell and incoming.source is not None:
-                self.spawn(_tell(incoming.source, Abort(incoming.nonce, *to_wire(error))))
+        if not transfer.is_over:
+            self._conclude(transfer, error)
+            if tell and isinstance(transfer.source, ReceiveLink):
+                self._spawn(transfer.source.tell(Abort(transfer.nonce, *to_wire(error))))
 
-    def met(self, source: ReceiveLink, sender_id: str) -> None:
-        """A sender has introduced itself on a new link: it may be awaited."""
-        self._links[sender_id] = source
-        for incoming in self._by_nonce.values():
-            if incoming.sender_id == sender_id and incoming.source is None:
-                self.spawn(_tell(source, incoming.announcement))
+    def _conclude(self, transfer: ReceiveTransfer, outcome: ReceivedKV | PdserveError) -> None:
+        """Forget the nonce and cancel the fetch, so that nothing is written for it any more."""
+        del self._by_nonce[transfer.nonce]
+        if transfer.fetch is not None:
+            transfer.fetch.cancel()
+        transfer.conclude(outcome)
 
-    def lost(self, source: ReceiveLink, error: PdserveError) -> None:
-        """A link has ended."""
-        gone = {sender_id for sender_id, link in self._links.items() if link is source}
-        for sender_id in gone:
-            del self._links[sender_id]
-        # The sender gives up what it had begun over this link, announced or not.
-        unheard = (each for each in self._by_nonce.values() if each.source is None and each.sender_id in gone)
-        for incoming in [*unheard, *(each for each in self._by_nonce.values() if each.source is source)]:
-            self.fail(incoming, PeerLost(f"the sender of {incoming.attempt_id} was lost: {error}"), tell=False)
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something until the receiver closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _find(self, attempt_id: str) -> ReceiveTransfer:
-        if (incoming := self._by_request.get(attempt_id)) is None:
-            raise HandoffOver(f"{attempt_id} is not expected")
-        return incoming
+class ReceiveLink:
+    """One sender as the receiver sees it: the link to it, and what is said over it."""
 
-    async def _accept(self, transport: KVTransport) -> None:
-        with contextlib.suppress(PeerLost):
-            while True:
-                self.spawn(ReceiveLink(self, await transport.accept()).serve())
+    def __init__(self, link: KVLink, checksum: bool) -> None:
+        self.link = link
+        self.sender_id = ""
+        """Set once the sender has introduced itself."""
+        self.checksums = link.hashes(checksum)
+        self.confirms = link.reads_late and not self.checksums
+        """Whether a transfer counts only once its sender has confirmed it (`integrity.Confirm`)."""
+        self.ceiling_gbs = 0.0
+        """What the link moved at best when its sender measured it."""
+        self.probe_area: ProbeArea | None = None
+        self._saying = asyncio.Lock()
 
-    def _conclude(self, incoming: ReceiveTransfer, outcome: ReceivedKV | PdserveError) -> None:
-        """Forget the nonce and close the sink, so that nothing can be written for it any more, and wake who waits."""
-        del self._by_nonce[incoming.nonce]
-        self._leases.pop(incoming.nonce).cancel()
-        if incoming.sink is not None:
-            incoming.sink.close()
-        success = isinstance(outcome, ReceivedKV)
-        incoming.status = TransferStatus.SUCCESS if success else TransferStatus.FAILED
-        incoming.outcome = outcome
-        incoming.done.set()
+    @property
+    def transport(self) -> str:
+        """The name of its transport."""
+        return self.link.transport
 
+    async def recv(self) -> Message:
+        """The sender's next message; see `KVLink.recv`."""
+        return await self.link.recv()
 
-async def _tell(source: ReceiveLink, header: Header) -> None:
-    with contextlib.suppress(TransferError):
-        await source.tell(header)
+    async def say(self, header: Header) -> None:
+        """Say something to the sender; PeerLost or TransferTimeout if it cannot be told."""
+        async with self._saying:
+            await self.link.send(encode(header))
+
+    async def tell(self, header: Header) -> None:
+        """The same for what need not arrive: a link that is lost fails its transfers anyway."""
+        with contextlib.suppress(TransferError):
+            await self.say(header)
+
+    async def probe(self, size: int) -> None:
+        """Take the payload of a `Probe`, and tell its sender how long that took."""
+        if size > MAX_PROBE_BYTES or self.probe_area is None:
+            raise Refusal(Reason.MALFORMED, f"a probe of {size} bytes")
+        started_s = time.perf_counter()
+        fetch = self.link.fetch(self.probe_area.next(size))
+        await fetch
+        await fetch.commit()
+        took_s = time.perf_counter() - started_s + self.link.arrival_s
+        if is_telling(size, took_s):
+            self.ceiling_gbs = max(self.ceiling_gbs, size / took_s / 1e9)
+        await self.say(Probed(round(took_s * 1e6)))
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await self.link.aclose()

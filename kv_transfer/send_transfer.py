@@ -1,4 +1,4 @@
-"""One hand-off as its sender sees it: what is still to send, what is not acknowledged yet."""
+"""One KV transfer as its sender sees it: what is still to send, what is not acknowledged yet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.integrity import MAX_RESENDS, MAX_TRAILER_BYTES
-from kv_transfer.status import TransferStatus
-from pdserve.core.errors import PdserveError, TransferRefused
+from kv_transfer.transfer import Lease, Transfer, TransferStatus
+from pdserve.core.errors import TransferRefused
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
 
@@ -18,8 +18,8 @@ _FIRST_MESSAGE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class SentKV:
-    """A hand-off the receiver has acknowledged in full. ``bytes`` and ``messages`` count each block once, ``retries``
-    messages that went out again; ``export_ms`` is reading and hashing, ``span_ms`` first message to last
+    """A transfer that the receiver has acknowledged in full. ``bytes`` and ``messages`` count each block once,
+    ``retries`` messages that were sent again; ``export_ms`` is reading and hashing, ``span_ms`` first message to last
     acknowledgement."""
 
     transport: str
@@ -32,7 +32,7 @@ class SentKV:
 
 @dataclass(slots=True)
 class Part:
-    """One message of ``size`` bytes of blocks, kept until it is acknowledged, because it may have to go out again."""
+    """One message of ``size`` bytes of blocks, kept until it is acknowledged, because it may have to be sent again."""
 
     seq: int
     first_slot: int
@@ -43,16 +43,18 @@ class Part:
     resends: int = 0
 
 
-class SendTransfer:
-    """The state of one hand-off. Blocks are queued by `add` and taken as messages by `next_part`."""
+class SendTransfer(Transfer[SentKV]):
+    """The state of one transfer. Blocks are queued by `add` and taken as messages by `next_part`. ``layout`` is the
+    receiver's, once its link is known: only the KV heads that it holds are sent."""
 
-    def __init__(self, attempt_id: str, peer: KVPeer, num_blocks: int, layout: KVLayout, message_bytes: int) -> None:
-        self.attempt_id, self.peer, self.num_blocks = attempt_id, peer, num_blocks
+    def __init__(
+        self, attempt_id: str, lease: Lease, peer: KVPeer, num_blocks: int, layout: KVLayout, message_bytes: int
+    ) -> None:
+        super().__init__(attempt_id, lease)
+        self.peer, self.num_blocks = peer, num_blocks
+        self.layout, self.message_bytes = layout, message_bytes
         self.nonce = ""
         """Set by `bind`; until then the blocks wait here."""
-        self.status = TransferStatus.BOOTSTRAPPING
-        self.outcome: SentKV | PdserveError | None = None
-        self.done = asyncio.Event()
         self.idle = asyncio.Event()
         """Set while nothing here reads its blocks."""
         self.idle.set()
@@ -61,7 +63,6 @@ class SendTransfer:
         self.transport = ""
         self.settle: Callable[[], Awaitable[None]] | None = None
         """Waits until nothing reads its blocks any more, here or behind its link, once it has failed."""
-        self._layout, self.message_bytes = layout, message_bytes
         self._pending: deque[tuple[int, int, range]] = deque()  # slot, block, layers
         self._again: deque[Part] = deque()
         self._unacknowledged: dict[int, Part] = {}
@@ -82,8 +83,8 @@ class SendTransfer:
 
     def add(self, first_slot: int, block_ids: Sequence[int], layers: range, *, last: bool, trailer: bytes) -> None:
         """Queue ``layers`` of the blocks for the slots from ``first_slot``, without those the receiver holds already.
-        ValueError if slots or layers lie outside the hand-off, or if it was closed."""
-        num_layers = self._layout.num_layers
+        ValueError if slots or layers lie outside the transfer, or if it was closed."""
+        num_layers = self.layout.num_layers
         if not 0 <= first_slot <= first_slot + len(block_ids) <= self.num_blocks:
             raise ValueError(f"slots {first_slot} to {first_slot + len(block_ids)} of {self.num_blocks}")
         if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
@@ -99,7 +100,7 @@ class SendTransfer:
     @property
     def ready(self) -> bool:
         """Whether `next_part` has something."""
-        if not self.nonce or self.outcome is not None:
+        if not self.nonce or self.is_over:
             return False
         return bool(self._again or self._pending or (self._closed and not self._last_sent))
 
@@ -109,10 +110,9 @@ class SendTransfer:
             self._first_s, self.status = now_s, TransferStatus.TRANSFERRING
         if self._again:
             return self._again.popleft()
-        all_layers = self._layout.all_layers
-        first_slot, _, layers = self._pending[0] if self._pending else (self.num_blocks, 0, all_layers)
-        piece_bytes = len(layers) * self._layout.layer_bytes
-        # A small first one has the receiver begin while the next is read and hashed.
+        first_slot, _, layers = self._pending[0] if self._pending else (self.num_blocks, 0, self.layout.all_layers)
+        piece_bytes = self.layout.layer_bytes(layers)
+        # A small first one lets the receiver begin while the next is read and hashed.
         message_bytes = self.message_bytes if self._seq else min(self.message_bytes, _FIRST_MESSAGE_BYTES)
         most = max(1, message_bytes // piece_bytes)
         block_ids: list[int] = []
@@ -132,13 +132,13 @@ class SendTransfer:
         return part
 
     def acknowledge(self, seq: int) -> int:
-        """Take note that the receiver has a message; how many bytes are on their way no more."""
+        """The receiver has a message; how many bytes are no longer on their way."""
         part = self._unacknowledged.pop(seq, None)
         return 0 if part is None else part.size
 
     @property
     def has_sent(self) -> bool:
-        """Whether any message has gone out."""
+        """Whether any message was sent."""
         return self._seq > 0
 
     @property
@@ -162,6 +162,6 @@ class SendTransfer:
         return True
 
     def sent(self, now_s: float) -> SentKV:
-        """The account of the hand-off, all of it acknowledged now."""
+        """The account of the transfer, all of it acknowledged now."""
         span_ms = (now_s - (self._first_s or now_s)) * 1e3
         return SentKV(self.transport, self._bytes, self._seq, self._retries, self.export_s * 1e3, span_ms)

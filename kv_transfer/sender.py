@@ -1,4 +1,4 @@
-"""The sending end: it reads blocks out of its pool and pushes them to receivers, several hand-offs at a time."""
+"""The sending end: it reads blocks out of its pool and pushes them to receivers, several transfers at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from kv_transfer.base import BlockStore, KVTransport
+from kv_transfer.base import KVTransport
 from kv_transfer.factory import Choice, choose
-from kv_transfer.handoff_over import HandoffOver
 from kv_transfer.handshake import check_block_size, introduce, measure, sorted_eos
 from kv_transfer.integrity import Announce, Hello
-from kv_transfer.lease import Lease
+from kv_transfer.pool import Pool
 from kv_transfer.send_link import SendLink
 from kv_transfer.send_transfer import SendTransfer, SentKV
-from kv_transfer.status import TransferStatus
+from kv_transfer.transfer import Lease, TransferEnded, TransferStatus
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
 from pdserve.core.handoff import KVDestination, KVEndpoint, KVPeer, PeerLink
@@ -27,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class KVSender:
-    """Sends hand-offs from ``store``. The ``transports``, best first, stay their creator's, to be closed after this.
+    """Sends transfers from ``pool``. The ``transports``, best first, stay their creator's, to be closed after this.
 
     ``message_bytes``: adjacent blocks are coalesced up to this (a message has one block at least).
     ``max_inflight_bytes``: how much may travel to one receiver without its acknowledgement. ``lease_s``: how long a
@@ -37,7 +36,7 @@ class KVSender:
 
     def __init__(
         self,
-        store: BlockStore,
+        pool: Pool,
         transports: Sequence[KVTransport],
         *,
         worker_id: str,
@@ -49,16 +48,15 @@ class KVSender:
         connect_timeout_s: float,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        check_block_size(store.layout)
+        check_block_size(pool.layout)
         self._eos_token_ids = sorted_eos(eos_token_ids)
-        self._store, self._transports, self._clock = store, tuple(transports), clock
+        self._pool, self._transports, self._clock = pool, tuple(transports), clock
         self._worker_id, self._checksums = worker_id, checksum
         self._message_bytes, self._max_inflight_bytes = message_bytes, max_inflight_bytes
         self._lease_s, self._connect_timeout_s = lease_s, connect_timeout_s
         self._peers: dict[str, SendLink] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
-        self._handoffs: dict[str, SendTransfer] = {}
-        self._leases: dict[str, Lease] = {}
+        self._transfers: dict[str, SendTransfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._over: dict[str, None] = {}  # attempts that have ended lately, oldest first
 
@@ -83,35 +81,34 @@ class KVSender:
                 await old.aclose()
 
     def start(self, attempt_id: str, destination: KVDestination, deadline_s: float) -> None:
-        """Begin a hand-off; connects on its own where there is no link. ``deadline_s`` is a time of the sender's clock.
+        """Begin a transfer; connects on its own where there is no link. ``deadline_s`` is a time of the sender's clock.
         ValueError if the request has one already."""
-        handoff = self._new(attempt_id, destination.peer, destination.num_blocks, deadline_s)
-        handoff.bind(destination.nonce, destination.num_blocks, destination.num_skipped)
-        self._leases[attempt_id].watch(self._lease_s)
-        self._add(handoff)
+        transfer = self._new(attempt_id, destination.peer, destination.num_blocks, deadline_s)
+        transfer.bind(destination.nonce, destination.num_blocks, destination.num_skipped)
+        self._add(transfer)
 
     def push(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float) -> None:
-        """Begin a hand-off of ``num_blocks`` blocks to ``peer``, which announces over the link where they go. What is
+        """Begin a transfer of ``num_blocks`` blocks to ``peer``, which announces over the link where they go. What is
         queued before that waits. Else as `start`."""
         self._add(self._new(attempt_id, peer, num_blocks, deadline_s))
 
     def _new(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float) -> SendTransfer:
-        if attempt_id in self._handoffs:
+        if attempt_id in self._transfers:
             raise ValueError(f"{attempt_id} is being sent already")
-        handoff = SendTransfer(attempt_id, peer, num_blocks, self._store.layout, self._message_bytes)
-        self._handoffs[attempt_id] = handoff
 
         def expire(why: str) -> None:
-            self._conclude(handoff, TransferTimeout(f"KV of {attempt_id} is not handed over and {why}"))
+            self._conclude(transfer, TransferTimeout(f"KV of {attempt_id} is not handed over and {why}"))
 
-        self._leases[attempt_id] = Lease(self._clock, deadline_s, None, expire)
-        return handoff
+        lease = Lease(self._clock, deadline_s, None, expire)
+        transfer = SendTransfer(attempt_id, lease, peer, num_blocks, self._pool.layout, self._message_bytes)
+        self._transfers[attempt_id] = transfer
+        return transfer
 
-    def _add(self, handoff: SendTransfer) -> None:
-        if (peer := self._peer_of(handoff)) is not None:
-            peer.add(handoff)
+    def _add(self, transfer: SendTransfer) -> None:
+        if (peer := self._peer_of(transfer)) is not None:
+            peer.add(transfer)
         else:
-            self._spawn(self._bootstrap(handoff))
+            self._spawn(self._bootstrap(transfer))
 
     def send_blocks(
         self,
@@ -124,57 +121,54 @@ class KVSender:
         trailer: bytes = b"",
     ) -> None:
         """Queue ``layers`` (default: all) of blocks for the slots from ``first_slot``; those the receiver holds already
-        are left out. They must keep their content until `wait` or `abort` returns. ``last`` closes the hand-off, with a
+        are left out. They must keep their content until `wait` or `abort` returns. ``last`` closes the transfer, with a
         ``trailer`` of at most 4 KiB for the receiver's owner. One that failed meanwhile ignores this, and `wait` says
-        so. ValueError on bad arguments, HandoffOver after `wait` or `abort`."""
-        handoff = self._find(attempt_id)
-        if handoff.outcome is not None:
+        so. ValueError on bad arguments, TransferEnded after `wait` or `abort`."""
+        transfer = self._find(attempt_id)
+        if transfer.is_over:
             return
-        if not all(0 <= block < self._store.num_blocks for block in block_ids):
-            raise ValueError(f"blocks outside a pool of {self._store.num_blocks}")
-        handoff.add(
+        if not all(0 <= block < self._pool.num_blocks for block in block_ids):
+            raise ValueError(f"blocks outside a pool of {self._pool.num_blocks}")
+        transfer.add(
             first_slot,
             block_ids,
-            self._store.layout.all_layers if layers is None else layers,
+            self._pool.layout.all_layers if layers is None else layers,
             last=last,
             trailer=trailer,
         )
-        if (peer := self._peer_of(handoff)) is not None:
-            peer.advance(handoff)
+        if (peer := self._peer_of(transfer)) is not None:
+            peer.advance(transfer)
 
     async def wait(self, attempt_id: str) -> SentKV:
         """Return once the receiver has acknowledged everything; then, or after an error, nothing reads its blocks any
         more. Raises TransferTimeout (deadline, or a silent receiver), PeerLost, TransferRefused, ChecksumMismatch,
         LayoutMismatch, RequestAborted after `abort`, what `fail` was given, or what the receiver gave up with.
-        HandoffOver if there is none."""
-        handoff = self._find(attempt_id)
-        await handoff.done.wait()
-        await self._idle(handoff)
-        if self._handoffs.get(attempt_id) is handoff:
-            del self._handoffs[attempt_id]
-        if isinstance(handoff.outcome, SentKV):
-            return handoff.outcome
-        assert handoff.outcome is not None
-        raise handoff.outcome
+        TransferEnded if there is none."""
+        transfer = self._find(attempt_id)
+        await transfer.ended()
+        await self._idle(transfer)
+        if self._transfers.get(attempt_id) is transfer:
+            del self._transfers[attempt_id]
+        return transfer.result()
 
     def status(self, attempt_id: str) -> TransferStatus:
-        """How far it is; HandoffOver once `wait` or `abort` has ended it."""
+        """How far it is; TransferEnded once `wait` or `abort` has ended it."""
         return self._find(attempt_id).status
 
     def fail(self, attempt_id: str, error: PdserveError) -> None:
-        """End a hand-off with ``error``, which `wait` raises; its receiver is told. One that is over stays as it is."""
-        if (handoff := self._handoffs.get(attempt_id)) is not None:
-            self._conclude(handoff, error)
+        """End a transfer with ``error``, which `wait` raises; its receiver is told. One that is over stays as it is."""
+        if (transfer := self._transfers.get(attempt_id)) is not None:
+            self._conclude(transfer, error)
 
     async def abort(self, attempt_id: str) -> None:
-        """Give a hand-off up and tell its receiver. When this returns, nothing reads its blocks any more. Unknown ones
+        """Give a transfer up and tell its receiver. When this returns, nothing reads its blocks any more. Unknown ones
         are fine."""
-        handoff = self._handoffs.get(attempt_id)
-        if handoff is None:
+        transfer = self._transfers.get(attempt_id)
+        if transfer is None:
             return
-        self._conclude(handoff, RequestAborted(f"the KV hand-off of {attempt_id} was aborted by its sender"))
-        self._handoffs.pop(attempt_id, None)
-        await self._idle(handoff)
+        self._conclude(transfer, RequestAborted(f"the KV transfer of {attempt_id} was aborted by its sender"))
+        self._transfers.pop(attempt_id, None)
+        await self._idle(transfer)
 
     async def aclose(self) -> None:
         """Fail what is under way, close the links."""
@@ -184,50 +178,50 @@ class KVSender:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(peer.aclose() for peer in self._peers.values()))
         self._peers.clear()
-        for handoff in list(self._handoffs.values()):
-            self._conclude(handoff, PeerLost(f"the KV sender of {self._worker_id} was closed"))
+        for transfer in list(self._transfers.values()):
+            self._conclude(transfer, PeerLost(f"the KV sender of {self._worker_id} was closed"))
 
-    async def _idle(self, handoff: SendTransfer) -> None:
+    async def _idle(self, transfer: SendTransfer) -> None:
         """Wait until nothing reads its blocks; a transport that never lets go of them must not keep them for good."""
         try:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
-                if handoff.settle is not None and not isinstance(handoff.outcome, SentKV):
-                    await handoff.settle()
-                await handoff.idle.wait()
+                if transfer.settle is not None and not isinstance(transfer.outcome, SentKV):
+                    await transfer.settle()
+                await transfer.idle.wait()
         except TimeoutError:
-            _log.error("%s: a send of its blocks has not ended for %g s", handoff.attempt_id, _IDLE_TIMEOUT_S)
+            _log.error("%s: a send of its blocks has not ended for %g s", transfer.attempt_id, _IDLE_TIMEOUT_S)
 
     def _find(self, attempt_id: str) -> SendTransfer:
-        if (handoff := self._handoffs.get(attempt_id)) is None:
-            raise HandoffOver(f"{attempt_id} is not being sent")
-        return handoff
+        if (transfer := self._transfers.get(attempt_id)) is None:
+            raise TransferEnded(f"{attempt_id} is not being sent")
+        return transfer
 
     def _peer(self, worker_id: str, epoch: str) -> SendLink | None:
         peer = self._peers.get(worker_id)
         return peer if peer is not None and peer.alive and peer.epoch == epoch else None
 
-    def _peer_of(self, handoff: SendTransfer) -> SendLink | None:
-        return self._peer(handoff.peer.worker_id, handoff.peer.epoch)
+    def _peer_of(self, transfer: SendTransfer) -> SendLink | None:
+        return self._peer(transfer.peer.worker_id, transfer.peer.epoch)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bootstrap(self, handoff: SendTransfer) -> None:
-        to = handoff.peer
+    async def _bootstrap(self, transfer: SendTransfer) -> None:
+        to = transfer.peer
         try:
             await self.connect(to.worker_id, to.epoch, to.endpoints)
         except PdserveError as error:
-            self._conclude(handoff, error)
+            self._conclude(transfer, error)
         finally:
-            peer = self._peer_of(handoff)
-            if peer is None:  # also after an unexpected error: the hand-off must not wait for its deadline
-                self._conclude(handoff, PeerLost(f"there is no KV link to {to.worker_id}"))
+            peer = self._peer_of(transfer)
+            if peer is None:  # also after an unexpected error: the transfer must not wait for its deadline
+                self._conclude(transfer, PeerLost(f"there is no KV link to {to.worker_id}"))
             else:
-                peer.add(handoff)
-                if isinstance(handoff.outcome, PdserveError):  # it failed meanwhile: the receiver has to hear of it
-                    peer.drop(handoff, handoff.outcome)
+                peer.add(transfer)
+                if isinstance(transfer.outcome, PdserveError):  # it failed meanwhile: the receiver has to hear of it
+                    peer.drop(transfer, transfer.outcome)
 
     async def _meet(self, worker_id: str, epoch: str, choice: Choice) -> SendLink:
         link = await choice.transport.connect(choice.endpoint, self._connect_timeout_s)
@@ -236,22 +230,22 @@ class KVSender:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 checksums = link.hashes(self._checksums)
-                hello = Hello(self._worker_id, epoch, self._store.layout, checksums, self._eos_token_ids)
-                await introduce(link, hello, worker_id)
-                ceiling_gbs = await measure(link, self._store, announced)
+                hello = Hello(self._worker_id, epoch, self._pool.layout, checksums, self._eos_token_ids)
+                share = await introduce(link, hello, worker_id)
+                ceiling_gbs = await measure(link, self._pool, announced)
             peer = SendLink(
                 PeerLink(worker_id, choice.transport.name, choice.reason, ceiling_gbs),
                 epoch,
                 choice.endpoint,
                 link,
-                store=self._store,
+                pool=self._pool,
+                share=share,
                 checksums=checksums,
                 max_inflight_bytes=self._max_inflight_bytes,
                 clock=self._clock,
                 heartbeat_s=self._lease_s / _HEARTBEATS_PER_LEASE,
                 is_over=self._over.__contains__,
-                bound=self._bound,
-                heard=lambda handoff: self._leases[handoff.attempt_id].renew(),
+                lease_s=self._lease_s,
                 conclude=self._conclude,
                 announced=announced,
             )
@@ -262,23 +256,12 @@ class KVSender:
                 await link.aclose()
         return peer
 
-    def _bound(self, handoff: SendTransfer) -> None:
-        """Its receiver is known: from now on its silence counts."""
-        if (lease := self._leases.get(handoff.attempt_id)) is not None:
-            lease.watch(self._lease_s)
-
-    def _conclude(self, handoff: SendTransfer, error: PdserveError | None) -> None:
-        if handoff.outcome is not None:
+    def _conclude(self, transfer: SendTransfer, error: PdserveError | None) -> None:
+        if transfer.is_over:
             return
-        self._leases.pop(handoff.attempt_id).cancel()
-        self._over[handoff.attempt_id] = None
+        self._over[transfer.attempt_id] = None
         while len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
-        if error is None:
-            handoff.outcome = handoff.sent(self._clock.now())
-            handoff.status = TransferStatus.SUCCESS
-        else:
-            handoff.outcome, handoff.status = error, TransferStatus.FAILED
-        if (peer := self._peer_of(handoff)) is not None:
-            peer.drop(handoff, error)
-        handoff.done.set()
+        transfer.conclude(transfer.sent(self._clock.now()) if error is None else error)
+        if (peer := self._peer_of(transfer)) is not None:
+            peer.drop(transfer, error)

@@ -21,7 +21,7 @@ Point = Literal["connect_peer", "room", "prefill", "decode", "decode_more", "run
 Call = Literal["push", "receive", "run"]
 T = TypeVar("T")
 
-FAKE_LAYOUT = KVLayout("fake", "float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
+FAKE_LAYOUT = KVLayout.uniform("fake", "float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
 
 
 def fake_info(worker_id: str, role: Role, *, epoch: str = "1", layout: KVLayout = FAKE_LAYOUT) -> WorkerInfo:
@@ -128,7 +128,7 @@ class FakeWorker:
     async def connect_peer(self, peer: KVPeer) -> None:
         """Compare layouts as real workers do."""
         await self._pass("connect_peer")
-        self.info.layout.check_compatible(self.fleet[peer.worker_id].info.layout)
+        self.info.layout.check_source(self.fleet[peer.worker_id].info.layout)
         self.connected.add(peer.worker_id)
 
     async def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:

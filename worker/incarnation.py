@@ -12,11 +12,9 @@ from typing import Self
 
 from engine.messages import Ready
 from engine.process.client import EngineClient
-from engine.process.mapped_pool import MappedPool
 from engine.spec import EngineSpec
-from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.factory import create_transport, offered_transports
-from kv_transfer.shared_memory import SharedMemory
+from kv_transfer.pool import Pool
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.awake_clock import awake_clock
 from pdserve.core.clock import Clock
@@ -76,17 +74,12 @@ class Incarnation:
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
         kv: KVThread | None = None
-        pool: MappedPool | None = None
+        pool: Pool | None = None
         try:
-            pool = engine.open_pool()
-            memory = None if pool.file is None else SharedMemory(*pool.file)
-            device_memory = None if pool.on_device is None else DeviceMemory(*pool.on_device)
+            pool = Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.memory_fd)
             kv = KVThread(
                 pool,
-                [
-                    create_transport(name, device=spec.device, memory=memory, device_memory=device_memory)
-                    for name in names
-                ],
+                [create_transport(name, pool.memory) for name in names],
                 transfer,
                 engine,
                 worker_id=spec.worker_id,

@@ -18,11 +18,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from engine.messages import Command, KVEvent, Progress, Reserved
 from engine.process.client import EngineClient, KVEventReader
-from engine.process.mapped_pool import MappedPool
 from kv_transfer.base import KVTransport
-from kv_transfer.handoff_over import HandoffOver
+from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from kv_transfer.transfer import TransferEnded
 from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, WorkerLost, from_wire, to_wire
@@ -112,7 +112,7 @@ class KVThread:
 
     def __init__(
         self,
-        pool: MappedPool,
+        pool: Pool,
         transports: Sequence[KVTransport],
         config: TransferConfig,
         engine: EngineClient,
@@ -278,7 +278,7 @@ class KVThread:
         if (running := self._running.get(event.attempt_id)) is not None and running.error is None:
             try:
                 running.handoff.on_event(event)
-            except HandoffOver:
+            except TransferEnded:
                 return  # it has just ended: its result says how
             except Exception as error:  # a bug, which must not leave the hand-off open until its deadline
                 log.exception("the blocks of %s cannot be handed over", event.attempt_id)

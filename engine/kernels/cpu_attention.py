@@ -92,9 +92,8 @@ class CPUAttention(Attention):
     def __init__(
         self, pool: KVPool, num_heads: int, windows: Collection[int | None], fused: bool | None = None
     ) -> None:
-        layout = pool.layout
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, layout.num_kv_heads, layout.head_dim
-        self.block_size = layout.block_size
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, pool.kv_heads, pool.head_dim
+        self.block_size = pool.layout.block_size
         self.fused = bool(torch.cpu._is_amx_tile_supported()) if fused is None else fused
         self.keys_values = _Scratch(pool.tensor.dtype)
         self.scores = _Scratch(pool.tensor.dtype)

@@ -71,8 +71,8 @@ class CUDAAttention(Attention):
     def __init__(self, pool: KVPool, num_heads: int, processors: int | None = None) -> None:
         self.block_size = pool.layout.block_size
         self.device = pool.tensor.device
-        self._kv_heads = pool.layout.num_kv_heads
-        self._tile_rows = tile_rows(pool.layout.head_dim, pool.tensor.dtype, pool.tensor.device)
+        self._kv_heads = pool.kv_heads
+        self._tile_rows = tile_rows(pool.head_dim, pool.tensor.dtype, pool.tensor.device)
         self._processors = processors or _processors(self.device)
         if num_heads % self._kv_heads:
             raise ValueError(f"{num_heads} query heads cannot share {self._kv_heads} KV heads evenly")

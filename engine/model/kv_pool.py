@@ -12,7 +12,7 @@ import torch
 from engine.model.host_memory import available_bytes
 from pdserve.core import memory_file
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_layout import KVLayout, blank_memory
+from pdserve.core.kv_layout import KVLayout, probe_area
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,24 +35,27 @@ class LayerKV:
 
 class KVPool:
     """``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block is one run of
-    ``layout.block_bytes`` bytes; behind the last one is `blank_memory`, which nothing writes. ``handle`` tells
-    `engine.process.mapped_pool.MappedPool` how to reach it."""
+    ``layout.block_bytes`` bytes; behind the last one is the `probe_area`. ``handle`` tells other
+    processes how to reach it (`kv_transfer.pool.Pool.open`). ConfigError for a layout with several kinds of caches:
+    no model that is supported has one."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.handle = handle
-        self.tensor = flat.view(
-            num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
-        )
-        self.pages_per_block = layout.num_layers * 2 * layout.num_kv_heads
-        pages = flat.view(-1, layout.block_size * layout.head_dim)
+        if len(layout.caches) != 1:
+            raise ConfigError(f"the engine computes models with one kind of cache; this one has {len(layout.caches)}")
+        (cache,) = layout.caches
+        self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache)), cache.head_dim
+        self.tensor = flat.view(num_blocks, cache.num_layers, 2, kv_heads, layout.block_size, head_dim)
+        self.pages_per_block = cache.num_layers * 2 * kv_heads
+        pages = flat.view(-1, layout.block_size * head_dim)
         self.layers = [
             LayerKV(
                 k=self.tensor[:, layer, 0],
                 v=self.tensor[:, layer, 1],
-                pages=pages[layer * 2 * layout.num_kv_heads :],
-                vectors=pages[layer * 2 * layout.num_kv_heads :].view(-1, layout.head_dim),
+                pages=pages[layer * 2 * kv_heads :],
+                vectors=pages[layer * 2 * kv_heads :].view(-1, head_dim),
             )
             for layer in range(layout.num_layers)
         ]
@@ -62,7 +65,7 @@ class KVPool:
         """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
         for first touches. `ConfigError` if the host has not that much memory."""
         size = layout.block_bytes * num_blocks
-        whole = sum(blank_memory(size))
+        whole = sum(probe_area(size))
         available = available_bytes()
         if whole > available:  # filling it would get this process, or another one, killed
             raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
@@ -81,7 +84,7 @@ class KVPool:
         size = layout.block_bytes * num_blocks
         dtype = TORCH_DTYPES[layout.dtype]
         try:
-            whole = torch.zeros(sum(blank_memory(size)) // dtype.itemsize, dtype=dtype, device=device)
+            whole = torch.zeros(sum(probe_area(size)) // dtype.itemsize, dtype=dtype, device=device)
         except torch.OutOfMemoryError:
             raise _does_not_fit(size, "the GPU has not that much free") from None
         share = list(whole.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
     if choice.note:
         log.warning("%s", choice.note)
     dtype = choice.dtype
-    layout = KVLayout(
+    layout = KVLayout.uniform(
         model_hash=source.model_hash(),
         dtype=dtype,
         block_size=spec.block_size or DEFAULT_BLOCK_SIZE,

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ready, Shutdown, encode
-from engine.process.mapped_pool import MappedPool
 from engine.spec import EngineSpec
 from pdserve.core import memory_file
 from pdserve.core.errors import LaunchError, from_wire
@@ -45,7 +44,6 @@ class EngineClient:
         self._sending = threading.Lock()
         self._frames: FrameReader[EngineEvent] = FrameReader(EngineEvent)  # type: ignore[arg-type]  # a union
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
-        self._ready: Ready | None = None
 
     @property
     def pid(self) -> int:
@@ -71,7 +69,6 @@ class EngineClient:
             await self.stop(0.0)
             raise
         if isinstance(first, Ready):
-            self._ready = first
             return first
         await self.stop(1.0)
         if isinstance(first, Failed):
@@ -163,19 +160,16 @@ class EngineClient:
         fd, self._kv_events_fd = self._kv_events_fd, -1
         return KVEventReader(fd)
 
-    # --- the pool ----------------------------------------------------------------------------------------------------
-
-    def open_pool(self) -> MappedPool:
-        """The engine's KV pool, mapped into this process; AssertionError before `start` is done."""
-        ready = self._ready
-        assert ready is not None, "the engine is not ready"
-        return MappedPool(ready.layout, ready.num_blocks, ready.pool_handle, self._memory_fd)
+    @property
+    def memory_fd(self) -> int:
+        """The memory file that the engine's pool lies in, if it is on the host; it stays this client's."""
+        return self._memory_fd
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def stop(self, timeout_s: float) -> None:
         """End the engine: asked for ``timeout_s``, then killed. It is reaped and all descriptors are closed after this;
-        stopping twice is fine. Mapped pools stay valid until they are closed."""
+        stopping twice is fine. Mappings of the pool stay valid until they are closed."""
         self.send(Shutdown())
         try:
             if not await self._gone_within(timeout_s) and self._process is not None:

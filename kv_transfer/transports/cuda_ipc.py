@@ -7,19 +7,17 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 
-from kv_transfer.device_memory import DeviceMemory, PeerDeviceMemory, open_cuda
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.transports.greeting import read_exactly
+from kv_transfer.transports.sharing_link import SharingLink
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.unix_socket import UnixSocketTransport
-
-if TYPE_CHECKING:
-    import torch
 
 _GREETING = struct.Struct("<16sI")  # what this is, the handle's length
 _NAME = b"pdserve-kv/ipc/1"
@@ -27,7 +25,7 @@ _MAX_HANDLE_BYTES = 4096
 
 
 class CudaIpcTransport(UnixSocketTransport):
-    """``memory`` is this worker's pool on the GPU ``gpu`` (its UUID). ``opened`` stands for `open_cuda` in tests."""
+    """For pools on the GPU ``gpu`` (its UUID). ``opened`` is `DeviceMemory.open`, or what stands for it in tests."""
 
     name = "cuda_ipc"
 
@@ -37,14 +35,14 @@ class CudaIpcTransport(UnixSocketTransport):
         gpu: str,
         *,
         timeout_s: float = 10.0,
-        opened: Callable[[Sequence[Any]], torch.Tensor] = open_cuda,
+        opened: Callable[[Sequence[Any]], DeviceMemory] = DeviceMemory.open,
     ) -> None:
-        super().__init__(gpu, timeout_s=timeout_s)
-        self._memory, self._opened = memory, opened
+        super().__init__(memory, gpu, timeout_s=timeout_s)
+        self._handle, self._opened = memory.handle, opened
 
     async def _share(self, connection: socket.socket, peer: str) -> SocketLink:
         loop = asyncio.get_running_loop()
-        handle: bytes = msgpack.packb(self._memory.handle)
+        handle: bytes = msgpack.packb(self._handle)
         await loop.sock_sendall(connection, _GREETING.pack(_NAME, len(handle)) + handle)
         name, size = _GREETING.unpack(await read_exactly(connection, _GREETING.size))
         if name != _NAME or size > _MAX_HANDLE_BYTES:
@@ -54,13 +52,13 @@ class CudaIpcTransport(UnixSocketTransport):
             unpacked = msgpack.unpackb(theirs)
         except (ValueError, msgpack.UnpackException):
             raise EOFError("the peer's handle is none") from None
-        memory = await in_thread("kv-ipc-open", lambda: PeerDeviceMemory(unpacked, self._opened))
+        memory = await in_thread("kv-ipc-open", lambda: self._opened(unpacked))
         stream = SocketStream(connection, peer, self.name, self._timeout_s)
-        return SocketLink(self.name, stream, self._memory, memory, on_device=True)
+        return SharingLink(self.name, self._memory, stream, memory, on_device=True)
 
 
-def gpu_of(device: str) -> str:
-    """The UUID of a CUDA device, the same in all processes; RuntimeError if there is none."""
+def gpu_of(memory: DeviceMemory) -> str:
+    """The UUID of the GPU it lies on, the same in all processes."""
     import torch
 
-    return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+    return str(torch.cuda.get_device_properties(memory.index).uuid)

@@ -11,7 +11,8 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+from kv_transfer.fetch import Payload
 from kv_transfer.transports.inbox import Arrived, check_sizes
 
 FRAME_BYTES = 2 * 2**20
@@ -19,12 +20,12 @@ _DATA_FIELD = 0x0A
 _LENGTHS = struct.Struct("<II")
 
 
-def encode(header: bytes, payload: Sequence[Buffer]) -> Iterator[bytes]:
+def encode(header: bytes, payload: Payload) -> Iterator[bytes]:
     """The frames of one message. The payload's parts are read frame by frame."""
     size = check_sizes(header, payload)
-    pieces: list[Buffer] = [_LENGTHS.pack(len(header), size), header]
+    pieces: list[bytes | memoryview] = [_LENGTHS.pack(len(header), size), header]
     room = FRAME_BYTES
-    for part in payload:
+    for part in payload.parts:
         rest = memoryview(part).cast("B")
         while rest.nbytes:
             if not room:
@@ -73,7 +74,7 @@ def _gather(first: memoryview, size: int, stream: Iterator[bytes]) -> memoryview
     return whole
 
 
-def _frame(pieces: Sequence[Buffer]) -> bytes:
+def _frame(pieces: Sequence[bytes | memoryview]) -> bytes:
     size = sum(len(piece) for piece in pieces)
     prefix = bytearray((_DATA_FIELD,))
     while size > 0x7F:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 
 import grpc
 
-from kv_transfer.base import Buffer, Message
+from kv_transfer.base import NOTHING, Message
+from kv_transfer.fetch import Payload
+from kv_transfer.memory import Memory
 from kv_transfer.transports.grpc_frame import decode, encode
 from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox, InboxLink, again
 from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
@@ -51,9 +53,14 @@ class GrpcLink(InboxLink):
     """A stream to ``peer``; ``on_end`` is called on the loop when it is over. Set ``cancel`` to what ends the RPC."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, peer: str, timeout_s: float, on_end: Callable[[GrpcLink], None]
+        self,
+        memory: Memory,
+        loop: asyncio.AbstractEventLoop,
+        peer: str,
+        timeout_s: float,
+        on_end: Callable[[GrpcLink], None],
     ) -> None:
-        super().__init__("grpc_stream", Inbox())
+        super().__init__("grpc_stream", memory, Inbox())
         self._loop, self._peer, self._timeout_s, self._on_end = loop, peer, timeout_s, on_end
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._queued_bytes = 0
@@ -77,7 +84,7 @@ class GrpcLink(InboxLink):
         self._strange = False
         self._leave()
 
-    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Queue the message's frames for the sending thread, each once no more than the window waits there."""
         begun = False
         try:

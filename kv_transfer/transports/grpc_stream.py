@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
+from kv_transfer.memory import Memory
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
 from kv_transfer.transports.strangers import INTRODUCTION_S, Strangers
@@ -51,8 +52,8 @@ class GrpcStreamTransport(KVTransport):
 
     name = "grpc_stream"
 
-    def __init__(self, *, timeout_s: float = 10.0) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
+        self._memory, self._timeout_s = memory, timeout_s
         self._server: grpc.Server | None = None
         self._handlers: ThreadPoolExecutor | None = None
         self._accepted: asyncio.Queue[GrpcLink | None] = asyncio.Queue()
@@ -67,7 +68,7 @@ class GrpcStreamTransport(KVTransport):
         loop = asyncio.get_running_loop()
 
         def exchange(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            link = GrpcLink(loop, context.peer(), self._timeout_s, self._forget)
+            link = GrpcLink(self._memory, loop, context.peer(), self._timeout_s, self._forget)
             link.cancel = context.cancel
             if not context.add_callback(link.terminated):
                 return
@@ -100,7 +101,7 @@ class GrpcStreamTransport(KVTransport):
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
         """Open a stream and wait until the peer's handler has taken it."""
         loop, opened = asyncio.get_running_loop(), asyncio.Event()
-        link = GrpcLink(loop, endpoint.address, self._timeout_s, self._forget)
+        link = GrpcLink(self._memory, loop, endpoint.address, self._timeout_s, self._forget)
         channel = grpc.insecure_channel(endpoint.address, options=_OPTIONS)
         stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
         call = stub(link.outgoing())

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer, KVLink, Message
-from kv_transfer.sink import Sink
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, KVLink, Message
+from kv_transfer.fetch import Fetch, Payload
+from kv_transfer.memory import Memory
 from pdserve.core.errors import TransferError
+from pdserve.core.kv_layout import Region
+
+if TYPE_CHECKING:
+    import torch
+
+Content: TypeAlias = "bytes | memoryview | torch.Tensor"
+"""A payload that arrived whole, on the host or on a device."""
 
 WINDOW_BYTES = 8 * 2**20
 """How much may wait in one direction of a link before its sender has to (one bigger message always may)."""
 
 
-def check_sizes(header: bytes, payload: Sequence[Buffer]) -> int:
+def check_sizes(header: bytes, payload: Payload) -> int:
     """Bytes of the payload; ValueError if it or the header is larger than transports carry."""
-    size = sum(len(part) for part in payload)
+    size = payload.size
     if size > MAX_PAYLOAD_BYTES or len(header) > MAX_HEADER_BYTES:
         raise ValueError(
             f"a message of {len(header)} + {size} bytes; at most {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} travel"
@@ -35,7 +42,7 @@ class Arrived(NamedTuple):
     """A message whose payload is here, and how long its bytes were under way as far as this end could see."""
 
     header: bytes
-    payload: Buffer
+    payload: Content
     arrival_s: float = 0.0
 
 
@@ -88,12 +95,13 @@ class Inbox:
 
 
 class InboxLink(KVLink):
-    """A link whose messages arrive whole, in memory of their own: they are copied once more when they are taken."""
+    """A link whose messages arrive whole, in memory of their own: they are copied once more when they are fetched."""
 
-    def __init__(self, transport: str, inbox: Inbox) -> None:
+    def __init__(self, transport: str, memory: Memory, inbox: Inbox) -> None:
+        super().__init__(memory)
         self.transport = transport
         self._inbox = inbox
-        self._payload: Buffer = b""
+        self._payload: Content = b""
 
     async def recv(self) -> Message:
         """The next message."""
@@ -101,8 +109,10 @@ class InboxLink(KVLink):
         header, self._payload, self.arrival_s = await self._inbox.get()
         return Message(header, len(self._payload))
 
-    async def take(self, sink: Sink) -> None:
+    async def _move(self, fetch: Fetch) -> None:
         """Copy the payload of the last message."""
         payload, self._payload = self._payload, b""
-        if len(payload):
-            sink.write(payload if self.on_device else memoryview(payload))
+        if isinstance(payload, bytes | memoryview):
+            fetch.write(memoryview(payload))
+        else:
+            fetch.write_on_device(lambda region: payload[region.offset : sum(region)], [Region(0, len(payload))])

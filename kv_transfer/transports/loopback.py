@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 
-from kv_transfer.base import Buffer, KVLink, KVTransport
+from kv_transfer.base import NOTHING, KVLink, KVTransport
+from kv_transfer.fetch import Payload
+from kv_transfer.memory import Memory
 from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
@@ -18,16 +19,16 @@ _numbers = itertools.count(1)
 class LoopbackLink(InboxLink):
     """One end: it takes from its own inbox and puts into the peer's."""
 
-    def __init__(self, inbox: Inbox, peer_inbox: Inbox, timeout_s: float) -> None:
-        super().__init__("loopback", inbox)
+    def __init__(self, memory: Memory, inbox: Inbox, peer_inbox: Inbox, timeout_s: float) -> None:
+        super().__init__("loopback", memory, inbox)
         self._peer_inbox, self._timeout_s = peer_inbox, timeout_s
 
-    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Copy the message into the peer's inbox."""
         check_sizes(header, payload)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._peer_inbox.put(Arrived(header, b"".join(payload)))
+                await self._peer_inbox.put(Arrived(header, b"".join(payload.parts)))
         except TimeoutError:
             raise TransferTimeout(f"the peer took nothing for {self._timeout_s} s (loopback)") from None
 
@@ -52,8 +53,8 @@ class LoopbackTransport(KVTransport):
 
     name = "loopback"
 
-    def __init__(self, *, timeout_s: float = 10.0) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
+        self._memory, self._timeout_s = memory, timeout_s
         self._address: str | None = None
         self._accepted: asyncio.Queue[LoopbackLink | None] = asyncio.Queue()
         self._links: list[LoopbackLink] = []
@@ -79,7 +80,8 @@ class LoopbackTransport(KVTransport):
         if peer is None:
             raise PeerLost(f"nobody listens at {endpoint.address} in this process (loopback)")
         here, there = Inbox(), Inbox()
-        link, accepted = LoopbackLink(here, there, self._timeout_s), LoopbackLink(there, here, peer._timeout_s)
+        link = LoopbackLink(self._memory, here, there, self._timeout_s)
+        accepted = LoopbackLink(peer._memory, there, here, peer._timeout_s)
         for transport, end in ((self, link), (peer, accepted)):
             transport._links = [*(other for other in transport._links if not other.closed), end]
         peer._accepted.put_nowait(accepted)

@@ -1,4 +1,4 @@
-"""A NIXL agent with its UCX backend, as the transport uses it: memory registered by address, reads of a peer's memory.
+"""A NIXL agent with its UCX backend, as the transport uses it: registered memory, and reads of a peer's into it.
 
 NIXL is imported by the first agent and not before. Its errors become this project's here.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import importlib
 import logging
-import mmap
 import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from kv_transfer.shared_memory import SharedMemory, address_of
+from kv_transfer.memory import DeviceMemory, Memory
 from pdserve.core.errors import ConfigError, PeerLost
+from pdserve.core.kv_layout import Region
 
 T = TypeVar("T")
 
@@ -25,49 +25,43 @@ _INSTALL = "pip install nixl, or '.[nixl]' in place of '.'"
 NAME_BYTES = 16
 
 
-class Staging:
-    """Registered memory of ``size`` bytes, into which a peer's memory is read; `NixlAgent.stage` makes it."""
+class RemoteMemory(NamedTuple):
+    """A peer's registered memory: its agent's name, where the memory lies in its own process, its size, and the number
+    of its device there (0 on the host)."""
 
-    def __init__(self, size: int) -> None:
-        self.view = memoryview(mmap.mmap(-1, size))
-        self.address = address_of(self.view)
-        self.registration: Any = None
+    agent: str
+    address: int
+    size: int
+    device: int
 
 
 class NixlAgent:
-    """Reads into this process, and lets peers read ``memory``, whoever has this agent's metadata. ConfigError if NIXL
-    or its UCX backend is not to be had. Made in any thread, then used by one at a time: it has no locks, and no thread
-    that makes progress either (which would take a core for good): see `progress`."""
+    """Reads into ``memory``, which peers that have this agent's metadata may read. ConfigError if NIXL or its UCX
+    backend is not available. It may be made in any thread, and is then used by one thread at a time: it has no locks,
+    and no thread of its own that makes progress (which would take a core): see `progress`. Without ``memory`` it tells
+    whether an agent can be made here."""
 
-    def __init__(self, memory: SharedMemory | None = None) -> None:
+    def __init__(self, memory: Memory | None = None) -> None:
         api, self._errors = _load()
         self.name = secrets.token_hex(NAME_BYTES // 2)
         """Different for each agent, of NAME_BYTES characters."""
         failures: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         self._peers: Counter[str] = Counter()
-        self._abandoned: list[Staging] = []
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(self.name, config)
             if "UCX" not in self._agent.backends:
                 raise ConfigError("transfer.transport: nixl cannot be used: this build of NIXL has no UCX backend")
-            self._pool = None if memory is None else self._register(memory.address, memory.size)
+            self._kind, self._device = ("VRAM", memory.index) if isinstance(memory, DeviceMemory) else ("DRAM", 0)
+            self._memory = memory
+            self._registration = None
+            if memory is not None:
+                places = [(memory.address, memory.size, self._device, "")]
+                self._registration = self._agent.register_memory(places, self._kind)
             self.metadata: bytes = self._agent.get_agent_metadata()
             """What a peer needs to read from here."""
         except failures as error:
             raise ConfigError(f"transfer.transport: nixl cannot be used: its UCX backend fails ({error})") from None
-
-    def stage(self, size: int) -> Staging:
-        """Memory to read into; PeerLost if it cannot be registered."""
-        staging = Staging(size)
-        staging.registration = self._guard("registering memory", lambda: self._register(staging.address, size))
-        return staging
-
-    def unstage(self, staging: Staging) -> None:
-        """Nothing is read into it any more, unless a read into it was abandoned: then it lives as long as the agent."""
-        if staging not in self._abandoned:
-            with suppress(*self._errors):
-                self._agent.deregister_memory(staging.registration)
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Make another agent known, once more (a peer may have several links). PeerLost if its metadata are wrong."""
@@ -85,40 +79,33 @@ class NixlAgent:
             with suppress(*self._errors):  # it may have gone before
                 self._agent.remove_remote_agent(name)
 
-    def read(self, peer: str, places: Sequence[tuple[int, int]], into: int) -> Any:
-        """Begin to read ``places`` (address and size each) of the peer's memory, one after the other to address
-        ``into``; a handle for `done`. PeerLost if that cannot be begun."""
-        local, remote, end = [], [], into
-        for address, size in places:
-            local.append((end, size, 0))
-            remote.append((address, size, 0))
-            end += size
+    def read(self, peer: RemoteMemory, pairs: Sequence[tuple[Region, Region]]) -> Any:
+        """Begin to read regions of the peer's memory, the second of each pair, into those of the memory here, the
+        first; a handle for `done`. PeerLost if that cannot be begun."""
+        assert self._memory is not None, "an agent without memory reads nothing"
+        base = self._memory.address
+        local = [(base + ours.offset, ours.size, self._device) for ours, _ in pairs]
+        remote = [(peer.address + theirs.offset, theirs.size, peer.device) for _, theirs in pairs]
 
         def begin() -> Any:
             agent = self._agent
-            descriptors = (agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM"))
-            handle = agent.initialize_xfer("READ", *descriptors, peer)
+            descriptors = (agent.get_xfer_descs(local, self._kind), agent.get_xfer_descs(remote, self._kind))
+            handle = agent.initialize_xfer("READ", *descriptors, peer.agent)
             agent.transfer(handle)  # a failure shows in the handle's state
             return handle
 
         return self._guard("reading", begin)
 
     def done(self, handle: Any) -> bool:
-        """Whether a read has ended, whose handle is then released; PeerLost if it failed. Makes progress."""
+        """Whether a read has ended, whose handle is then released; PeerLost if it failed. Makes progress. A read that
+        is under way cannot be called back, whatever NIXL says when its handle is released."""
         state = self._guard("reading", lambda: self._agent.check_xfer_state(handle))
         if state == "PROC":
             return False
+        self._guard("reading", lambda: self._agent.release_xfer_handle(handle))
         if state != "DONE":
             raise PeerLost("reading the peer's memory failed")
-        self._guard("reading", lambda: self._agent.release_xfer_handle(handle))
         return True
-
-    def abandon(self, handle: Any, staging: Staging) -> None:
-        """Give up a read. UCX cannot take one back, whatever NIXL says when it is released: ``staging`` may be written
-        until the agent ends, and lives as long."""
-        self._abandoned.append(staging)
-        with suppress(*self._errors):  # then it goes with the agent
-            self._agent.release_xfer_handle(handle)
 
     def progress(self) -> None:
         """Do a bit of what peers need done here, where no hardware does it; PeerLost if that fails."""
@@ -129,14 +116,10 @@ class NixlAgent:
         for name in list(self._peers):
             self._peers[name] = 1
             self.remove_peer(name)
-        if self._pool is not None:
+        if self._registration is not None:
             with suppress(*self._errors):
-                self._agent.deregister_memory(self._pool)
+                self._agent.deregister_memory(self._registration)
         self._agent = None
-        self._abandoned.clear()  # only now does nothing write there any more
-
-    def _register(self, address: int, size: int) -> Any:
-        return self._agent.register_memory([(address, size, 0, "")], "DRAM")
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         try:

@@ -8,7 +8,8 @@ import array
 import os
 import socket
 
-from kv_transfer.shared_memory import PeerMemory, SharedMemory
+from kv_transfer.memory import HostMemory
+from kv_transfer.transports.sharing_link import SharingLink
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.threads import in_thread
@@ -18,22 +19,21 @@ _GREETING = b"pdserve-kv/shm/1"
 
 
 class ShmTransport(UnixSocketTransport):
-    """``memory`` is this worker's pool; without it (a pool that lies on a device) payloads travel over the socket."""
+    """For pools in memory files."""
 
     name = "shm"
 
-    def __init__(self, memory: SharedMemory | None = None, *, timeout_s: float = 10.0) -> None:
-        super().__init__(timeout_s=timeout_s)
-        self._memory = memory
+    def __init__(self, memory: HostMemory, *, timeout_s: float = 10.0) -> None:
+        super().__init__(memory, timeout_s=timeout_s)
+        self._fd = memory.fd
 
     async def _share(self, connection: socket.socket, peer: str) -> SocketLink:
-        # Opened again, for reading alone: nobody but its owner writes a pool.
-        fds = [] if self._memory is None else [os.open(f"/proc/self/fd/{self._memory.fd}", os.O_RDONLY)]
+        # Opened again, for reading alone: only its owner writes a pool.
+        readable = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
         try:
-            await ready(lambda: socket.send_fds(connection, [_GREETING], fds), connection, writing=True)
+            await ready(lambda: socket.send_fds(connection, [_GREETING], [readable]), connection, writing=True)
         finally:
-            for fd in fds:
-                os.close(fd)
+            os.close(readable)
         greeting, ancillary, _, _ = await ready(
             lambda: connection.recvmsg(len(_GREETING), socket.CMSG_SPACE(4)), connection, writing=False
         )
@@ -44,14 +44,15 @@ class ShmTransport(UnixSocketTransport):
         try:
             if greeting != _GREETING:
                 raise EOFError("the peer speaks something else" if greeting else "the peer closed the connection")
-            memory = PeerMemory(received[0]) if received else None
+            if not received:
+                raise EOFError("the peer shares no memory")
+            memory = HostMemory(received[0], writable=False)
         finally:
             for fd in received:
                 os.close(fd)
-        if memory is not None:
-            try:
-                await in_thread("kv-shm-touch", memory.touch)
-            except BaseException:
-                memory.close()
-                raise
-        return SocketLink(self.name, SocketStream(connection, peer, self.name, self._timeout_s), self._memory, memory)
+        try:
+            await in_thread("kv-shm-touch", memory.touch)
+        except BaseException:
+            memory.close()
+            raise
+        return SharingLink(self.name, self._memory, SocketStream(connection, peer, self.name, self._timeout_s), memory)

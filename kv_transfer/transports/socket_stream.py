@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from kv_transfer.base import Buffer
-from kv_transfer.sink import Sink
+from kv_transfer.fetch import Fetch
 from pdserve.core.errors import PeerLost, TransferTimeout
 
 _READ_AHEAD = 64 * 2**10
@@ -55,7 +54,7 @@ class SocketStream:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    async def write(self, parts: Sequence[Buffer]) -> None:
+    async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Write all of ``parts``; PeerLost, or TransferTimeout without progress. Whatever ends it before its end ends
         all writing, since the peer could not tell where the next message begins; what the peer has sent can still be
         read."""
@@ -89,7 +88,7 @@ class SocketStream:
                     self._socket.shutdown(socket.SHUT_WR)
 
     async def read(self, size: int) -> memoryview:
-        """The next ``size`` bytes, a few: larger parts go into a `Sink`. Valid until the next call. PeerLost if they do
+        """The next ``size`` bytes, a few: payloads go into a `Fetch`. Valid until the next call. PeerLost if they do
         not come."""
         while self._ahead.nbytes < size:
             kept = self._ahead.nbytes
@@ -103,17 +102,18 @@ class SocketStream:
         data, self._ahead = self._ahead[:size], self._ahead[size:]
         return data
 
-    async def fill(self, sink: Sink) -> int:
-        """Move the next bytes into the sink until it is full or closed; returns how many were moved."""
-        before = sink.left
-        if self._ahead.nbytes and not sink.closed:
-            count = min(self._ahead.nbytes, sink.left)
-            sink.write(self._ahead[:count])
+    async def fill(self, fetch: Fetch) -> int:
+        """Move the next bytes where they are fetched to until all are there or it is cancelled; returns how many were
+        moved."""
+        before = fetch.left
+        if self._ahead.nbytes and not fetch.cancelled:
+            count = min(self._ahead.nbytes, fetch.left)
+            fetch.write(self._ahead[:count])
             self._ahead = self._ahead[count:]
-        while sink.left and not sink.closed:
-            # The views are asked for after each wait: the sink may be closed meanwhile.
-            sink.advance(await self._receive(sink.views))
-        return before - sink.left
+        while fetch.left and not fetch.cancelled:
+            # The views are asked for after each wait: it may be cancelled meanwhile.
+            fetch.advance(await self._receive(fetch.views))
+        return before - fetch.left
 
     async def skip(self, size: int) -> None:
         """Throw the next ``size`` bytes away."""

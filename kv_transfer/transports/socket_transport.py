@@ -7,6 +7,7 @@ import socket
 from abc import abstractmethod
 
 from kv_transfer.base import KVLink, KVTransport
+from kv_transfer.memory import Memory
 from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.strangers import Stranger, Strangers
@@ -17,8 +18,8 @@ from pdserve.core.handoff import KVEndpoint
 class SocketTransport(KVTransport):
     """``timeout_s`` bounds a send that makes no progress."""
 
-    def __init__(self, *, timeout_s: float = 10.0) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
+        self._memory, self._timeout_s = memory, timeout_s
         self._accepted: asyncio.Queue[SocketLink | None] = asyncio.Queue()
         self._links: set[SocketLink] = set()
         self._acceptor: Acceptor | None = None

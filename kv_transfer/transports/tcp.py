@@ -45,7 +45,7 @@ class TcpTransport(SocketTransport):
         tune(connection)
         await asyncio.get_running_loop().sock_sendall(connection, _GREETING)
         await expect_greeting(connection, _GREETING)
-        return SocketLink(self.name, SocketStream(connection, peer, self.name, self._timeout_s))
+        return SocketLink(self.name, self._memory, SocketStream(connection, peer, self.name, self._timeout_s))
 
 
 async def bind(host: str, port: int, transport: str) -> socket.socket:

@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
+from kv_transfer.memory import Memory
 from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_HELLO_BYTES, Stranger, Strangers
 from kv_transfer.transports.tcp import bind, tune
@@ -36,11 +37,14 @@ _STORE_MODULE = "kv_transfer.transports.torch_store"
 
 class TorchDistTransport(KVTransport):
     """Listens on a TCP port. ``timeout_s`` bounds one send or receive of a payload. Payloads are ``on_device`` with
-    NCCL, unless told otherwise (by tests, which have Gloo carry tensors)."""
+    NCCL, unless stated otherwise (by tests, in which Gloo carries tensors)."""
 
     name = "torch_dist"
 
-    def __init__(self, *, backend: Backend = "gloo", timeout_s: float = 10.0, on_device: bool | None = None) -> None:
+    def __init__(
+        self, memory: Memory, *, backend: Backend = "gloo", timeout_s: float = 10.0, on_device: bool | None = None
+    ) -> None:
+        self._memory = memory
         self._backend: Backend = backend
         self._on_device = backend == "nccl" if on_device is None else on_device
         self._timeout_s = timeout_s
@@ -140,7 +144,7 @@ class TorchDistTransport(KVTransport):
             groups, _ = await asyncio.gather(in_thread("kv-torch-join", build), _take_keys(reader, store))
         finally:
             store.close()
-        link = TorchDistLink(reader, writer, groups, self._timeout_s, on_device=self._on_device)
+        link = TorchDistLink(self._memory, reader, writer, groups, self._timeout_s, on_device=self._on_device)
         self._links.add(link)
         link.on_closed = self._links.discard
         return link

@@ -11,10 +11,10 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from kv_transfer.sink import Stretch
+from kv_transfer.fetch import Payload
+from kv_transfer.memory import DeviceMemory, Memory
 
 if TYPE_CHECKING:
     import torch
@@ -68,13 +68,15 @@ class Groups:
         ]
         self._streams = [_cuda_stream(), _cuda_stream()]
 
-    def joined(self, payload: Sequence[Stretch]) -> torch.Tensor:
-        """A copy of the parts, one after the other, for `send`."""
-        if self._on_device:
-            whole: torch.Tensor = self._torch.cat(list(payload)) if len(payload) > 1 else payload[0].clone()
-            finish(whole)
-            return whole
-        return self._torch.frombuffer(bytearray().join(payload), dtype=self._torch.uint8)
+    def joined(self, payload: Payload, memory: Memory) -> torch.Tensor:
+        """A copy of the payload's parts, one after the other, for `send`; on a device it is waited for."""
+        if not isinstance(memory, DeviceMemory) or not self._on_device:
+            return self._torch.frombuffer(bytearray().join(payload.parts), dtype=self._torch.uint8)
+        views = [memory.view(region) for region in payload.regions]
+        whole: torch.Tensor = self._torch.cat(views) if len(views) > 1 else views[0].clone()
+        if whole.is_cuda:
+            self._torch.cuda.current_stream(whole.device).synchronize()
+        return whole
 
     def send(self, payload: torch.Tensor) -> None:
         """Send what `joined` made; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
@@ -88,12 +90,13 @@ class Groups:
         stream.synchronize()
         self._check()
 
-    def recv(self, size: int) -> Stretch:
+    def recv(self, size: int) -> memoryview | torch.Tensor:
         """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
         if self._streams is None:
             tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
             self._gloo(self._peer_rank).recv([tensor], self._peer_rank, self._peer_rank).wait()
-            return tensor if self._on_device else tensor.numpy().data
+            content: memoryview = tensor.numpy().data
+            return tensor if self._on_device else content
         group, stream = self._by_sender[self._peer_rank], self._streams[1]
         self._check()
         with self._torch.cuda.stream(stream):
@@ -134,10 +137,3 @@ def _abort(group: Any) -> None:
 def _cuda_stream() -> Any:
     cuda: Any = importlib.import_module("torch.cuda")
     return cuda.Stream()
-
-
-def finish(tensor: Any) -> None:
-    """Wait for the copies of this process that read or write a tensor, if it is on a GPU."""
-    if tensor.is_cuda:
-        cuda: Any = importlib.import_module("torch.cuda")
-        cuda.current_stream(tensor.device).synchronize()

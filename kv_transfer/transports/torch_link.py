@@ -6,15 +6,16 @@ import asyncio
 import itertools
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Buffer
-from kv_transfer.sink import Sink
-from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, again, check_sizes
+from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING
+from kv_transfer.fetch import Fetch, Payload, settled
+from kv_transfer.memory import Memory
+from kv_transfer.transports.inbox import Arrived, Content, Inbox, InboxLink, again, check_sizes
 from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
-from kv_transfer.transports.torch_groups import Groups, finish
+from kv_transfer.transports.torch_groups import Groups
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
@@ -28,6 +29,7 @@ class TorchDistLink(InboxLink):
 
     def __init__(
         self,
+        memory: Memory,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         groups: Groups,
@@ -35,7 +37,7 @@ class TorchDistLink(InboxLink):
         *,
         on_device: bool,
     ) -> None:
-        super().__init__("torch_dist", Inbox())
+        super().__init__("torch_dist", memory, Inbox())
         self.on_device = on_device
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
         self._groups: Groups | None = groups
@@ -48,7 +50,7 @@ class TorchDistLink(InboxLink):
         self.on_closed: Callable[[TorchDistLink], object] = lambda _: None
         self._senders = ThreadPoolExecutor(1, "kv-torch-send")
         self._receivers = ThreadPoolExecutor(1, "kv-torch-recv")
-        self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._fetch())]
+        self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._receive())]
 
     def strange(self, stranger: Stranger) -> None:
         """It was accepted, and its peer has yet to introduce itself."""
@@ -60,7 +62,7 @@ class TorchDistLink(InboxLink):
             self._stranger.leave()
             self._stranger = None
 
-    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Announce the payload, then send a copy of it in the sending thread, which may go on after this has ended."""
         size = check_sizes(header, payload)
         if self._inbox.ended is not None:
@@ -79,7 +81,13 @@ class TorchDistLink(InboxLink):
         if not size:
             return
         loop = asyncio.get_running_loop()
-        sent = loop.run_in_executor(self._senders, groups.send, groups.joined(payload))
+        # On a device the copy is waited for, which is not for the event loop to do.
+        joined = (
+            await loop.run_in_executor(self._senders, groups.joined, payload, self.memory)
+            if self.on_device
+            else groups.joined(payload, self.memory)
+        )
+        sent = loop.run_in_executor(self._senders, groups.send, joined)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.shield(sent)
@@ -95,12 +103,13 @@ class TorchDistLink(InboxLink):
         finally:
             del sent  # its error keeps this frame
 
-    async def take(self, sink: Sink) -> None:
-        """Copy the payload; on a device, wait for that, since its memory is used again."""
-        payload = self._payload
-        await super().take(sink)
-        if self.on_device and len(payload):
-            finish(payload)
+    async def _move(self, fetch: Fetch) -> None:
+        """Copy the payload; on a device, wait for that, since the payload's memory is used again."""
+        with fetch.writing():
+            payload = self._payload
+            await super()._move(fetch)
+            await settled(self.memory)
+            del payload
 
     def cut(self, why: str) -> None:
         """Close the connection and drop the groups."""
@@ -145,12 +154,12 @@ class TorchDistLink(InboxLink):
             self._drop_groups()
         await self._announced.put(None)
 
-    async def _fetch(self) -> None:
+    async def _receive(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while (frame := await self._announced.get()) is not None:
                 header, size = frame
-                payload: Buffer = b""
+                payload: Content = b""
                 arrival_s = 0.0
                 if size:
                     if self._groups is None:  # the peer is gone: this payload never left it

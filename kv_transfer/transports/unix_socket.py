@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kv_transfer.base import KVLink
+from kv_transfer.memory import Memory
 from kv_transfer.transports.host import host_id
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_transport import SocketTransport
@@ -27,8 +28,8 @@ T = TypeVar("T")
 class UnixSocketTransport(SocketTransport):
     """``place`` says where the memory is that its links share: both ends have to be there. By default the host."""
 
-    def __init__(self, place: str | None = None, *, timeout_s: float = 10.0) -> None:
-        super().__init__(timeout_s=timeout_s)
+    def __init__(self, memory: Memory, place: str | None = None, *, timeout_s: float = 10.0) -> None:
+        super().__init__(memory, timeout_s=timeout_s)
         self._place = host_id() if place is None else f"{host_id()}/{place}"
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:

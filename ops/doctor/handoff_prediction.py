@@ -96,7 +96,7 @@ class HandoffPlan:
         first, last = start / self.prompt_tokens, end / self.prompt_tokens
         before = (0, *ends[:-1])
         return [
-            Part(first + (last - first) * stop / layers, num_blocks * self.layout.layer_bytes * (stop - begin))
+            Part(first + (last - first) * stop / layers, num_blocks * self.layout.layer_bytes(range(begin, stop)))
             for begin, stop in zip(before, ends, strict=True)
         ]
 

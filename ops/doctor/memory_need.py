@@ -8,7 +8,7 @@ from engine.model.source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
 from ops.model_memory import activation_bytes
 from pdserve.core.config import PdserveConfig
-from pdserve.core.kv_layout import KVLayout, blank_memory
+from pdserve.core.kv_layout import KVLayout, probe_area
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class MemoryNeed:
     @property
     def blank_bytes(self) -> int:
         """What lies behind the pool."""
-        return blank_memory(self.pool_bytes)[1]
+        return probe_area(self.pool_bytes).size
 
     @property
     def total_bytes(self) -> int:
@@ -33,7 +33,7 @@ class MemoryNeed:
 def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
     """The layout of the workers' pools, for a ``model.dtype`` that is decided (auto counts as the checkpoint's own).
     `ModelError` if the weights cannot be read."""
-    return KVLayout(
+    return KVLayout.uniform(
         model_hash=source.model_hash(),
         dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
         block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,

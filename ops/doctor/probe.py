@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from engine.model.source import resolve_model
 from kv_transfer.base import KVTransport
-from kv_transfer.factory import choose, offered_transports
+from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.handshake import check_block_size, introduce, survey
+from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.threads import in_thread
 from ops.doctor.dial import Dial, dial
@@ -23,7 +24,7 @@ from ops.doctor.meeting import Meeting, Obstacle
 from ops.doctor.memory_need import layout_of
 from ops.doctor.node_report import report_node
 from ops.doctor.ping import PingServer
-from ops.doctor.probe_pool import ProbePool
+from ops.doctor.probe_pool import probe_pool
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import (
     ConfigError,
@@ -54,7 +55,7 @@ class Probe:
         self._thread = threading.Thread(target=self._loop.run_forever, name="doctor-kv", daemon=True)
         self._thread.start()
         self._ping: PingServer | None = None
-        self._pool: ProbePool | None = None
+        self._pool: Pool | None = None
         self._transports: list[KVTransport] = []
         self._receiver: KVReceiver | None = None
         self._spec: WorkerSpec | None = None
@@ -153,11 +154,11 @@ class Probe:
         source = resolve_model(worker.config.model.path)
         layout = layout_of(source, worker.config)
         check_block_size(layout)
-        self._pool = ProbePool(layout, device)
+        self._pool = probe_pool(layout, device)
         for port in dict.fromkeys((worker.kv_port, 0)):
-            self._transports = [self._pool.transport(name) for name in names]
+            self._transports = [create_transport(name, self._pool.memory) for name in names]
             self._receiver = KVReceiver(
-                self._pool.store,
+                self._pool,
                 self._transports,
                 worker_id=worker.worker_id,
                 epoch=EPOCH,
@@ -191,12 +192,12 @@ class Probe:
             why = await in_thread("doctor-dial", lambda: _why_not(choice.endpoint, timeout_s))
             timed_out = Obstacle.TIMED_OUT if isinstance(error, TransferTimeout) else Obstacle.BROKEN
             return replace(met, obstacle=Obstacle.of(why) or timed_out, what=str(error))
-        hello = self._receiver.hello(checksums=link.hashes(self._spec.config.transfer.checksum))
+        hello = self._receiver.hello(link)
         try:
             async with asyncio.timeout(timeout_s):
                 await introduce(link, hello, worker_id)
             async with asyncio.timeout(timeout_s + _SURVEY_S):
-                return replace(met, figures=await survey(link, self._pool.store, for_s))
+                return replace(met, figures=await survey(link, self._pool, for_s))
         except LayoutMismatch as error:
             return replace(met, obstacle=Obstacle.LAYOUT, what=str(error))
         except TransferError as error:

@@ -18,9 +18,10 @@ from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.model.source import resolve_model
-from engine.process.mapped_pool import MappedPool
 from engine.scheduling.batch import ScheduledSeq
 from engine.scheduling.history import TokenHistory
+from kv_transfer.memory import HostMemory
+from kv_transfer.pool import Pool
 from pdserve.core import memory_file
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
@@ -53,7 +54,9 @@ def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> 
     """A float32 runner of the model in ``folder``."""
     source = resolve_model(str(folder))
     shape = source.shape
-    layout = KVLayout(source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    layout = KVLayout.uniform(
+        source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
+    )
     fd = memory_file.create("test")
     pool = KVPool.on_memory_file(layout, num_blocks, fd)
     os.close(fd)
@@ -67,7 +70,7 @@ def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -
     (with 1 they go the way of decodes)."""
     source = resolve_model(str(folder))
     shape = source.shape
-    layout = KVLayout("test", dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    layout = KVLayout.uniform("test", dtype, BLOCK, shape.num_layers, shape.num_kv_heads, shape.head_dim)
     blocks = list(range(layout.blocks_for(len(prompt))))
     fd = memory_file.create("test")
     pool = KVPool.on_memory_file(layout, len(blocks), fd)
@@ -144,10 +147,15 @@ def generate(
         step += 1
 
 
-def fill(pool: MappedPool, block_ids: Sequence[int], data: bytes, layers: range | None = None) -> None:
-    """Write ``data`` into blocks as a receiver does."""
-    landing = pool.land(block_ids, layers)
-    for part in landing.parts:
-        part[:], data = data[: part.nbytes], data[part.nbytes :]
+def fill(pool: Pool, block_ids: Sequence[int], data: bytes, layers: range | None = None) -> None:
+    """Write ``data`` into blocks of a pool on the host, as a receiver does."""
+    assert isinstance(pool.memory, HostMemory)
+    for region in pool.regions(block_ids, layers):
+        pool.memory.view(region)[:], data = data[: region.size], data[region.size :]
     assert not data
-    landing.commit()
+
+
+def read(pool: Pool, block_ids: Sequence[int], layers: range | None = None) -> bytes:
+    """What blocks of a pool on the host hold."""
+    assert isinstance(pool.memory, HostMemory)
+    return b"".join(pool.memory.view(region) for region in pool.regions(block_ids, layers))

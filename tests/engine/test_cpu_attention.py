@@ -24,7 +24,7 @@ SCALE = HEAD_DIM**-0.5
 
 def _pool(num_blocks: int, block_size: int, dtype: str = "float32") -> KVPool:
     fd = memory_file.create("test")
-    pool = KVPool.on_memory_file(KVLayout("m", dtype, block_size, LAYERS, KV_HEADS, HEAD_DIM), num_blocks, fd)
+    pool = KVPool.on_memory_file(KVLayout.uniform("m", dtype, block_size, LAYERS, KV_HEADS, HEAD_DIM), num_blocks, fd)
     os.close(fd)
     pool.tensor.normal_()
     return pool

@@ -15,7 +15,7 @@ from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import BLOCK, GREEDY, make_runner
 from tests.random_models import save_random_model
 
-LAYOUT = KVLayout("m", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)  # 1.4 MiB a block
+LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)  # 1.4 MiB a block
 
 
 def seq(name: str, start: int, tokens: int) -> ScheduledSeq:

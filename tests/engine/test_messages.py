@@ -40,7 +40,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import submit
 
-LAYOUT = KVLayout("x", "float32", 16, 2, 1, 8)
+LAYOUT = KVLayout.uniform("x", "float32", 16, 2, 1, 8)
 MESSAGES: list[Command | EngineEvent | KVEvent] = [
     submit(
         "r1",

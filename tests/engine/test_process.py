@@ -39,8 +39,9 @@ from engine.messages import (
 )
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
+from kv_transfer.pool import Pool
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
-from tests.engine.harness import fill, submit
+from tests.engine.harness import fill, read, submit
 from tests.random_models import greedy_tokens, save_random_model
 
 START_S = 60.0
@@ -133,6 +134,12 @@ def _spec(folder: Path, **changes: object) -> EngineSpec:
     return EngineSpec(model=str(folder), **fields)  # type: ignore[arg-type]
 
 
+def open_pool(engine: Engine) -> Pool:
+    """The engine's pool, as its worker opens it."""
+    ready = engine.ready
+    return Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.client.memory_fd)
+
+
 @contextlib.asynccontextmanager
 async def _engine(spec: EngineSpec) -> AsyncIterator[Engine]:
     client, engine = EngineClient(), None
@@ -199,8 +206,8 @@ async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, 
         assert sources.num_computed_tokens == len(PROMPT)
         assert len(sources.block_ids) == len(targets) == 6
 
-        source, target = here.client.open_pool(), there.client.open_pool()
-        fill(target, targets, b"".join(source.read_blocks(sources.block_ids)))
+        source, target = open_pool(here), open_pool(there)
+        fill(target, targets, read(source, sources.block_ids))
         source.close()
         target.close()
         there.client.send(KVReady("r", first.token_id))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.gateway.conftest import Service, StartService
 
 PROMPT = pb.TokenIds(ids=[1, 2, 3])
-OTHER_LAYOUT = KVLayout("fake", "bfloat16", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
+OTHER_LAYOUT = KVLayout.uniform("fake", "bfloat16", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
 
 
 async def settle() -> None:

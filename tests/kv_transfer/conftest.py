@@ -6,20 +6,22 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import create_transport
-from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
+from tests.host_pool import HostPool
+from tests.kv_transfer.fake_nixl import FakeNetwork
 
-LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
+LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
 NUM_BLOCKS = 64
 
 
@@ -29,8 +31,8 @@ class Ends:
 
     sender: KVSender
     receiver: KVReceiver
-    source: MemoryStore
-    target: MemoryStore
+    source: HostPool
+    target: HostPool
     endpoints: tuple[KVEndpoint, ...]
     receiving_transport: KVTransport
     clock: MonotonicClock
@@ -44,9 +46,9 @@ class Ends:
         """A deadline so far away."""
         return self.clock.now() + seconds
 
-    def blocks_of(self, store: MemoryStore, ids: list[int]) -> bytes:
+    def blocks_of(self, store: HostPool, ids: list[int]) -> bytes:
         """The content of blocks."""
-        return b"".join(store.read_blocks(ids))
+        return store.bytes_of(ids)
 
 
 MakeEnds = Callable[..., Awaitable[Ends]]
@@ -69,19 +71,19 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             lease_s: float = 5.0,
             delay_s: float = 0.0,
             num_blocks: int = NUM_BLOCKS,
-            source: MemoryStore | None = None,
-            target: MemoryStore | None = None,
+            source: Any = None,
+            target: Any = None,
             sending: KVTransport | None = None,
             receiving: KVTransport | None = None,
             eos_token_ids: tuple[int, ...] = (),
             sender_eos_token_ids: tuple[int, ...] | None = None,
         ) -> Ends:
             clock = MonotonicClock()
-            source = source or MemoryStore(sender_layout or layout, num_blocks)
+            source = source or HostPool(sender_layout or layout, num_blocks)
             source.data[:] = random.Random(1).randbytes(len(source.data))
-            target = target or MemoryStore(layout, num_blocks)
-            sending = sending or create_transport(transport, timeout_s=5.0, memory=source.memory)
-            receiving = receiving or create_transport(transport, timeout_s=5.0, memory=target.memory)
+            target = target or HostPool(layout, num_blocks)
+            sending = sending or create_transport(transport, source.memory, timeout_s=5.0)
+            receiving = receiving or create_transport(transport, target.memory, timeout_s=5.0)
             stack.push_async_callback(sending.aclose)
             stack.push_async_callback(receiving.aclose)
             receiver = KVReceiver(
@@ -125,3 +127,11 @@ def layout() -> KVLayout:
 def other_layout() -> KVLayout:
     """One that does not fit."""
     return replace(LAYOUT, block_size=8)
+
+
+@pytest.fixture
+def fake_nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
+    """A stand-in for NIXL, in its place."""
+    network = FakeNetwork()
+    network.install(monkeypatch)
+    return network

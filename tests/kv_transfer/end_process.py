@@ -15,49 +15,50 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
-from kv_transfer.base import KVTransport, Landing
+from kv_transfer.base import KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
-from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.handoff import KVDestination, KVEndpoint, KVPeer
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import KVLayout, Region
+from tests.host_pool import HostPool, changed
 from tests.kv_transfer.tampering import TamperingTransport
 
-LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64)  # blocks of 64 KiB
+LAYOUT = KVLayout.uniform(
+    "model", "float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64
+)  # blocks of 64 KiB
 Values = dict[str, Any]
 
 
-class SlowStore(MemoryStore):
+class SlowStore(HostPool):
     """Before a message's payload is moved, the whole process sleeps for ``landing_s``; ``landing_mark`` is a file that
     is there from then on."""
 
     landing_s = 0.0
     landing_mark = ""
 
-    if not TYPE_CHECKING:
-
-        def land(self, block_ids: Sequence[int], layers: range | None = None, *, on_device: bool = False) -> Landing:
-            """The blocks, after a while."""
-            if self.landing_mark:
-                Path(self.landing_mark).touch()
-                self.landing_mark = ""
-            time.sleep(self.landing_s)
-            return super().land(block_ids, layers, on_device=on_device)
+    def regions(
+        self, block_ids: Sequence[int], layers: range | None = None, share: KVLayout | None = None
+    ) -> list[Region]:
+        """Where the blocks lie, after a while."""
+        if self.landing_mark:
+            Path(self.landing_mark).touch()
+            self.landing_mark = ""
+        time.sleep(self.landing_s)
+        return super().regions(block_ids, layers, share)
 
 
 class Pool:
     """Which blocks are free. A block that is given back is somebody else's: it gets ``pattern``, which must stay."""
 
-    def __init__(self, store: MemoryStore, pattern: int) -> None:
+    def __init__(self, store: HostPool, pattern: int) -> None:
         self.store = store
         self._pattern = bytes([pattern]) * store.layout.block_bytes
         self._free = deque(range(store.num_blocks))
@@ -86,7 +87,7 @@ class Pool:
 
     def content(self, blocks: Sequence[int]) -> int:
         """A hash of what blocks hold."""
-        return checksum(self.store.read_blocks(blocks), b"") if blocks else 0
+        return checksum(self.store.views(blocks), b"") if blocks else 0
 
     def _overwrite(self, block: int) -> None:
         size = self.store.layout.block_bytes
@@ -98,11 +99,11 @@ class End:
 
     def __init__(self, options: Values, pattern: int) -> None:
         self.clock = MonotonicClock()
-        self.store = SlowStore(replace(LAYOUT, **options["layout"]), options["num_blocks"])
+        self.store = SlowStore(changed(LAYOUT, **options["layout"]), options["num_blocks"])
         self.pool = Pool(self.store, pattern)
         self.options = options
         self.inner = {
-            name: create_transport(name, timeout_s=options["timeout_s"], memory=self.store.memory)
+            name: create_transport(name, self.store.memory, timeout_s=options["timeout_s"])
             for name in options["transports"]
         }
         self.blocks: dict[str, list[int]] = {}
@@ -213,7 +214,7 @@ class ReceivingEnd(End):
 
     async def delay(self, seconds: float) -> Values:
         """How long a complete hand-off is not acknowledged."""
-        self.receiver.delay_s = seconds
+        self.receiver._delay_s = seconds
         return {}
 
 
@@ -226,7 +227,7 @@ class SendingEnd(End):
         self.senders = {name: self.sender(transport, self.store) for name, transport in self.tampering.items()}
         self.by_request: dict[str, KVSender] = {}
 
-    def sender(self, transport: KVTransport, store: MemoryStore) -> KVSender:
+    def sender(self, transport: KVTransport, store: HostPool) -> KVSender:
         """One over this transport."""
         return KVSender(
             store,
@@ -248,7 +249,7 @@ class SendingEnd(End):
         if layout is None:
             await sender.connect(worker_id, epoch, endpoints)
             return {}
-        stranger = self.sender(self.tampering[transport], MemoryStore(replace(LAYOUT, **layout), 2))
+        stranger = self.sender(self.tampering[transport], HostPool(changed(LAYOUT, **layout), 2))
         try:
             await stranger.connect(worker_id, epoch, endpoints)
         finally:

@@ -9,11 +9,11 @@ from dataclasses import asdict
 
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
-from kv_transfer.memory_store import MemoryStore
+from kv_transfer.memory import HostMemory
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.sink import Sink
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import KVLayout, Region
+from tests.host_pool import HostPool
 
 
 def say(**values: object) -> None:
@@ -24,7 +24,7 @@ def say(**values: object) -> None:
 
 async def echo(transport_name: str) -> None:
     """Answer every message with itself, until killed or left."""
-    transport = create_transport(transport_name)
+    transport = create_transport(transport_name, HostMemory.create(2**23))
     say(address=(await transport.listen("127.0.0.1")).address)
     link = await transport.accept()
     hello = await link.recv()
@@ -32,16 +32,16 @@ async def echo(transport_name: str) -> None:
     await link.send(hello.header)
     while True:
         message = await link.recv()
-        payload = memoryview(bytearray(message.size))
-        await link.take(Sink([payload]))
-        await link.send(message.header, [payload])
+        whole = [Region(0, message.size)]
+        await link.fetch(whole)
+        await link.send(message.header, await link.payload(whole))
 
 
 async def receive(transport_name: str, blocks: int) -> None:
     """Receive one hand-off and say what came."""
-    layout = KVLayout("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
-    store, clock = MemoryStore(layout, blocks), MonotonicClock()
-    transport = create_transport(transport_name, memory=store.memory)
+    layout = KVLayout.uniform("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
+    store, clock = HostPool(layout, blocks), MonotonicClock()
+    transport = create_transport(transport_name, store.memory)
     receiver = KVReceiver(
         store,
         [transport],

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kv_transfer.base import Buffer, KVLink, KVTransport, Message
+from kv_transfer.base import NOTHING, KVLink, KVTransport, Message
+from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.integrity import Blocks, Refused, decode
-from kv_transfer.sink import Sink
 from pdserve.core.errors import ChecksumMismatch
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import Region
+from tests.host_pool import inline
 
 Damage = Literal["", "corrupt", "flip", "duplicate", "reorder"]
 
@@ -55,30 +57,32 @@ class TamperingLink(KVLink):
     """See `TamperingTransport`."""
 
     def __init__(self, link: KVLink, plan: deque[Damage]) -> None:
-        self.transport = link.transport
+        super().__init__(link.memory)
+        self.transport, self.on_device, self.reads_late = link.transport, link.on_device, link.reads_late
         self._link, self._plan = link, plan
         self._held: tuple[bytes, bytes] | None = None
         self._flipped: memoryview | None = None
 
-    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Send it, perhaps damaged."""
-        damage: Damage = self._plan.popleft() if self._plan and payload and isinstance(decode(header), Blocks) else ""
+        has_blocks = payload.size and isinstance(decode(header), Blocks)
+        damage: Damage = self._plan.popleft() if self._plan and has_blocks else ""
         if damage == "reorder":
-            self._held = header, b"".join(payload)
+            self._held = header, b"".join(payload.parts)
             return
         if damage == "corrupt":
-            whole = bytearray().join(payload)
+            whole = bytearray().join(payload.parts)
             whole[len(whole) // 2] ^= 1
-            payload = [whole]
+            payload = inline(whole)
         elif damage == "flip":
-            self._flipped = memoryview(payload[0]).cast("B")[:1]
+            self._flipped = payload.parts[0][:1]
             self._flipped[0] ^= 1
         await self._link.send(header, payload)
         if damage == "duplicate":
             await self._link.send(header, payload)
-        if payload and self._held is not None:
+        if payload.size and self._held is not None:
             (held, content), self._held = self._held, None
-            await self._link.send(held, [content])
+            await self._link.send(held, inline(content))
 
     async def drained(self) -> None:
         """As it is."""
@@ -94,9 +98,14 @@ class TamperingLink(KVLink):
                 self._flipped = None
         return message
 
-    async def take(self, sink: Sink) -> None:
+    def fetch(
+        self, into: Sequence[Region], *, hashed: bool = False, on_progress: Callable[[], None] = lambda: None
+    ) -> Fetch:
         """As it came."""
-        await self._link.take(sink)
+        return self._link.fetch(into, hashed=hashed, on_progress=on_progress)
+
+    async def _move(self, fetch: Fetch) -> None:
+        raise NotImplementedError
 
     def cut(self, why: str) -> None:
         """Cut it."""

@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from kv_transfer import integrity
-from kv_transfer.base import Buffer, KVLink, Message
+from kv_transfer.base import NOTHING, KVLink, Message
+from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.integrity import (
     Abort,
     Ack,
     Announce,
     Blocks,
+    Confirm,
     Header,
     Hello,
     HelloOk,
@@ -30,13 +32,14 @@ from kv_transfer.integrity import (
     decode,
     encode,
 )
-from kv_transfer.memory_store import MemoryStore
-from kv_transfer.sink import Sink
-from kv_transfer.status import TransferStatus
+from kv_transfer.memory import HostMemory, Memory
+from kv_transfer.transfer import TransferStatus
 from kv_transfer.transports.loopback import LoopbackTransport
 from pdserve.core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
 from pdserve.core.handoff import KVDestination, KVEndpoint
-from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
+from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
+from tests.host_pool import HostPool, inline
+from tests.kv_transfer.conftest import LAYOUT as LAYOUT_OF_ENDS
 
 MakeEnds = Callable[..., Awaitable[Any]]
 
@@ -50,14 +53,14 @@ class RawPeer:
     @classmethod
     async def meet(cls, ends: Any) -> RawPeer:
         """One the receiver has welcomed."""
-        transport = LoopbackTransport()
+        transport = LoopbackTransport(HostMemory.create(4096))
         peer = cls(await transport.connect(ends.endpoints[0], 1.0), ends.target.layout)
-        assert await peer.say(Hello("raw", "e1", peer.layout, True, [])) == HelloOk("d", "e1")
+        assert await peer.say(Hello("raw", "e1", peer.layout, True, [])) == HelloOk("d", "e1", peer.layout)
         return peer
 
     async def say(self, header: Header | bytes, payload: bytes = b"") -> Header:
         """The receiver's answer to a message."""
-        await self.link.send(header if isinstance(header, bytes) else encode(header), [payload])
+        await self.link.send(header if isinstance(header, bytes) else encode(header), inline(payload))
         async with asyncio.timeout(30):
             return decode((await self.link.recv()).header)
 
@@ -73,7 +76,7 @@ def blocks(destination: KVDestination, seq: int, first_slot: int, payload: bytes
         num_blocks=len(payload) // 1024,
         first_layer=0,
         num_layers=2,
-        checksum=checksum([payload], changes.get("trailer", b"")),
+        checksum=checksum([memoryview(payload)], changes.get("trailer", b"")),
         export_us=0,
         last=False,
         trailer=b"",
@@ -169,7 +172,7 @@ async def test_a_message_after_the_last_is_refused(make_ends: MakeEnds) -> None:
     ends = await make_ends(delay_s=0.2)
     destination = ends.receiver.expect("r", [1], 0, ends.in_s(5))
     peer = await RawPeer.meet(ends)
-    await peer.link.send(encode(blocks(destination, 1, 0, ONE, last=True)), [ONE])
+    await peer.link.send(encode(blocks(destination, 1, 0, ONE, last=True)), inline(ONE))
     answer = await peer.say(blocks(destination, 2, 1, b"", last=True))
     assert isinstance(answer, Refused)
     assert ends.receiver.refused == {"reordered": 1}
@@ -263,7 +266,7 @@ MALFORMED = [
     encode(Refused("n", 1, "k", "m" * 8193)),
     encode(Abort("n", "k", "m" * 8193)),
     encode(Probed(2**48)),
-    encode(HelloOk("d" * 257, "e")),
+    encode(HelloOk("d" * 257, "e", KVLayout.uniform("m", "bfloat16", 4, 2, 2, 8))),
 ]
 
 
@@ -274,12 +277,13 @@ def test_malformed_headers_are_refused(header: bytes) -> None:
     assert len(str(refused.value)) < 300
 
 
-LAYOUT = KVLayout("m", "bfloat16", 4, 2, 2, 8)
+LAYOUT = KVLayout.uniform("m", "bfloat16", 4, 2, 2, 8)
 RIGHT_LAYOUT = replace(LAYOUT, model_hash="model", dtype="float32")  # the receivers'
 HEADERS: list[Header] = [
-    Hello("p", "e", LAYOUT, True, [2, 7]), HelloOk("d", "e"), Probe(), Probed(2**48 - 1), Announce("r", "n", 9, 2),
+    Hello("p", "e", LAYOUT, True, [2, 7]), HelloOk("d", "e", LAYOUT), Probe(), Probed(2**48 - 1),
+    Announce("r", "n", 9, 2),
     Open("n", "e", "r"), RIGHT, Blocks("n", "e", "r", 7, 2**32 - 1, 3, 1, 1, 2**64 - 1, 9, True, bytes(4096)),
-    Ack("n", 0), Refused("", 0, "K", "m"), Abort("n", "K", "m"),
+    Ack("n", 0), Confirm("n"), Refused("", 0, "K", "m"), Abort("n", "K", "m"),
 ]  # fmt: skip
 
 
@@ -306,13 +310,18 @@ def hello(layout: object = LAYOUT, eos_token_ids: object = (), epoch: str = "e1"
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"model_hash": 1}, {"dtype": None}, {"head_dim": "8"}, {"head_dim": 8.0}, {"block_size": True},
-     {"num_layers": ...}, {"more": 1}],
+    ("of_cache", "change"),
+    [(False, {"model_hash": 1}), (False, {"dtype": None}), (False, {"block_size": True}), (False, {"more": 1}),
+     (False, {"caches": ...}), (False, {"tp_size": 0}), (True, {"head_dim": "8"}), (True, {"head_dim": 8.0}),
+     (True, {"num_layers": ...}), (True, {"more": 1})],
     ids=str,
 )  # fmt: skip
-def test_a_malformed_layout_is_refused(change: dict[str, Any]) -> None:
-    layout = {name: value for name, value in (asdict(LAYOUT) | change).items() if value is not ...}
+def test_a_malformed_layout_is_refused(change: dict[str, Any], *, of_cache: bool) -> None:
+    layout = msgspec.to_builtins(LAYOUT)
+    changed = layout["caches"][0] if of_cache else layout
+    changed |= change
+    for name in [name for name, value in changed.items() if value is ...]:
+        del changed[name]
     with pytest.raises(TransferRefused, match=r"^malformed header: .* - at `\$\[3\]"):
         decode(hello(layout))
 
@@ -348,7 +357,7 @@ async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:
 async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     peer = await RawPeer.meet(ends)
-    misplaced: list[Header] = [HelloOk("d", "e1"), Ack("n", 1), Announce("r", "n", 1, 0), Probed(1)]
+    misplaced: list[Header] = [HelloOk("d", "e1", LAYOUT), Ack("n", 1), Announce("r", "n", 1, 0), Probed(1)]
     headers = [b"junk", *map(encode, misplaced), hello({}), packed(nonce="n" * 65), *NOT_TEXT]
     for header in headers:
         assert isinstance(await peer.say(header, ONE), Refused)
@@ -367,7 +376,7 @@ async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: Mak
 )  # fmt: skip
 async def test_nothing_but_a_right_hello_opens_a_link(make_ends: MakeEnds, first: bytes, reason: str) -> None:
     ends = await make_ends()
-    link = await LoopbackTransport().connect(ends.endpoints[0], 1.0)
+    link = await LoopbackTransport(HostMemory.create(4096)).connect(ends.endpoints[0], 1.0)
     await link.send(first)
     assert isinstance(decode((await link.recv()).header), Refused)
     assert ends.receiver.refused == {reason: 1}
@@ -376,7 +385,7 @@ async def test_nothing_but_a_right_hello_opens_a_link(make_ends: MakeEnds, first
 
 async def test_a_peer_that_says_nothing_is_hung_up_on(make_ends: MakeEnds) -> None:
     ends = await make_ends(lease_s=0.1)
-    link = await LoopbackTransport().connect(ends.endpoints[0], 1.0)
+    link = await LoopbackTransport(HostMemory.create(4096)).connect(ends.endpoints[0], 1.0)
     async with asyncio.timeout(30):
         with pytest.raises(TransferError):
             await link.recv()
@@ -385,8 +394,8 @@ async def test_a_peer_that_says_nothing_is_hung_up_on(make_ends: MakeEnds) -> No
 class CorruptingTransport(LoopbackTransport):
     """Flips a bit in the payloads of these messages, counted from 0 over all that have one."""
 
-    def __init__(self, *corrupt: int) -> None:
-        super().__init__()
+    def __init__(self, memory: Memory, *corrupt: int) -> None:
+        super().__init__(memory)
         self.corrupt, self.count = set(corrupt), -1
 
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
@@ -398,23 +407,29 @@ class CorruptingLink(KVLink):
     """See `CorruptingTransport`."""
 
     def __init__(self, link: KVLink, corrupting: CorruptingTransport) -> None:
+        super().__init__(link.memory)
         self.link, self.corrupting, self.transport = link, corrupting, link.transport
 
-    async def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Send it, perhaps changed."""
-        whole = bytearray().join(payload)
+        whole = bytearray().join(payload.parts)
         if whole and isinstance(decode(header), Blocks):
             self.corrupting.count += 1
             whole[len(whole) // 2] ^= self.corrupting.count in self.corrupting.corrupt
-        await self.link.send(header, [whole])
+        await self.link.send(header, inline(whole))
 
     async def recv(self) -> Message:
         """As it came."""
         return await self.link.recv()
 
-    async def take(self, sink: Sink) -> None:
+    def fetch(
+        self, into: Sequence[Region], *, hashed: bool = False, on_progress: Callable[[], None] = lambda: None
+    ) -> Fetch:
         """As it came."""
-        await self.link.take(sink)
+        return self.link.fetch(into, hashed=hashed, on_progress=on_progress)
+
+    async def _move(self, fetch: Fetch) -> None:
+        raise NotImplementedError
 
     def cut(self, why: str) -> None:
         """Cut it."""
@@ -427,7 +442,12 @@ class CorruptingLink(KVLink):
 
 @pytest.mark.parametrize("corrupt", [(0,), (1,), (3,), (0, 1, 2, 3), (1, 4)])
 async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tuple[int, ...]) -> None:
-    ends = await make_ends(sending=CorruptingTransport(*corrupt), message_bytes=2048)
+    source = HostPool(LAYOUT_OF_ENDS, 64)
+    ends = await make_ends(
+        source=source,
+        sending=CorruptingTransport(source.memory, *corrupt),
+        message_bytes=2048,
+    )
     ids = [9, 8, 7, 6, 5, 4, 3, 2]
     ends.sender.start("r", ends.receiver.expect("r", ids, 0, ends.in_s(5)), ends.in_s(5))
     ends.sender.send_blocks("r", 0, range(8), last=True, trailer=b"t")
@@ -444,7 +464,13 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
     make_ends: MakeEnds, corrupt: tuple[int, ...]
 ) -> None:
     """Its bytes count already: if they filled the bound, nothing would move on this link any more."""
-    ends = await make_ends(sending=CorruptingTransport(*corrupt), message_bytes=2048, max_inflight_bytes=2048)
+    source = HostPool(LAYOUT_OF_ENDS, 64)
+    ends = await make_ends(
+        source=source,
+        sending=CorruptingTransport(source.memory, *corrupt),
+        message_bytes=2048,
+        max_inflight_bytes=2048,
+    )
     for name, ids in (("r", [1, 2, 3, 4]), ("other", [5, 6])):
         ends.sender.start(name, ends.receiver.expect(name, ids, 0, ends.in_s(5)), ends.in_s(5))
         ends.sender.send_blocks(name, 0, ids, last=True)
@@ -456,7 +482,8 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
 
 
 async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnds) -> None:
-    ends = await make_ends(sending=CorruptingTransport(*range(100)))
+    source = HostPool(LAYOUT_OF_ENDS, 64)
+    ends = await make_ends(source=source, sending=CorruptingTransport(source.memory, *range(100)))
     ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     with pytest.raises(ChecksumMismatch):
@@ -468,7 +495,7 @@ async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnd
     assert not any(ends.target.data[3 * 1024 :])
 
 
-@pytest.mark.parametrize("failing", ["read_blocks", "land"])
+@pytest.mark.parametrize("failing", ["source", "target"])
 async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
     make_ends: MakeEnds, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,10 +506,10 @@ async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
         raise WorkerLost("the engine is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryStore, failing, fail)
+        patch.setattr(getattr(ends, failing), "regions", fail)
         ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
         ends.sender.send_blocks("r", 0, [1, 2], last=True)
-        own, other = (ends.sender, ends.receiver) if failing == "read_blocks" else (ends.receiver, ends.sender)
+        own, other = (ends.sender, ends.receiver) if failing == "source" else (ends.receiver, ends.sender)
         with pytest.raises(WorkerLost):
             await own.wait("r")
         with pytest.raises(TransferError, match="the engine is gone"):

@@ -16,19 +16,21 @@ import pytest
 
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport, offered_transports
-from kv_transfer.memory_store import MemoryStore
+from kv_transfer.memory import HostMemory
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.sink import Sink
-from kv_transfer.status import TransferStatus
+from kv_transfer.transfer import TransferStatus
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.socket_link import SocketLink
 from pdserve.core.errors import ConfigError, PeerLost, TransferError
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import KVLayout, Region
+from tests.host_pool import HostPool, inline
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.kv_transfer.relay import Relay
 
-LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
+LAYOUT = KVLayout.uniform(
+    "model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64
+)  # blocks of 32 KiB
 NUM_BLOCKS = 400
 MakeEnds = Callable[..., Awaitable[Any]]
 INSTALLED = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
@@ -37,8 +39,8 @@ INSTALLED = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason=
 class Ends(NamedTuple):
     """Two transports over pools of their own, and both ends of a link between them."""
 
-    source: MemoryStore
-    target: MemoryStore
+    source: HostPool
+    target: HostPool
     sending: NixlTransport
     receiving: NixlTransport
     endpoint: KVEndpoint
@@ -49,7 +51,7 @@ class Ends(NamedTuple):
 @contextlib.asynccontextmanager
 async def linked(timeout_s: float = 5.0) -> AsyncIterator[Ends]:
     """Ends over random content."""
-    source, target = MemoryStore(LAYOUT, NUM_BLOCKS), MemoryStore(LAYOUT, NUM_BLOCKS)
+    source, target = HostPool(LAYOUT, NUM_BLOCKS), HostPool(LAYOUT, NUM_BLOCKS)
     source.data[:] = random.Random(4).randbytes(len(source.data))
     sending = NixlTransport(source.memory, timeout_s=timeout_s)
     receiving = NixlTransport(target.memory, timeout_s=timeout_s)
@@ -75,11 +77,9 @@ async def answered(link: KVLink) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
-    """The stand-in, in NIXL's place."""
-    network = FakeNetwork()
-    network.install(monkeypatch)
-    return network
+def network(fake_nixl: FakeNetwork) -> FakeNetwork:
+    """The stand-in."""
+    return fake_nixl
 
 
 @pytest.fixture(params=["stand-in", pytest.param("nixl", marks=INSTALLED)])
@@ -89,43 +89,56 @@ def any_nixl(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("network")
 
 
+def whole(pool: HostPool, size: int | None = None) -> list[Region]:
+    """The beginning of a pool, or all of its blocks."""
+    return [Region(0, len(pool.data) if size is None else size)]
+
+
+async def fetch(ends: Ends, regions: list[Region]) -> None:
+    """Receive a message, and fetch its payload there."""
+    message = await ends.receiver.recv()
+    assert message.size == sum(region.size for region in regions)
+    await ends.receiver.fetch(regions)
+
+
 @pytest.mark.usefixtures("any_nixl")
 async def test_scattered_blocks_land_in_scattered_blocks() -> None:
     async with linked() as ends, answered(ends.sender):
         ids = random.Random(5).sample(range(NUM_BLOCKS), 350)  # some 11 MiB, and no multiple of a piece
         for _ in range(2):
             ends.target.data[:] = bytes(len(ends.target.data))
-            await ends.sender.send(b"h", ends.source.read_blocks(ids))
-            message = await ends.receiver.recv()
-            sink = Sink(ends.target.land(ids[::-1]).parts)
-            assert message.size == sink.size
-            await ends.receiver.take(sink)
-            assert b"".join(ends.target.read_blocks(ids[::-1])) == b"".join(ends.source.read_blocks(ids))
+            await ends.sender.send(b"h", ends.source.payload(ends.source.regions(ids)))
+            await fetch(ends, ends.target.regions(ids[::-1]))
+            assert ends.target.bytes_of(ids[::-1]) == ends.source.bytes_of(ids)
 
 
 @pytest.mark.usefixtures("any_nixl")
 async def test_what_lies_outside_the_pool_travels_with_the_message() -> None:
     async with linked() as ends, answered(ends.sender):
-        await ends.sender.send(b"h", [ends.source.data[:5000], b"elsewhere"])
-        into = bytearray((await ends.receiver.recv()).size)
-        await ends.receiver.take(Sink([memoryview(into)]))
-        assert into == bytes(ends.source.data[:5000]) + b"elsewhere"
+        await ends.sender.send(b"h", inline(ends.source.data[:5000], b"elsewhere"))
+        await fetch(ends, whole(ends.target, 5009))
+        assert ends.target.data[:5009] == bytes(ends.source.data[:5000]) + b"elsewhere"
 
 
 @pytest.mark.usefixtures("any_nixl")
-async def test_nothing_is_written_once_a_sink_is_closed() -> None:
+async def test_nothing_is_written_once_a_fetch_is_at_rest() -> None:
     async with linked() as ends, answered(ends.sender):
-        await ends.sender.send(b"h", [ends.source.data])
-        sink = Sink([ends.target.data[: (await ends.receiver.recv()).size]])
-        taking = asyncio.create_task(ends.receiver.take(sink))
+        await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
+        await ends.receiver.recv()
+        handle = ends.receiver.fetch(whole(ends.target))
+
+        async def move() -> None:
+            await handle
+
+        moving = asyncio.create_task(move())
         await asyncio.sleep(0)
-        sink.close()
+        handle.cancel()
+        await handle.at_rest()
         there = bytes(ends.target.data)
-        await taking
-        await ends.sender.send(b"next", [ends.source.data[:100]])
-        into = bytearray((await ends.receiver.recv()).size)
-        await ends.receiver.take(Sink([memoryview(into)]))
-        assert into == ends.source.data[:100]
+        await moving
+        await ends.sender.send(b"next", ends.source.payload(whole(ends.source, 100)))
+        await fetch(ends, [Region(len(there), 100)])  # of the probe area
+        assert ends.target.host.view(Region(len(there), 100)) == ends.source.data[:100]
         assert ends.target.data == there
 
 
@@ -135,13 +148,12 @@ async def test_blocks_may_change_once_drained() -> None:
         before = bytes(ends.source.data)
 
         async def receive() -> None:
-            message = await ends.receiver.recv()
-            await ends.receiver.take(Sink([ends.target.data[: message.size]]))
+            await fetch(ends, whole(ends.target))
             with contextlib.suppress(PeerLost):
                 await ends.receiver.recv()
 
         receiving = asyncio.create_task(receive())
-        await ends.sender.send(b"h", [ends.source.data])
+        await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
         await ends.sender.drained()
         ends.source.data[:] = bytes(len(ends.source.data))
         assert ends.target.data == before
@@ -152,14 +164,14 @@ async def test_blocks_may_change_once_drained() -> None:
 @pytest.mark.usefixtures("any_nixl")
 async def test_what_a_peer_that_left_has_sent_counts_for_nothing() -> None:
     async with linked() as ends:
-        await ends.sender.send(b"h", [ends.source.data[:5000]])
-        message = await ends.receiver.recv()
+        await ends.sender.send(b"h", ends.source.payload(whole(ends.source, 5000)))
+        await ends.receiver.recv()
         closing = asyncio.create_task(ends.sender.aclose())
         for _ in range(100):  # turns of the event loop count, however long they take
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         with pytest.raises(PeerLost, match="closed the link"):
-            await ends.receiver.take(Sink([memoryview(bytearray(message.size))]))
+            await ends.receiver.fetch(whole(ends.target, 5000))
         await ends.receiver.aclose()
         await closing
 
@@ -171,10 +183,10 @@ async def test_a_closed_link_leaves_the_others_of_its_peer_alone() -> None:
         receiver.introduced()
         await asyncio.gather(ends.sender.aclose(), ends.receiver.aclose())
         async with answered(sender):
-            await sender.send(b"h", [ends.source.data[:5000]])
-            into = bytearray((await receiver.recv()).size)
-            await receiver.take(Sink([memoryview(into)]))
-        assert into == ends.source.data[:5000]
+            await sender.send(b"h", ends.source.payload(whole(ends.source, 5000)))
+            await receiver.recv()
+            await receiver.fetch(whole(ends.target, 5000))
+        assert ends.target.data[:5000] == ends.source.data[:5000]
 
 
 @pytest.mark.usefixtures("network")
@@ -182,7 +194,7 @@ async def test_a_reference_beyond_the_peers_memory_loses_the_link() -> None:
     async with linked() as ends:
         assert isinstance(ends.receiver, SocketLink)
         ends.receiver._peer_size = 4999
-        await ends.sender.send(b"h", [ends.source.data[:5000]])
+        await ends.sender.send(b"h", ends.source.payload(whole(ends.source, 5000)))
         with pytest.raises(PeerLost, match="refers to bytes 0 to 5000 of its 4999"):
             await ends.receiver.recv()
 
@@ -191,9 +203,8 @@ async def test_a_peer_helps_where_nothing_else_serves_reads(network: FakeNetwork
     network.needs_progress = True
     async with linked() as ends, answered(ends.sender):
         for _ in range(3):
-            await ends.sender.send(b"h", [ends.source.data])
-            message = await ends.receiver.recv()
-            await ends.receiver.take(Sink([ends.target.data[: message.size]]))
+            await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
+            await fetch(ends, whole(ends.target))
         assert ends.target.data == ends.source.data
         await ends.receiver.send(b"so that it has heard of the end")
         for _ in range(100):  # turns of the event loop count, however long they take
@@ -208,36 +219,63 @@ async def test_a_peer_helps_where_nothing_else_serves_reads(network: FakeNetwork
 async def test_a_read_that_does_not_end_or_fails_loses_the_link(network: FakeNetwork, trouble: str) -> None:
     network.fails, network.polls = trouble == "broken", 2**62
     async with linked(timeout_s=0.3) as ends, answered(ends.sender):
-        await ends.sender.send(b"h", [ends.source.data])
-        message = await ends.receiver.recv()
+        await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
+        await ends.receiver.recv()
         start = time.monotonic()
         with pytest.raises(PeerLost, match=r"longer than 0\.3 s" if trouble == "stuck" else "failed"):
-            await ends.receiver.take(Sink([ends.target.data[: message.size]]))
+            await ends.receiver.fetch(whole(ends.target))
         assert time.monotonic() - start < 8
         with pytest.raises(PeerLost):
             await ends.receiver.recv()
     assert ends.target.data == bytes(len(ends.target.data))
+
+
+async def test_blocks_of_a_read_that_outlives_its_link_are_at_rest_once_it_has_ended(network: FakeNetwork) -> None:
+    network.polls = 2**62
+    async with linked(timeout_s=0.2) as ends, answered(ends.sender):
+        await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
+        await ends.receiver.recv()
+        handle = ends.receiver.fetch(whole(ends.target))
+        with pytest.raises(PeerLost, match="longer than"):
+            await handle
+        handle.cancel()
+        await ends.receiver.aclose()
+        resting = asyncio.create_task(handle.at_rest())
+        await asyncio.sleep(0.05)
+        assert not resting.done()
+        network.polls = 0
+        async with asyncio.timeout(5):
+            await resting
+        there = bytes(ends.target.data)
+        await asyncio.sleep(0.05)
+        assert ends.target.data == there
     assert all(read.released for agent in network.agents.values() for read in agent.reads)
 
 
-async def test_closing_ends_a_read_and_lets_go_of_pool_and_peer(network: FakeNetwork) -> None:
+async def test_closing_the_transport_ends_reads_and_lets_go_of_pool_and_peer(network: FakeNetwork) -> None:
     network.polls = 2**62
     async with linked() as ends, answered(ends.sender):
-        await ends.sender.send(b"h", [ends.source.data])
-        message = await ends.receiver.recv()
-        taking = asyncio.create_task(ends.receiver.take(Sink([ends.target.data[: message.size]])))
+        await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
+        await ends.receiver.recv()
+        handle = ends.receiver.fetch(whole(ends.target))
+
+        async def move() -> None:
+            await handle
+
+        moving = asyncio.create_task(move())
         await asyncio.sleep(0.02)
-        assert not taking.done()
+        assert not moving.done()
         closing = asyncio.create_task(ends.receiver.aclose())
         with pytest.raises(PeerLost, match="closed here"):
-            await taking
+            await moving
         await ends.sender.aclose()
         await closing
+    async with asyncio.timeout(5):
+        await handle.at_rest()
     assert ends.target.data == bytes(len(ends.target.data))
     for agent in network.agents.values():
         assert not agent.peers
-        assert ends.source.memory.size not in [size for _, size in agent.registered]
-        assert all(read.released for read in agent.reads)
+        assert not agent.registered
 
 
 async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for_nothing(
@@ -296,7 +334,7 @@ def test_without_nixl_it_is_a_configuration_error(monkeypatch: pytest.MonkeyPatc
 
 async def test_without_nixl_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    transport = create_transport("nixl")
+    transport = create_transport("nixl", HostMemory.create(4096))
     with pytest.raises(ConfigError, match="cannot be imported"):
         await transport.listen("127.0.0.1")
     await transport.aclose()
@@ -309,3 +347,42 @@ def test_without_its_backend_it_is_a_configuration_error(network: FakeNetwork) -
     network.backends = ["UCX"]
     assert offered_transports("nixl", device="cpu") == ("nixl",)
     assert "nixl" not in offered_transports("auto", device="cpu")
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
+    make_ends: MakeEnds, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch, *, gives_up: bool
+) -> None:
+    """As between GPUs, where nothing is hashed. A sender that gave its blocks away before it heard that they were read
+    does not confirm."""
+    monkeypatch.setattr("kv_transfer.transports.nixl_link.NixlLink.hashes", lambda *_: False)
+    ends = await make_ends("nixl", layout=LAYOUT)
+    (endpoint,) = ends.endpoints
+    relay = Relay(endpoint.address)
+    try:
+        await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
+        network.polls = 2**62
+        ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(20)), ends.in_s(20))
+        ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
+        async with asyncio.timeout(5):
+            while not any(not read.released for agent in network.agents.values() for read in agent.reads):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        if gives_up:
+            relay.stall(0)
+            await ends.sender.abort("r")
+            ends.source.data[:] = bytes(len(ends.source.data))  # the next owner's
+        network.polls = 0
+        receiving = asyncio.create_task(ends.receiver.wait("r"))
+        await asyncio.sleep(0.1)
+        assert receiving.done() is not gives_up
+        relay.flow()
+        async with asyncio.timeout(5):
+            if gives_up:
+                with pytest.raises(TransferError):
+                    await receiving
+            else:
+                assert (await receiving).proof.checksum == "off"
+                await ends.sender.wait("r")
+                assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [7, 8, 9])
+    finally:
+        relay.close()

@@ -10,53 +10,81 @@ import pytest
 import torch
 
 from kv_transfer.base import KVTransport
-from kv_transfer.device_memory import DeviceMemory, PeerDeviceMemory
-from kv_transfer.memory_store import MemoryStore
-from kv_transfer.sink import Sink
+from kv_transfer.memory import DeviceMemory
+from kv_transfer.pool import Pool
 from kv_transfer.transports.cuda_ipc import CudaIpcTransport
+from kv_transfer.transports.nixl import NixlTransport
+from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import KVLayout, probe_area
+from tests.host_pool import inline
 
 MakeEnds = Callable[..., Awaitable[Any]]
-LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
+LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
 
 
-def bytes_of(store: MemoryStore) -> torch.Tensor:
-    """A pool and what lies behind it, as a tensor."""
-    return torch.frombuffer(store.whole, dtype=torch.uint8)
+class DevicePool(Pool):
+    """A pool in a tensor of the host, which stands for a device's."""
+
+    def __init__(self, name: str, num_blocks: int) -> None:
+        size = sum(probe_area(LAYOUT.block_bytes * num_blocks))
+        self.whole = torch.zeros(size, dtype=torch.uint8)
+        self.device_memory = DeviceMemory([name], self.whole)
+        super().__init__(LAYOUT, num_blocks, self.device_memory)
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes."""
+        view: memoryview = self.whole.numpy().data
+        return view[: LAYOUT.block_bytes * self.num_blocks]
+
+    def bytes_of(self, block_ids: Sequence[int]) -> bytes:
+        """What blocks hold."""
+        return b"".join(bytes(self.data[start : start + size]) for start, size in self.regions(block_ids))
 
 
 class OneGpu:
-    """What processes would share: pools by their handles."""
+    """What processes would share: memory by its handle."""
 
     def __init__(self) -> None:
         self._pools: dict[str, torch.Tensor] = {}
 
-    def transport(self, name: str, store: MemoryStore, gpu: str = "GPU-1") -> CudaIpcTransport:
-        """A worker's, whose pool is ``store``."""
-        self._pools[name] = bytes_of(store)
-        return CudaIpcTransport(DeviceMemory([name], bytes_of(store)), gpu, timeout_s=2.0, opened=self.open)
+    def transport(self, pool: DevicePool, gpu: str = "GPU-1") -> CudaIpcTransport:
+        """A worker's, whose pool is ``pool``."""
+        self._pools[pool.device_memory.handle[0]] = pool.whole
+        return CudaIpcTransport(pool.device_memory, gpu, timeout_s=2.0, opened=self.open)
 
-    def open(self, handle: Sequence[Any]) -> torch.Tensor:
-        """As `kv_transfer.device_memory.open_cuda`."""
+    def open(self, handle: Sequence[Any]) -> DeviceMemory:
+        """As `DeviceMemory.open`."""
         if handle[0] not in self._pools:
-            raise RuntimeError("invalid device context")
-        return self._pools[handle[0]]
+            raise TransferRefused("the peer's GPU memory cannot be opened: invalid device context")
+        return DeviceMemory(handle, self._pools[handle[0]])
 
 
-def pair(kind: str, source: MemoryStore, target: MemoryStore) -> tuple[KVTransport, KVTransport]:
+def pair(kind: str, source: DevicePool, target: DevicePool) -> tuple[KVTransport, KVTransport]:
     """Transports for both ends."""
+    memories = source.device_memory, target.device_memory
     if kind == "torch_dist":
-        return TorchDistTransport(timeout_s=5.0, on_device=True), TorchDistTransport(timeout_s=5.0, on_device=True)
+        sending, receiving = (TorchDistTransport(memory, timeout_s=5.0, on_device=True) for memory in memories)
+        return sending, receiving
+    if kind == "tcp":
+        return TcpTransport(memories[0], timeout_s=5.0), TcpTransport(memories[1], timeout_s=5.0)
+    if kind == "nixl":
+        return NixlTransport(memories[0], timeout_s=5.0), NixlTransport(memories[1], timeout_s=5.0)
     gpu = OneGpu()
-    return gpu.transport("p", source), gpu.transport("d", target)
+    return gpu.transport(source), gpu.transport(target)
 
 
-@pytest.mark.parametrize("kind", ["torch_dist", "cuda_ipc"])
-async def test_blocks_and_layers_go_from_device_to_device(make_ends: MakeEnds, kind: str) -> None:
-    source, target = MemoryStore(LAYOUT, 64), MemoryStore(LAYOUT, 64)
+@pytest.mark.parametrize("kind", ["torch_dist", "cuda_ipc", "tcp", "nixl"])
+async def test_blocks_and_layers_go_from_device_to_device(
+    make_ends: MakeEnds, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """By ``tcp`` they are staged on the host at both ends."""
+    if kind == "nixl":
+        request.getfixturevalue("fake_nixl")
+    source, target = DevicePool("p", 64), DevicePool("d", 64)
     sending, receiving = pair(kind, source, target)
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
     target_ids, source_ids = [40, 3, 17, 18, 19, 60], [5, 6, 7, 20, 9, 8]
@@ -65,16 +93,20 @@ async def test_blocks_and_layers_go_from_device_to_device(make_ends: MakeEnds, k
     ends.sender.send_blocks("r", 0, source_ids[:4], range(1, 2))
     ends.sender.send_blocks("r", 4, source_ids[4:], last=True, trailer=b"token 1")
     received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
-    assert ends.blocks_of(target, target_ids[1:]) == ends.blocks_of(source, source_ids[1:])
+    assert target.bytes_of(target_ids[1:]) == source.bytes_of(source_ids[1:])
     assert received.proof.kv_bytes == sent.bytes == 5 * LAYOUT.block_bytes
-    assert (received.proof.transport, received.proof.checksum, received.trailer) == (kind, "off", b"token 1")
+    assert (received.proof.transport, received.proof.checksum, received.trailer) == (
+        kind,
+        "xxh3-64 verified" if kind == "tcp" else "off",
+        b"token 1",
+    )
     assert ends.sender.links()[0].transport == kind
     assert ends.receiver.refused == {}
 
 
 async def test_workers_on_different_gpus_do_not_meet() -> None:
-    gpu, store = OneGpu(), MemoryStore(LAYOUT, 4)
-    here, there = gpu.transport("p", store, "GPU-1"), gpu.transport("d", store, "GPU-2")
+    gpu = OneGpu()
+    here, there = gpu.transport(DevicePool("p", 4), "GPU-1"), gpu.transport(DevicePool("d", 4), "GPU-2")
     endpoint = await there.listen("127.0.0.1")
     assert here.obstacle(endpoint) == "it uses another GPU of this host"
     assert here.obstacle(KVEndpoint("cuda_ipc", "elsewhere/GPU-1/name")) == "it is on another host, or another user's"
@@ -83,24 +115,60 @@ async def test_workers_on_different_gpus_do_not_meet() -> None:
     await there.aclose()
 
 
-async def test_memory_that_cannot_be_opened_is_refused() -> None:
+async def test_memory_that_cannot_be_opened_loses_the_link() -> None:
+    gpu, other = OneGpu(), OneGpu()
+    here, there = gpu.transport(DevicePool("p", 4)), other.transport(DevicePool("d", 4))
+    endpoint = await there.listen("127.0.0.1")
     with pytest.raises(TransferRefused, match="invalid device context"):
-        PeerDeviceMemory(["unknown"], OneGpu().open)
+        await here.connect(endpoint, 2.0)
+    await here.aclose()
+    await there.aclose()
 
 
 async def test_only_what_lies_in_the_pool_can_be_sent() -> None:
-    gpu, source, target = OneGpu(), MemoryStore(LAYOUT, 4), MemoryStore(LAYOUT, 4)
-    here, there = gpu.transport("p", source), gpu.transport("d", target)
+    gpu, source, target = OneGpu(), DevicePool("p", 4), DevicePool("d", 4)
+    here, there = gpu.transport(source), gpu.transport(target)
     endpoint = await there.listen("127.0.0.1")
     link, accepted = await asyncio.gather(here.connect(endpoint, 2.0), there.accept())
     accepted.introduced()
-    elsewhere: list[Any] = [torch.zeros(16, dtype=torch.uint8)]
     with pytest.raises(ValueError, match="outside the pool"):
-        await link.send(b"h", elsewhere)
-    await link.send(b"h", source.read_blocks([2], on_device=True))
-    message = await accepted.recv()
-    sink = Sink([torch.empty(message.size, dtype=torch.uint8)])
-    await accepted.take(sink)
-    assert sink.left == 0
+        await link.send(b"h", inline(b"elsewhere"))
+    await link.send(b"h", await link.payload(source.regions([2])))
+    await accepted.recv()
+    fetch = accepted.fetch(target.regions([1]))
+    await fetch
+    assert fetch.left == 0
     await here.aclose()
     await there.aclose()
+
+
+async def test_nothing_writes_a_device_any_more_once_a_fetch_is_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device still copies when the fetch is cancelled."""
+    source, target = DevicePool("p", 4), DevicePool("d", 4)
+    gpu = OneGpu()
+    here, there = gpu.transport(source), gpu.transport(target)
+    link, accepted = await asyncio.gather(here.connect(await there.listen("127.0.0.1"), 2.0), there.accept())
+    accepted.introduced()
+    copied = False
+    monkeypatch.setattr(DeviceMemory, "settled", lambda _: lambda: copied)
+    await link.send(b"h", await link.payload(source.regions([2])))
+    await accepted.recv()
+    fetch = accepted.fetch(target.regions([1]))
+
+    async def move() -> None:
+        await fetch
+
+    moving, resting = asyncio.create_task(move()), None
+    try:
+        await asyncio.sleep(0.01)
+        fetch.cancel()
+        resting = asyncio.create_task(fetch.at_rest())
+        await asyncio.sleep(0.02)
+        assert not resting.done()
+        copied = True
+        async with asyncio.timeout(5):
+            await resting
+            await moving
+    finally:
+        await here.aclose()
+        await there.aclose()

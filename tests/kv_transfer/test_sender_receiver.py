@@ -7,18 +7,15 @@ import importlib.util
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 import kv_transfer.receiver
 import kv_transfer.send_link
 import kv_transfer.sender
 from kv_transfer.factory import create_transport
-from kv_transfer.handoff_over import HandoffOver
-from kv_transfer.memory_store import MemoryStore
-from kv_transfer.status import TransferStatus
+from kv_transfer.transfer import TransferEnded, TransferStatus
 from pdserve.core.errors import (
     ConfigError,
     LayoutMismatch,
@@ -31,6 +28,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
+from tests.host_pool import HostPool, changed
 
 MakeEnds = Callable[..., Awaitable[Any]]
 NIXL = pytest.param(
@@ -73,8 +71,8 @@ async def test_a_prompt_travels_in_chunks(make_ends: MakeEnds, transport: str, l
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_prompt_travels_layer_by_layer(make_ends: MakeEnds, transport: str, layout: KVLayout) -> None:
-    layout = replace(layout, num_layers=5)
-    ends = await make_ends(transport, layout=layout, message_bytes=3 * layout.layer_bytes)
+    layout = changed(layout, num_layers=5)
+    ends = await make_ends(transport, layout=layout, message_bytes=3 * layout.layer_bytes(range(1)))
     target_ids, source_ids = [40, 3, 17, 18, 19], [5, 6, 7, 20, 9]
     ends.sender.start("r", ends.receiver.expect("r", target_ids, 1, ends.in_s(10)), ends.in_s(10))
     for layers in (range(2), range(2, 3)):
@@ -129,7 +127,7 @@ async def test_no_more_travels_than_may(make_ends: MakeEnds) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_the_link_is_measured_when_it_is_opened(make_ends: MakeEnds, transport: str) -> None:
-    layout = KVLayout("model", "float32", block_size=64, num_layers=8, num_kv_heads=4, head_dim=64)  # 1 MiB
+    layout = KVLayout.uniform("model", "float32", block_size=64, num_layers=8, num_kv_heads=4, head_dim=64)  # 1 MiB
     ends = await make_ends(transport, layout=layout, num_blocks=8, message_bytes=2**20)
     await ends.sender.connect("d", "e1", ends.endpoints)
     (link,) = ends.sender.links()
@@ -209,7 +207,7 @@ async def test_adjacent_blocks_are_coalesced(make_ends: MakeEnds) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_larger_than_a_message_should_be(make_ends: MakeEnds, transport: str) -> None:
-    layout = KVLayout("model", "bfloat16", block_size=64, num_layers=32, num_kv_heads=8, head_dim=128)  # 8 MiB
+    layout = KVLayout.uniform("model", "bfloat16", block_size=64, num_layers=32, num_kv_heads=8, head_dim=128)  # 8 MiB
     ends = await make_ends(transport, layout=layout, num_blocks=3, message_bytes=2**20)
     ends.sender.start("r", ends.receiver.expect("r", [2, 0, 1], 0, ends.in_s(20)), ends.in_s(20))
     ends.sender.send_blocks("r", 0, [0, 1, 2], last=True)
@@ -219,7 +217,7 @@ async def test_blocks_larger_than_a_message_should_be(make_ends: MakeEnds, trans
 
 
 async def test_blocks_larger_than_any_message_are_a_configuration_error(make_ends: MakeEnds) -> None:
-    layout = KVLayout("model", "float32", block_size=1024, num_layers=80, num_kv_heads=8, head_dim=128)
+    layout = KVLayout.uniform("model", "float32", block_size=1024, num_layers=80, num_kv_heads=8, head_dim=128)
     with pytest.raises(ConfigError, match=r"^engine\.block_size: "):
         await make_ends(layout=layout, num_blocks=0)
 
@@ -245,35 +243,26 @@ async def test_checksums_must_be_on_at_both_ends_or_neither(make_ends: MakeEnds)
         await ends.sender.connect("d", "e1", ends.endpoints)
 
 
-class RecordingStore(MemoryStore):
-    """Keeps what is thrown away here, and gives no blocks away."""
-
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        super().__init__(layout, num_blocks)
-        self.thrown_away: list[memoryview] = []
-
-    if not TYPE_CHECKING:
-
-        def scratch(self, size: int, *, on_device: bool = False) -> memoryview:
-            """Memory that the test sees afterwards."""
-            self.thrown_away.append(memoryview(bytearray(b"\xff" * size)))
-            return self.thrown_away[-1]
-
-        def read_blocks(self, *_: object, **__: object) -> list[memoryview]:
-            """Nobody may ask for blocks."""
-            raise AssertionError("a probe was cut from the pool")
-
-
 @pytest.mark.parametrize("transport", [*TRANSPORTS, NIXL])
 async def test_links_are_measured_with_zeros_and_never_with_kv(
-    make_ends: MakeEnds, transport: str, layout: KVLayout
+    make_ends: MakeEnds, transport: str, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target = RecordingStore(layout, 64), RecordingStore(layout, 64)
-    ends = await make_ends(transport, source=source, target=target)
+    ends = await make_ends(transport)
+    source, target = ends.source, ends.target
     assert any(source.data)
+    (area,) = target.probe(0, target.probe_bytes)
+    target.host.view(area)[:] = b"\xff" * area.size
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a probe was cut from the pool")
+
+    for pool in (source, target):
+        monkeypatch.setattr(pool, "regions", refuse)
     await ends.sender.connect("d", "e1", ends.endpoints)
-    assert target.thrown_away
-    assert not any(any(probe) for probe in target.thrown_away)
+    measured = bytes(target.host.view(area))
+    assert 2**16 <= len(measured.rstrip(b"\xff")) < len(measured) + 1
+    assert set(measured) <= {0, 0xFF}
+    assert not any(target.data)
     (link,) = ends.sender.links()
     assert link.transport == transport
 
@@ -349,7 +338,7 @@ async def test_aborting_at_the_sender_fails_the_receiver_fast(make_ends: MakeEnd
     async with asyncio.timeout(30):  # told as soon as there is a link
         with pytest.raises(TransferError, match=r"the sender of r gave up: .* aborted by its sender"):
             await ends.receiver.wait("r")
-    with pytest.raises(HandoffOver, match="not being sent"):
+    with pytest.raises(TransferEnded, match="not being sent"):
         ends.sender.status("r")
     await ends.sender.abort("r")
     await check_works(ends)
@@ -367,7 +356,7 @@ async def test_aborting_at_the_receiver_fails_the_sender_fast(make_ends: MakeEnd
         with pytest.raises(TransferError):
             await ends.sender.wait("r")
     assert ends.target.data == before
-    with pytest.raises(HandoffOver, match="not expected"):
+    with pytest.raises(TransferEnded, match="not expected"):
         ends.receiver.status("r")
     await ends.receiver.abort("r")
     await check_works(ends)
@@ -917,7 +906,7 @@ async def test_aborting_what_waits_for_its_announcement_leaves_the_link_alone(ma
     start = time.monotonic()
     await ends.sender.abort("waiting")
     assert time.monotonic() - start < 5
-    with pytest.raises(HandoffOver):
+    with pytest.raises(TransferEnded):
         ends.sender.status("waiting")
     ends.sender.send_blocks("r", 2, [2, 3], last=True)
     await both(ends, "r")
@@ -951,7 +940,7 @@ async def test_announcements_of_what_never_begins_are_bounded(
 
 async def test_bad_arguments_of_announced_hand_offs(make_ends: MakeEnds) -> None:
     ends = await make_ends()
-    with pytest.raises(HandoffOver, match="not expected"):
+    with pytest.raises(TransferEnded, match="not expected"):
         ends.receiver.announce("r", "p")
     ends.sender.push("r", ends.peer, 2, ends.in_s(5))
     with pytest.raises(ValueError, match="already"):
@@ -973,7 +962,7 @@ async def test_bad_arguments(make_ends: MakeEnds) -> None:
     destination = ends.receiver.expect("r", [1, 2], 0, ends.in_s(5))
     with pytest.raises(ValueError, match="already"):
         ends.receiver.expect("r", [3], 0, ends.in_s(5))
-    with pytest.raises(HandoffOver, match="not being sent"):
+    with pytest.raises(TransferEnded, match="not being sent"):
         ends.sender.send_blocks("r", 0, [1])
     ends.sender.start("r", destination, ends.in_s(5))
     with pytest.raises(ValueError, match="already"):
@@ -990,19 +979,19 @@ async def test_bad_arguments(make_ends: MakeEnds) -> None:
         unstarted(ends).expect("r", [1], 0, 0.0)
 
 
-def test_the_memory_store_knows_its_blocks(layout: KVLayout) -> None:
-    store = MemoryStore(layout, 4)
+def test_a_pool_knows_its_blocks(layout: KVLayout) -> None:
+    store = HostPool(layout, 4)
     with pytest.raises(ValueError, match="block 4 is outside the pool of 4"):
-        store.land([4])
-    assert [len(view) for view in store.read_blocks([0, 1, 3])] == [2048, 1024]
-    assert [len(view) for view in store.land([0, 1, 3], range(1, 2)).parts] == [512, 512, 512]
+        store.regions([4])
+    assert store.regions([0, 1, 3]) == [(0, 2048), (3072, 1024)]
+    assert store.regions([0, 1, 3], range(1, 2)) == [(512, 512), (1536, 512), (3584, 512)]
 
 
 def unstarted(ends: Any) -> Any:
     """A receiver that does not listen yet."""
     return type(ends.receiver)(
         ends.target,
-        [create_transport("loopback")],
+        [create_transport("loopback", ends.target.memory)],
         worker_id="x",
         epoch="x",
         checksum=True,
@@ -1029,9 +1018,9 @@ async def both(ends: Any, name: str) -> Any:
 def check_nothing_left(ends: Any) -> None:
     """Neither end keeps anything of a hand-off that is over."""
     sender, receiver = ends.sender, ends.receiver
-    left = [sender._handoffs, sender._leases, receiver._by_request, receiver._by_nonce, receiver._leases]
+    left = [sender._transfers, receiver._by_attempt, receiver._by_nonce]
     for peer in sender._peers.values():
-        left += [peer._handoffs, peer._unbound, peer._announced]
+        left += [peer._transfers, peer._unbound, peer._announced]
     assert not any(left), left
 
 

@@ -23,9 +23,7 @@ import pytest
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import Hello, Open, encode
-from kv_transfer.memory_store import MemoryStore
-from kv_transfer.receive_link import ReceiveLink
-from kv_transfer.receiver import KVReceiver
+from kv_transfer.receiver import KVReceiver, ReceiveLink
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.acceptor import Acceptor
 from kv_transfer.transports.socket_stream import SocketStream
@@ -34,11 +32,14 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
+from tests.host_pool import HostPool, inline
 from tests.kv_transfer.end import End, until
 
 importlib.import_module("kv_transfer.transports.torch_store")  # here, where no timeout runs: it takes seconds
 
-LAYOUT = KVLayout("model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)  # blocks of 32 KiB
+LAYOUT = KVLayout.uniform(
+    "model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64
+)  # blocks of 32 KiB
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 )
@@ -53,9 +54,9 @@ class Ends:
     """A receiver "d" that listens, and the sender's transport."""
 
     def __init__(self, name: str) -> None:
-        self.source, self.target = MemoryStore(LAYOUT, 4), MemoryStore(LAYOUT, 4)
-        self.listening: KVTransport = create_transport(name, timeout_s=5.0, memory=self.target.memory)
-        self.calling: KVTransport = create_transport(name, timeout_s=5.0, memory=self.source.memory)
+        self.source, self.target = HostPool(LAYOUT, 4), HostPool(LAYOUT, 4)
+        self.listening: KVTransport = create_transport(name, self.target.memory, timeout_s=5.0)
+        self.calling: KVTransport = create_transport(name, self.source.memory, timeout_s=5.0)
         self.receiver = KVReceiver(
             self.target, [self.listening], worker_id="d", epoch="e", checksum=True, clock=MonotonicClock(), lease_s=60.0
         )
@@ -162,7 +163,7 @@ async def test_whoever_says_something_else_first_is_hung_up_on_at_once(name: str
         link = await ends.call()
         async with asyncio.timeout(AT_ONCE_S):
             with contextlib.suppress(TransferError):
-                await link.send(header, [bytes(size)] if size else [])
+                await link.send(header, inline(bytes(size)))
                 await link.recv()  # the reason, or the end
         await link.aclose()
         await empty(ends.strangers)
@@ -285,7 +286,7 @@ async def test_a_connection_that_fails_leaves_no_object_socket_or_task(name: str
         async def fail(header: bytes, size: int) -> None:
             link = await ends.call()
             with contextlib.suppress(TransferError):
-                await link.send(header, [bytes(size)] if size else [])
+                await link.send(header, inline(bytes(size)))
                 await link.recv()
             await link.aclose()
 

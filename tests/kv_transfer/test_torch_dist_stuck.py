@@ -7,20 +7,24 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kv_transfer import sender as sender_module
-from kv_transfer.base import Buffer, KVLink
-from kv_transfer.handoff_over import HandoffOver
+from kv_transfer.base import NOTHING, KVLink
+from kv_transfer.fetch import Payload
+from kv_transfer.memory import HostMemory
+from kv_transfer.transfer import TransferEnded
 from kv_transfer.transports import torch_link
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from kv_transfer.transports.torch_groups import Groups
 from kv_transfer.transports.torch_link import TorchDistLink
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
+from tests.host_pool import HostPool, inline
+from tests.kv_transfer.conftest import LAYOUT
 
 MakeEnds = Callable[..., Awaitable[Any]]
 TIMEOUT_S = 0.4
@@ -74,7 +78,7 @@ def stick(link: KVLink, *, aborts: bool = True) -> StuckGroups:
 @contextlib.asynccontextmanager
 async def linked(timeout_s: float) -> AsyncIterator[tuple[KVLink, KVLink]]:
     """Both ends of a link; ``timeout_s`` is that of the first."""
-    client, listener = TorchDistTransport(timeout_s=timeout_s), TorchDistTransport(timeout_s=10.0)
+    client, listener = (TorchDistTransport(HostMemory.create(4096), timeout_s=each) for each in (timeout_s, 10.0))
     try:
         endpoint = await listener.listen("127.0.0.1")
         connected, accepted = await client.connect(endpoint, 10.0), await listener.accept()
@@ -111,7 +115,7 @@ async def test_a_peer_that_dies_in_mid_payload_is_noticed_at_once(doing: str) ->
         groups = stick(link)
         if doing == "receiving":
             await announce(peer, 1000)
-        work = asyncio.create_task(link.send(b"h", [bytes(1000)]) if doing == "sending" else link.recv())
+        work = asyncio.create_task(link.send(b"h", inline(bytes(1000))) if doing == "sending" else link.recv())
         await begun(groups)
         with within(8):
             await peer.aclose()
@@ -127,7 +131,7 @@ async def test_a_peer_that_hangs_in_mid_payload_is_given_up_after_the_timeout(do
         if doing == "receiving":
             await announce(peer, 1000)
         with within(TIMEOUT_S + 8), pytest.raises(TransferTimeout, match="a payload timed out"):
-            await (link.send(b"h", [bytes(1000)]) if doing == "sending" else link.recv())
+            await (link.send(b"h", inline(bytes(1000))) if doing == "sending" else link.recv())
         assert groups.aborted.is_set()
         with pytest.raises(TransferError):
             await link.send(b"h")
@@ -142,7 +146,7 @@ async def test_a_send_ends_even_if_the_abort_does_not_end_it(
     monkeypatch.setattr(torch_link, "_GRACE_S", 0.1)
     async with linked(TIMEOUT_S) as (link, _):
         groups = stick(link, aborts=False)
-        work = asyncio.create_task(link.send(b"h", [bytes(1000)]))
+        work = asyncio.create_task(link.send(b"h", inline(bytes(1000))))
         await begun(groups)
         with within(2 * TIMEOUT_S + 8):
             if ending == "cancelled":
@@ -158,7 +162,7 @@ async def test_a_send_ends_even_if_the_abort_does_not_end_it(
 async def test_closing_ends_a_stuck_send() -> None:
     async with linked(30.0) as (link, _):
         groups = stick(link)
-        work = asyncio.create_task(link.send(b"h", [bytes(1000)]))
+        work = asyncio.create_task(link.send(b"h", inline(bytes(1000))))
         await begun(groups)
         with within(8):
             await link.aclose()
@@ -169,7 +173,9 @@ async def test_closing_ends_a_stuck_send() -> None:
 @pytest.mark.parametrize("giving_up", ["the peer dies", "abort"])
 async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, giving_up: str) -> None:
     timeout_s = 1.0 if giving_up == "abort" else 30.0
-    ends = await make_ends("torch_dist", lease_s=30.0, sending=TorchDistTransport(timeout_s=timeout_s))
+    source = HostPool(LAYOUT, 64)
+    sending = TorchDistTransport(source.memory, timeout_s=timeout_s)
+    ends = await make_ends("torch_dist", lease_s=30.0, source=source, sending=sending)
     await ends.sender.connect("d", "e1", ends.endpoints)
     groups = stick(ends.sender._peers["d"]._link)
     ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(30)), ends.in_s(30))
@@ -196,9 +202,9 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
     await ends.sender.connect("d", "e1", ends.endpoints)
     reading, over = asyncio.Event(), asyncio.Event()
 
-    async def send(header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        reading.set() if payload else None
-        while payload and not over.is_set():
+    async def send(header: bytes, payload: Payload = NOTHING) -> None:
+        reading.set() if payload.size else None
+        while payload.size and not over.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await over.wait()
 
@@ -213,7 +219,7 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
             with pytest.raises(TransferTimeout, match="deadline"):
                 await ends.sender.wait("r")
     assert "r: a send of its blocks has not ended for 0.2 s" in caplog.text
-    with pytest.raises(HandoffOver, match="not being sent"):
+    with pytest.raises(TransferEnded, match="not being sent"):
         ends.sender.status("r")
     over.set()
 

@@ -21,13 +21,13 @@ import pytest
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
-from kv_transfer.memory_store import MemoryStore
+from kv_transfer.memory import HostMemory
 from kv_transfer.sender import KVSender
-from kv_transfer.sink import Sink
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVDestination, KVEndpoint
-from pdserve.core.kv_layout import KVLayout
+from pdserve.core.kv_layout import KVLayout, Region
+from tests.host_pool import HostPool, inline
 
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.param(
@@ -67,7 +67,7 @@ async def echoing(
     transport_name: str, timeout_s: float = 20.0
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, KVLink]]:
     """A process that echoes, and a link to it."""
-    transport = create_transport(transport_name, timeout_s=timeout_s)
+    transport = create_transport(transport_name, HostMemory.create(2**23), timeout_s=timeout_s)
     async with peer("echo", transport_name) as process:
         link = await transport.connect(KVEndpoint(transport_name, (await line_of(process))["address"]), 10.0)
         try:
@@ -81,7 +81,7 @@ async def echoing(
 async def flood(link: KVLink) -> None:
     """Send without end."""
     while True:
-        await link.send(b"h", [bytes(2**20)])
+        await link.send(b"h", inline(bytes(2**20)))
 
 
 async def drain(link: KVLink) -> None:
@@ -93,14 +93,16 @@ async def drain(link: KVLink) -> None:
 @NETWORK
 async def test_messages_come_back_from_another_process(transport_name: str) -> None:
     async with echoing(transport_name) as (_, link):
-        payload = random.Random(2).randbytes(3 * 2**20)
+        memory, into = link.memory, Region(2**22, 3 * 2**20)
+        assert isinstance(memory, HostMemory)
+        memory.view(Region(0, into.size))[:] = content = random.Random(2).randbytes(into.size)
         for i in range(5):
-            await link.send(b"%d" % i, [payload[: 2**20], payload[2**20 :]])
+            await link.send(b"%d" % i, await link.payload([Region(0, 2**20), Region(2**20, 2**21)]))
             message = await link.recv()
-            assert message.header == b"%d" % i
-            into = bytearray(message.size)
-            await link.take(Sink([memoryview(into)]))
-            assert into == payload
+            assert (message.header, message.size) == (b"%d" % i, into.size)
+            memory.view(into)[:] = bytes(into.size)
+            await link.fetch([into])
+            assert memory.view(into) == content
 
 
 @NETWORK
@@ -131,10 +133,10 @@ async def test_a_stopped_peer_holds_a_sender_for_the_timeout_only(transport_name
 
 @NETWORK
 async def test_a_hand_off_to_another_process(transport_name: str) -> None:
-    layout = KVLayout("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
-    store, clock = MemoryStore(layout, 32), MonotonicClock()
+    layout = KVLayout.uniform("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
+    store, clock = HostPool(layout, 32), MonotonicClock()
     store.data[:] = random.Random(3).randbytes(len(store.data))
-    transport = create_transport(transport_name, memory=store.memory)
+    transport = create_transport(transport_name, store.memory)
     sender = KVSender(
         store,
         [transport],

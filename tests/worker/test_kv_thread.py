@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from engine.messages import Command, Computed, KVEvent, Progress, Release, Reserved
-from kv_transfer.handoff_over import HandoffOver
-from kv_transfer.memory_store import MemoryStore
+from kv_transfer.transfer import TransferEnded
 from kv_transfer.transports.loopback import LoopbackTransport
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, TransferTimeout, WorkerLost
 from pdserve.core.kv_layout import KVLayout
+from tests.host_pool import HostPool
 from worker.kv import KVEnds, KVThread
 
-LAYOUT = KVLayout("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
+LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
 
 
-class Pool(MemoryStore):
+class Pool(HostPool):
     """One that has no file to unmap."""
 
     closed = False
@@ -106,7 +106,7 @@ class Harness:
         pool: Any = self.pool
         self.kv = KVThread(
             pool,
-            [LoopbackTransport()],
+            [LoopbackTransport(self.pool.memory)],
             TransferConfig(),
             anything,
             worker_id="w",
@@ -294,7 +294,7 @@ async def test_a_hand_off_that_cannot_begin_fails_at_once(harness: Harness) -> N
 
 
 async def test_an_event_of_a_hand_off_that_has_just_ended_is_no_error(harness: Harness) -> None:
-    handoff = Handoff(5, bug=HandoffOver("it is over"))
+    handoff = Handoff(5, bug=TransferEnded("it is over"))
     async with harness.kv.begin(handoff) as running:
         harness.tell(RESERVED)
         await come(handoff.running)

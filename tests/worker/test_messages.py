@@ -41,7 +41,7 @@ from worker.messages import (
     to_frame,
 )
 
-LAYOUT = KVLayout("abc", "bfloat16", 64, 30, 3, 64)
+LAYOUT = KVLayout.uniform("abc", "bfloat16", 64, 30, 3, 64)
 ENDPOINTS = (KVEndpoint("shm", "host/name"), KVEndpoint("tcp", "10.0.0.1:5"))
 PEER = KVPeer("decode-0", "e1", ENDPOINTS)
 PROOF = TransferProof("torch_dist", 10, 3, 5, 2, 4, "xxh3-64 verified", 0.5, 1.5, 1.25, 1.75, 2.5, 9.5)

@@ -22,7 +22,6 @@ import prefill_worker.push
 from engine.messages import Abort, Command, KVRole
 from engine.process.client import EngineClient
 from kv_transfer.factory import create_transport
-from kv_transfer.memory_store import MemoryStore
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -43,6 +42,7 @@ from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo
 from pdserve.pb import worker_pb2 as pb
+from tests.host_pool import HostPool
 from tests.local_cluster import free_port
 from tests.random_models import greedy_tokens, save_random_model
 from worker import messages
@@ -97,9 +97,10 @@ async def running(
 @contextlib.asynccontextmanager
 async def sending_to(info: WorkerInfo) -> AsyncIterator[KVSender]:
     """A prefill worker's KV end, linked."""
-    transport = create_transport("tcp")
+    pool = HostPool(info.layout, 16)
+    transport = create_transport("tcp", pool.memory)
     sender = KVSender(
-        MemoryStore(info.layout, 16),
+        pool,
         [transport],
         worker_id="test",
         checksum=True,
@@ -132,9 +133,10 @@ class Receiving:
 @contextlib.asynccontextmanager
 async def receiving_for(info: WorkerInfo) -> AsyncIterator[Receiving]:
     """A decode worker's KV end."""
-    transport = create_transport("tcp")
+    pool = HostPool(info.layout, 16)
+    transport = create_transport("tcp", pool.memory)
     receiver = KVReceiver(
-        MemoryStore(info.layout, 16),
+        pool,
         [transport],
         worker_id="test",
         epoch="e1",
@@ -183,8 +185,8 @@ async def check_idle(worker: Worker, restarts: int = 0) -> None:
     assert not table._requests
     assert not table._deadlines
     ends = kv._sender, kv._receiver
-    await until(lambda: not (kv._running or ends[0]._handoffs or ends[0]._leases))
-    await until(lambda: not (ends[1]._by_request or ends[1]._by_nonce))
+    await until(lambda: not (kv._running or ends[0]._transfers))
+    await until(lambda: not (ends[1]._by_attempt or ends[1]._by_nonce))
     assert (worker.info.engine_restarts, worker.info.ready) == (restarts, True)
 
 
@@ -502,7 +504,7 @@ class Phases:
         assert not self.streams["streaming"].done()
 
     def _status(self, name: str) -> str | None:
-        incoming = self.worker.incarnation.kv._receiver._by_request.get(name)
+        incoming = self.worker.incarnation.kv._receiver._by_attempt.get(name)
         return None if incoming is None else incoming.status
 
     def _begin(self, name: str, max_tokens: int = 4) -> None:
@@ -631,7 +633,7 @@ async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None
         await to_prefill.connect_peer(to_decode.info.peer)
         pushing = asyncio.create_task(outputs(to_prefill.push(request_for("r"), to_decode.info.peer)))
         receiving = asyncio.create_task(outputs(to_decode.receive(request_for("r"), to_prefill.info.peer)))
-        incoming = decode.incarnation.kv._receiver._by_request
+        incoming = decode.incarnation.kv._receiver._by_attempt
         await until(lambda: "r" in incoming and incoming["r"].status in ("waiting", "transferring"))
         given_up, other = (pushing, receiving) if half == "prefill" else (receiving, pushing)
         async with asyncio.timeout(AT_ONCE_S):

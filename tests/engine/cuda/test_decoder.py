@@ -58,7 +58,9 @@ def make_engine(folder: Path, device: torch.device, block_size: int) -> tuple[Mo
     """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU."""
     source = resolve_model(str(folder))
     shape = source.shape
-    layout = KVLayout(source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    layout = KVLayout.uniform(
+        source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
+    )
     pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
     weights = load_weights(source, torch.float32, device)
     model = LlamaDecoder(weights, shape.max_position_embeddings, CUDA_FORM)

@@ -52,7 +52,7 @@ def dtypes(number: int) -> list[str]:
 
 def make_pool(shape: Shape, dtype: str, device: torch.device) -> KVPool:
     """A pool full of random numbers."""
-    layout = KVLayout("m", dtype, shape.block_size, LAYERS, shape.kv_heads, shape.head_dim)
+    layout = KVLayout.uniform("m", dtype, shape.block_size, LAYERS, shape.kv_heads, shape.head_dim)
     size = NUM_BLOCKS * layout.block_bytes // TORCH_DTYPES[dtype].itemsize
     return KVPool(layout, NUM_BLOCKS, torch.randn(size).to(device, TORCH_DTYPES[dtype]), {})
 

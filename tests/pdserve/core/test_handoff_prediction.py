@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, Part, hidden_tokens_per_s, hiding_gbs, predict
 from pdserve.core.kv_layout import KVLayout
 
-LAYOUT = KVLayout("m", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)  # 1.4 MiB a block
+LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)  # 1.4 MiB a block
 
 
 def plan(tokens: int, overlap: Overlap, *, chunk: int = 512, groups: int = 8) -> HandoffPlan:
@@ -72,7 +72,7 @@ def test_chunks_smaller_than_a_block_send_when_it_is_full() -> None:
 def test_groups_of_layers_are_ready_as_they_are_computed() -> None:
     parts = plan(1024, "layer", groups=3).parts()
     assert [part.ready for part in parts] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
-    assert {part.num_bytes for part in parts} == {8 * 10 * LAYOUT.layer_bytes}
+    assert {part.num_bytes for part in parts} == {8 * LAYOUT.layer_bytes(range(10))}
 
 
 def test_the_window_bounds_a_long_fat_link() -> None:

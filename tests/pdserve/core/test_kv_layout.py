@@ -1,17 +1,29 @@
-"""KV bytes are arithmetic, and two layouts agree only if every field does."""
+"""KV bytes are arithmetic, regions are where they lie, and two layouts fit only if one's regions are in the other."""
 
 from __future__ import annotations
+
+import random
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from pdserve.core.errors import LayoutMismatch
-from pdserve.core.kv_layout import DTYPE_BYTES, MAX_BLANK_BYTES, MAX_PROBE_BYTES, KVLayout, blank_memory
+from pdserve.core.kv_layout import (
+    DTYPE_BYTES,
+    MAX_PROBE_AREA_BYTES,
+    MAX_PROBE_BYTES,
+    CacheSpec,
+    KVLayout,
+    Region,
+    pair_regions,
+    probe_area,
+)
+from tests.host_pool import changed
 
-LLAMA_3_8B = KVLayout("h", "bfloat16", 64, 32, 8, 128)
+LLAMA_3_8B = KVLayout.uniform("h", "bfloat16", 64, 32, 8, 128)
 
 
 def test_known_sizes() -> None:
@@ -19,7 +31,7 @@ def test_known_sizes() -> None:
     assert LLAMA_3_8B.block_bytes == 8 * 2**20
     assert replace(LLAMA_3_8B, dtype="float32").token_bytes == 256 * 1024
     assert replace(LLAMA_3_8B, dtype="float16").token_bytes == LLAMA_3_8B.token_bytes
-    assert KVLayout("h", "float32", 64, 30, 3, 64).token_bytes == 46_080
+    assert KVLayout.uniform("h", "float32", 64, 30, 3, 64).token_bytes == 46_080
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3)])
@@ -44,7 +56,7 @@ def test_expected_bytes_are_whole_blocks_less_the_skipped() -> None:
 def test_expected_bytes_is_the_designs_formula(
     prompt: int, block_size: int, layers: int, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
-    layout = KVLayout("h", dtype, block_size, layers, kv_heads, head_dim)
+    layout = KVLayout.uniform("h", dtype, block_size, layers, kv_heads, head_dim)
     full, rest = divmod(prompt, block_size)
     blocks = full + (rest > 0)
     dtype_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
@@ -52,34 +64,147 @@ def test_expected_bytes_is_the_designs_formula(
 
 
 def test_equal_layouts_agree() -> None:
-    LLAMA_3_8B.check_compatible(replace(LLAMA_3_8B))
+    LLAMA_3_8B.check_source(replace(LLAMA_3_8B))
 
 
-@pytest.mark.parametrize("name", KVLayout.__struct_fields__)
+@pytest.mark.parametrize("name", ["model_hash", "dtype", "block_size", *CacheSpec.__struct_fields__])
 def test_each_field_must_agree_and_is_named(name: str) -> None:
-    mine = getattr(LLAMA_3_8B, name)
+    of_cache = name in CacheSpec.__struct_fields__
+    mine = getattr(LLAMA_3_8B.caches[0] if of_cache else LLAMA_3_8B, name)
     theirs = f"{mine}x" if isinstance(mine, str) else mine + 1
     with pytest.raises(LayoutMismatch, match=f"differs in {name}: {mine!r} here, {theirs!r} at the peer"):
-        LLAMA_3_8B.check_compatible(KVLayout(**asdict(LLAMA_3_8B) | {name: theirs}))
+        LLAMA_3_8B.check_source(changed(LLAMA_3_8B, **{name: theirs}))
+
+
+def test_the_number_of_caches_must_agree() -> None:
+    with pytest.raises(LayoutMismatch, match="differs in number of caches: 1 here, 2 at the peer"):
+        LLAMA_3_8B.check_source(replace(LLAMA_3_8B, caches=LLAMA_3_8B.caches * 2))
+
+
+def test_a_source_must_hold_all_heads_that_are_needed() -> None:
+    quarter = replace(LLAMA_3_8B, tp_size=4, tp_rank=1)
+    half = replace(LLAMA_3_8B, tp_size=2, tp_rank=0)
+    quarter.check_source(half)
+    quarter.check_source(LLAMA_3_8B)
+    with pytest.raises(
+        LayoutMismatch, match=r"holds KV heads 2 to 3 \(share 1 of 4\), and heads 0 to 3 are needed here"
+    ):
+        half.check_source(quarter)
+    with pytest.raises(LayoutMismatch, match="heads 4 to 5"):
+        replace(quarter, tp_rank=2).check_source(half)
+
+
+def test_shares_divide_the_heads_and_repeat_them_where_there_are_more_shares() -> None:
+    (cache,) = LLAMA_3_8B.caches
+    for size, heads in (
+        (2, [range(4), range(4, 8)]),
+        (1, [range(8)]),
+        (16, [range(i // 2, i // 2 + 1) for i in range(16)]),
+    ):
+        assert [replace(LLAMA_3_8B, tp_size=size, tp_rank=rank).heads(cache) for rank in range(size)] == heads
+    assert replace(LLAMA_3_8B, tp_size=4, tp_rank=3).block_bytes == LLAMA_3_8B.block_bytes // 4
+
+
+HYBRID = KVLayout("h", "float32", 4, (CacheSpec(2, 8, 16), CacheSpec(1, 1, 24, planes=1), CacheSpec(1, 4, 8)))
+
+
+def test_a_latent_cache_and_groups_of_layers_are_other_specs() -> None:
+    sizes = [2 * 8 * 16 * 4 * 4] * 2 + [24 * 4 * 4] + [2 * 4 * 8 * 4 * 4]
+    assert HYBRID.num_layers == 4
+    assert [HYBRID.layer_bytes(range(layer, layer + 1)) for layer in range(4)] == sizes
+    assert HYBRID.block_bytes == sum(sizes)
+    assert HYBRID.regions([1], 2, range(2, 3)) == [Region(sum(sizes) + 2 * sizes[0], sizes[2])]
+    assert HYBRID.regions([0, 1], 2) == [Region(0, 2 * sum(sizes))]
+
+
+@given(st.data())
+def test_blocks_map_between_pools_of_any_number_of_shares(data: st.DataObject) -> None:
+    """Pools sliced as tensor parallelism 1, 2 and 4 have them: each share of the target is put together out of the
+    shares of the source, in whatever layers it comes, and holds the bytes that a pool of the whole model holds."""
+    layout = data.draw(st.sampled_from([HYBRID, KVLayout.uniform("h", "bfloat16", 2, 3, 4, 8)]))
+    num_blocks = 3
+    whole = random.Random(1).randbytes(layout.block_bytes * num_blocks)
+    source_size, target_size = data.draw(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])))
+    source_ids, target_ids = (data.draw(st.permutations(range(num_blocks))) for _ in range(2))
+    cut = data.draw(st.integers(0, layout.num_layers))
+    steps = [layers for layers in (range(cut), range(cut, layout.num_layers)) if layers]
+    sources = shares_of(layout, whole, num_blocks, source_size)
+    wanted = shares_of(layout, in_order(layout, whole, source_ids, target_ids), num_blocks, target_size)
+    for mine, expected in wanted:
+        pool = bytearray(len(expected))
+        for theirs, content in sources:
+            for layers in steps:
+                pairs = pair_regions(
+                    mine.regions(target_ids, num_blocks, layers, theirs),
+                    theirs.regions(source_ids, num_blocks, layers, mine),
+                )
+                for into, out in pairs:
+                    pool[into.offset : sum(into)] = content[out.offset : sum(out)]
+        assert pool == expected
+
+
+def shares_of(layout: KVLayout, whole: bytes, num_blocks: int, size: int) -> list[tuple[KVLayout, bytes]]:
+    """What each of ``size`` shares holds of a pool of the whole model, head by head."""
+    found = []
+    for rank in range(size):
+        share, content, offset = replace(layout, tp_size=size, tp_rank=rank), bytearray(), 0
+        for _ in range(num_blocks):
+            for cache in layout.caches:
+                head_bytes = layout.block_size * cache.head_dim * DTYPE_BYTES[layout.dtype]
+                for head in list(range(cache.num_kv_heads)) * cache.planes * cache.num_layers:
+                    if head in share.heads(cache):
+                        content += whole[offset : offset + head_bytes]
+                    offset += head_bytes
+        found.append((share, bytes(content)))
+    return found
+
+
+def in_order(layout: KVLayout, whole: bytes, source_ids: list[int], target_ids: list[int]) -> bytes:
+    """A pool whose blocks ``target_ids`` hold what ``source_ids`` of another held."""
+    size, pool = layout.block_bytes, bytearray(len(whole))
+    for source, target in zip(source_ids, target_ids, strict=True):
+        pool[target * size : (target + 1) * size] = whole[source * size : (source + 1) * size]
+    return bytes(pool)
+
+
+@given(st.lists(st.integers(1, 9), max_size=6), st.lists(st.integers(1, 9), max_size=6))
+def test_regions_are_cut_into_pairs_of_equal_size(ours: list[int], theirs: list[int]) -> None:
+    regions = [[Region(100 * i, size) for i, size in enumerate(sizes)] for sizes in (ours, theirs)]
+    if sum(ours) != sum(theirs):
+        with pytest.raises(ValueError, match="differ in size"):
+            list(pair_regions(*regions))
+        return
+    pairs = list(pair_regions(*regions))
+    for side, whole in zip(zip(*pairs, strict=True), regions, strict=False):
+        assert [at for start, size in side for at in range(start, start + size)] == [
+            at for start, size in whole for at in range(start, start + size)
+        ]
+    assert all(mine.size == other.size > 0 for mine, other in pairs)
 
 
 def test_wire_round_trip_through_msgpack() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(LLAMA_3_8B), type=KVLayout) == LLAMA_3_8B
 
 
-@pytest.mark.parametrize("changes", [{"head_dim": "128"}, {"dtype": None}])
+@pytest.mark.parametrize("changes", [{"block_size": "128"}, {"dtype": None}, {"tp_size": 0}, {"tp_rank": -1}])
 def test_wire_with_wrong_fields_is_refused(changes: dict[str, object]) -> None:
+    data = msgspec.to_builtins(LLAMA_3_8B)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(asdict(LLAMA_3_8B) | changes, KVLayout)
-    data = asdict(LLAMA_3_8B)
-    del data["head_dim"]
-    with pytest.raises(msgspec.ValidationError, match="head_dim"):
+        msgspec.convert(data | changes, KVLayout)
+    del data["caches"]
+    with pytest.raises(msgspec.ValidationError, match="caches"):
         msgspec.convert(data, KVLayout)
 
 
 def test_what_lies_behind_a_pool_has_pages_of_its_own_and_room_for_a_probe() -> None:
-    for pool_bytes, size in ((0, 2**23), (5000, 2**23), (2**29, 2**25), (2**29 + 1, 2**25), (2**40, MAX_BLANK_BYTES)):
-        offset, blank_bytes = blank_memory(pool_bytes)
+    for pool_bytes, size in (
+        (0, 2**23),
+        (5000, 2**23),
+        (2**29, 2**25),
+        (2**29 + 1, 2**25),
+        (2**40, MAX_PROBE_AREA_BYTES),
+    ):
+        offset, area_bytes = probe_area(pool_bytes)
         assert pool_bytes <= offset < pool_bytes + 4096
-        assert (offset % 4096, blank_bytes) == (0, size)
-        assert blank_bytes >= MAX_PROBE_BYTES
+        assert (offset % 4096, area_bytes) == (0, size)
+        assert area_bytes >= MAX_PROBE_BYTES
