@@ -278,10 +278,11 @@ class KVReceiver:
     async def _fill(self, link: ReceiveLink, transfer: ReceiveTransfer, header: Blocks, size: int) -> None:
         """Fetch a message's payload straight into its blocks, verify it there, and acknowledge it."""
         arrived_s = self._clock.now() - link.link.arrival_s
-        regions = self._pool.regions(*transfer.check(header, size))
+        blocks, layers = transfer.check(header, size)
         transfer.begin(arrived_s)
         started_s = time.perf_counter()
         try:
+            regions = self._pool.regions(blocks, layers)
             fetch = transfer.fetch = link.link.fetch(regions, hashed=link.checksums, on_progress=transfer.lease.renew)
             await fetch
             fetched_s = time.perf_counter()

@@ -40,7 +40,7 @@ class StuckGroups:
         self.begun, self.aborted = threading.Event(), threading.Event()
         self._aborts, self._over = aborts, threading.Event()
 
-    def joined(self, payload: object) -> object:
+    def joined(self, payload: object, memory: object) -> object:
         """As it is: nothing is sent."""
         return payload
 
