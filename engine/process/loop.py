@@ -37,6 +37,7 @@ from engine.messages import (
 )
 from engine.model.layer_hook import LayerHook, LayerReports
 from engine.process.planted import PlantedDelays
+from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.batch import SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler
 from engine.spec import EngineSpec
@@ -208,7 +209,7 @@ def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
     from engine.process.build import build_engine  # torch counts its cores when it is imported
 
     built = build_engine(spec, memory_fd)
-    scheduler = Scheduler(built.scheduler_config, MonotonicClock())
+    scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, MonotonicClock())
     pipe.send(built.ready)
     reports = LayerReports(built.ready.layout, spec.layer_groups, pipe.send_kv)
     EngineLoop(pipe, scheduler, built.runner, reports, PlantedDelays(spec.delay_s)).run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.messages import (
@@ -28,11 +28,10 @@ from engine.messages import (
 from engine.scheduling.batch import SampledToken, ScheduledSeq, StepResult
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.prefix_cache import PrefixDigests
-from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import TokenBudget
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
+from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from pdserve.core.handoff import FirstToken
 from pdserve.core.request import EngineStatus
 from pdserve.core.sampling import FinishReason
@@ -40,6 +39,33 @@ from pdserve.core.sampling import FinishReason
 SchedulerEvent = Reserved | Computed | Rejected | Finished
 
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept for the growth of what runs
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one engine; all numbers are at least 1 (`ConfigError`).
+
+    ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step, ``max_model_len`` bounds prompt plus output of a
+    request, ``num_blocks`` blocks of ``block_size`` tokens are the pool. ``eos_token_ids`` end every request that does
+    not ignore them. With ``prefix_caching``, requests of the same salt share the blocks of equal beginnings.
+    ``chunk_tokens`` bounds what a step computes of one prompt (None: only the step's budget does).
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    eos_token_ids: Collection[int] = ()
+    prefix_caching: bool = True
+    chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name}: must be at least 1, got {getattr(self, name)}")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ConfigError(f"engine.chunk_tokens: must be 'off' or at least 1, got {self.chunk_tokens}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +79,38 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Batching with chunked prefill over a paged pool with a prefix cache; drives nothing itself.
+    """Continuous batching with chunked prefill over a paged pool with a prefix cache.
 
-    The engine loop feeds it commands, and alternates `schedule` and `update`. Commands may come in between: a request
-    aborted while its step runs keeps its blocks until `update`, because that step may still write to them.
+    The scheduler drives nothing itself: `engine.process.loop` feeds it commands, and alternates `schedule` and
+    `update`. Commands may come in between: a request that is aborted while its step runs keeps its blocks until
+    `update`, because that step may still write to them.
 
-    **Order.** Requests have a rank by arrival. Running ones go first, in that order: each decoding one gets a token,
-    then chunks of prompts get the rest of the budget (whoever comes first gets a token in any case). Then preempted
-    ones, then waiting ones, first come first served across all KV roles: whoever cannot be admitted holds up all behind
-    it. Admission takes the blocks of all known tokens at once, so only decoding ever grows; it leaves a
-    small watermark free while anything else may grow.
+    **Order.** Requests rank by arrival. A step takes running requests first, in that order: each decoding request gets
+    a token, and chunks of prompts get the rest of the budget. The first request of a step gets a token in any case.
+    Preempted requests come next, then waiting ones, first come first served: a request that cannot be admitted holds up
+    all behind it. Admission takes the blocks of all tokens known, so only decoding requests grow. While other requests
+    may grow, admission leaves a small watermark of blocks free.
 
-    **Prefix cache.** Admission takes over the blocks that hold the beginning of its tokens, owned by others or not, and
-    computes the rest: one token at least, since a token must come of it (a RECEIVE request awaits the rest, which may
-    be nothing). A full block becomes findable when the step that wrote it is done, or when `KVReady` says that it was
-    received and verified. It is never written again: requests write at positions that are not computed, and
-    those lie in blocks of their own.
+    **Prefix cache.** Admission shares the blocks that hold the beginning of the request's tokens, and computes the
+    rest: at least one token, from which the next is sampled. (A RECEIVE request awaits the rest, which may be nothing.)
+    A full block becomes findable when the step that wrote it is done, or when `KVReady` says that it was received and
+    verified. It is never written again: a request writes only at positions that are not computed yet, which lie in
+    blocks of its own.
 
-    **Static batching.** A batch is admitted when no request of the last one runs; none joins it. A RECEIVE request
-    whose KV comes meanwhile stands by with its blocks, ranks behind the whole batch, and is in the next one (or the one
-    after: ``max_num_seqs`` bounds a batch). A preempted request leaves its batch.
+    **Progress.** Every request finishes, for three reasons.
+    (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
+    lowest first, until one is. It waits only if that would free no block: then every block that it does not own belongs
+    to PUSH requests. Those are never preempted, and never grow. A running one advances in its place; one that is held,
+    like one that waits for its KV, ends by `KVReady`, `Release` or `Abort` within the worker's lease.
+    (2) It finishes after at most prompt + ``max_tokens`` such steps, since it is never preempted itself. Then the next
+    request is the highest.
+    (3) While a request waits or is preempted, none that came later is admitted. So finitely many run before it, and
+    when those are done it fits: `submit` refuses what exceeds an empty pool, and an idle pool has no watermark. A step
+    that preempts admits nothing, so that the blocks go to the request that needs them.
+    Shared blocks change nothing in this. A block without an owner counts as free whether it is cached or not, and a
+    preemption that frees no block is not made.
 
-    **Progress.** When a running request needs a block and none is free, running requests of lower rank are preempted,
-    the lowest first, until one is; but none is if all their blocks together have other owners as well: then the needy
-    one keeps its blocks and waits. PUSH requests are exempt, and harmless: they never grow. Hence
-    (1) the highest of the running requests is never preempted, and every step (every second one, where a prompt took
-    the last for its own) computes at least one token of it, or else every block it does not own has an owner among the
-    running PUSH requests, the highest of which then gets its tokens, or the WAITING_FOR_KV or held PUSH requests (which
-    end by `KVReady`, `Release` or `Abort`: the worker's leases bound them). That a block has several owners changes
-    nothing in this: it only makes some preemptions useless, and those are not done; and what a cached block saves at
-    admission can be taken from nobody, for a block that nobody owns counts as free whether it is cached or not;
-    (2) it finishes after at most prompt + ``max_tokens`` of such steps, for recomputation is a loss of lower ones
-    only, and then the next is the highest. With static batching nobody outranks the batch, and as it only shrinks, it
-    ends;
-    (3) while anything is preempted or waiting, nothing that came later is admitted or reserved, so only finitely many
-    requests run before it, and once those are gone it fits: `submit` refuses what exceeds an empty pool, and an idle
-    pool has no watermark. So nothing starves, and no cycle of preemptions can repeat for ever. A request admitted
-    in the step that preempted it could take the blocks back before they are used; so none is admitted in such a step.
+    `engine.scheduling.baselines` has schedulers to compare it with.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
@@ -100,7 +121,7 @@ class Scheduler:
         self._seqs: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # by arrival
-        self._running: list[Sequence] = []  # by rank: the batch, then (static) who stands by
+        self._running: list[Sequence] = []  # highest rank first
         self._receiving: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
         self._events: list[SchedulerEvent] = []
@@ -108,8 +129,6 @@ class Scheduler:
         self._preemptions = 0
         self._looked_up_tokens = 0
         self._cached_tokens = 0
-        self._static = config.batching == "static"
-        self._last_was_alone = False  # the last step was a long prompt's own
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -140,8 +159,7 @@ class Scheduler:
         seq.transition(EngineStatus.RUNNING)
         reason = seq.append(ready.first_token_id)
         if reason is None:
-            seq.in_batch = not self._static
-            insort(self._running, seq, key=_rank)
+            self._join(seq)
         else:
             self._events.append(Finished(seq.attempt_id, reason.value))
             self._finish(seq)
@@ -185,31 +203,47 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` would return anything to run now."""
-        batch = self._batch() or self._running[: self.config.max_num_seqs]
+        batch = self._batch()
         if batch and self._can_run(batch):
             return True
-        if self._static and self._batch():
-            return False
         return self._admissible(len(batch)) is not None
 
     def schedule(self) -> SchedulerOutput:
         """The next step. AssertionError if the last one was not brought to `update`."""
-        if self._in_step:
-            raise AssertionError("schedule() was called while a step runs")
-        started_s = self._clock.now()
-        is_open = not self._static or not self._batch()
-        if is_open and self._static:
-            self._form_batch()
-        if self._last_was_alone or (seq := self._oversized(is_open)) is None:
-            output = self._common_step(started_s, is_open)
-            if output.seqs or output.preempted or (seq := self._oversized(is_open)) is None:
-                self._last_was_alone = False
-                return output
-        self._last_was_alone = True
-        if seq.status is not EngineStatus.RUNNING:
-            self._start(seq)
+        started_s = self._begin_step()
+        max_num_seqs = self.config.max_num_seqs
+        seqs: list[ScheduledSeq] = []
+        preempted: list[str] = []
+        batch = list(self._batch())
+        budget = self._budget(batch)
+        for seq in batch:
+            if len(seqs) == max_num_seqs:
+                break  # KVReady is not refused, so that more may run than fit into a step
+            if seq.status is not EngineStatus.RUNNING:
+                continue  # preempted in this very loop
+            wanted = seq.num_uncomputed_tokens
+            num_tokens = budget.offer(wanted, first=not seqs)
+            if num_tokens < wanted:
+                num_tokens = self._cut(seq, num_tokens)
+            if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
+                seqs.append(self._take(seq, num_tokens, started_s))
+                budget.spend(num_tokens, wanted)
+        # What has just been preempted must not be admitted to the blocks it was to make room in.
+        while not preempted:
             self._reserve()
-        return SchedulerOutput([self._take(seq, seq.num_uncomputed_tokens, started_s)], started_s, [])
+            head = self._admissible(len(self._batch()))
+            if head is None:
+                break
+            wanted = self._to_compute(head)
+            num_tokens = budget.offer_new(wanted)
+            if num_tokens < wanted:
+                num_tokens = self._cut(head, num_tokens)
+            if not num_tokens:
+                break
+            self._start(head)
+            seqs.append(self._take(head, num_tokens, started_s))
+            budget.spend(num_tokens, wanted)
+        return SchedulerOutput(seqs, started_s, preempted)
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float
@@ -266,8 +300,8 @@ class Scheduler:
     # --- looking in --------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """How full the engine is now. Requests that wait for their KV or for the next batch count as waiting, held PUSH
-        requests as neither; ``preemptions`` and prompt tokens count since the start."""
+        """How full the engine is now. Requests that wait for their KV count as waiting, held PUSH requests as
+        neither; ``preemptions`` and prompt tokens count since the start."""
         running = len(self._batch())
         waiting = len(self._waiting) + len(self._preempted) + len(self._receiving) + len(self._running) - running
         return Load(
@@ -332,12 +366,17 @@ class Scheduler:
         return seq.kv_role is KVRole.RECEIVE and seq.status is EngineStatus.WAITING
 
     def _batch(self) -> list[Sequence]:
-        """The running requests that may run now, highest first."""
-        return [seq for seq in self._running if seq.in_batch] if self._static else self._running
+        """The running requests that the next step may compute, highest rank first."""
+        return self._running
 
-    def _form_batch(self) -> None:
-        for seq in self._running[: self.config.max_num_seqs]:
-            seq.in_batch = True
+    def _join(self, seq: Sequence) -> None:
+        """Take a RUNNING request in among those that run."""
+        insort(self._running, seq, key=_arrival)
+
+    def _cut(self, seq: Sequence, num_tokens: int) -> int:
+        """How many tokens a step computes of ``seq``, which wants more than the ``num_tokens`` that the step has for
+        it."""
+        return num_tokens
 
     def _can_run(self, batch: list[Sequence]) -> bool:
         """Whether any of ``batch`` can have a block for its next token, or needs none."""
@@ -395,8 +434,7 @@ class Scheduler:
                 found = Progress(head.attempt_id, head.num_cached_tokens, head.block_ids[:cached])
                 self._events.append(Computed([found]))
         head.transition(EngineStatus.RUNNING)
-        head.in_batch = True
-        insort(self._running, head, key=_rank)
+        self._join(head)
 
     def _reserve(self) -> None:
         """Make room for the RECEIVE requests at the head of the line; to be called whenever the head or the free blocks
@@ -407,59 +445,18 @@ class Scheduler:
             self._receiving[head.attempt_id] = head
             self._events.append(Reserved(head.attempt_id, list(head.block_ids), cached, self._clock.now()))
 
-    def _common_step(self, started_s: float, is_open: bool) -> SchedulerOutput:
-        """A step for all that run, and for new ones if it ``is_open`` to them."""
-        config = self.config
-        seqs: list[ScheduledSeq] = []
-        preempted: list[str] = []
-        batch = self._batch()[:]
-        budget = self._budget(batch[: config.max_num_seqs])
-        for seq in batch:
-            if len(seqs) == config.max_num_seqs:
-                break  # KVReady is not refused, so that more may run than fit into a step
-            if seq.status is not EngineStatus.RUNNING:
-                continue  # preempted in this very loop
-            wanted = seq.num_uncomputed_tokens
-            num_tokens = budget.offer(wanted, first=not seqs, is_prompt=seq.computes_prompt)
-            if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
-                seqs.append(self._take(seq, num_tokens, started_s))
-                budget.spend(num_tokens, wanted)
-        # What has just been preempted must not be admitted to the blocks it was to make room in.
-        while is_open and not preempted:
-            self._reserve()
-            head = self._admissible(len(self._batch()))
-            if head is None:
-                break
-            wanted = self._to_compute(head)
-            num_tokens = budget.offer_new(wanted)
-            if not num_tokens and not self._static:  # a static batch is admitted as a whole
-                break
-            self._start(head)
-            if num_tokens:
-                seqs.append(self._take(head, num_tokens, started_s))
-                budget.spend(num_tokens, wanted)
-        return SchedulerOutput(seqs, started_s, preempted)
+    def _begin_step(self) -> float:
+        """The time at which a step begins; AssertionError if one runs."""
+        if self._in_step:
+            raise AssertionError("schedule() was called while a step runs")
+        return self._clock.now()
 
     def _budget(self, batch: list[Sequence]) -> TokenBudget:
-        num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in batch)
+        num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in batch[: self.config.max_num_seqs])
         return TokenBudget(self.config.max_num_batched_tokens, num_decodes, self.config.chunk_tokens)
 
     def _to_compute(self, head: Sequence) -> int:
         return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
-
-    def _oversized(self, is_open: bool) -> Sequence | None:
-        """The prompt whose turn it is, if it must not be cut and has no room beside the decodes: it needs a step of its
-        own."""
-        if self.config.chunk_tokens != "off":
-            return None
-        batch = self._batch()
-        seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1 and seq.computes_prompt), None)
-        wanted = 0
-        if seq is not None:
-            wanted = seq.num_uncomputed_tokens
-        elif is_open and (seq := self._admissible(len(batch))) is not None:
-            wanted = self._to_compute(seq)
-        return seq if wanted > 1 and not self._budget(batch).offer(wanted, first=True) else None
 
     def _publish(self, seq: Sequence) -> None:
         """Let others find the blocks that are full of computed tokens; only when nothing writes to them any more."""
@@ -528,7 +525,3 @@ class Scheduler:
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival
-
-
-def _rank(seq: Sequence) -> tuple[bool, int]:
-    return not seq.in_batch, seq.arrival

@@ -21,9 +21,8 @@ class Sequence:
     ``stop_token_ids`` include the model's end-of-sequence ids unless the request ignores them.
     ``first_scheduled_s`` begins the first step that computed anything for it (for RECEIVE: after its KV was there).
     ``history`` is kept for requests with penalties alone.
-    Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them. ``in_batch``: it may
-    run now (with static batching a request may have to wait for the next batch). ``num_cached_tokens`` of a prompt that
-    is computed here were in the cache at its first admission.
+    Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them.
+    ``num_cached_tokens`` of a prompt that is computed here were in the cache at its first admission.
     """
 
     attempt_id: str
@@ -44,7 +43,6 @@ class Sequence:
     prefix: PrefixDigests | None = None
     num_published_blocks: int = 0
     num_cached_tokens: int = 0
-    in_batch: bool = True
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:

@@ -18,10 +18,9 @@ from engine.messages import (
     Reserved,
     TokenOut,
 )
+from engine.scheduling.baselines import ChunkTokens, scheduler_class
 from engine.scheduling.batch import SampledToken, StepResult
-from engine.scheduling.scheduler import Scheduler, SchedulerEvent, SchedulerOutput
-from engine.scheduling.scheduler_config import SchedulerConfig
-from engine.scheduling.token_budget import ChunkTokens
+from engine.scheduling.scheduler import SchedulerConfig, SchedulerEvent, SchedulerOutput
 from pdserve.core.clock import FakeClock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, from_wire
 from pdserve.core.handoff import FirstToken
@@ -50,12 +49,9 @@ class Rig:
         chunk_tokens: ChunkTokens = None,
     ) -> None:
         self.clock = FakeClock(10.0)
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                budget, max_seqs, max_len, block_size, num_blocks, (EOS,), prefix_caching, batching, chunk_tokens
-            ),
-            self.clock,
-        )
+        chunk = None if chunk_tokens == "off" else chunk_tokens
+        config = SchedulerConfig(budget, max_seqs, max_len, block_size, num_blocks, (EOS,), prefix_caching, chunk)
+        self.scheduler = scheduler_class(batching, chunk_tokens)(config, self.clock)
         self.next_token = 1
 
     def submit(

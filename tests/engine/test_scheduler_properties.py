@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import Abort, Computed, Finished, KVReady, KVRole, Rejected, Release, Reserved
+from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.batch import SampledToken, ScheduledSeq
-from engine.scheduling.scheduler import Scheduler, SchedulerOutput
-from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from pdserve.core.clock import FakeClock
 from tests.engine.harness import submit
 
@@ -82,11 +82,11 @@ class Live:
 class World:
     """A scheduler with everything around it, one tick at a time; a step makes ``burst`` tokens per request."""
 
-    def __init__(self, config: SchedulerConfig, burst: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, burst: int = 1, kind: type[Scheduler] = Scheduler) -> None:
         self.config = config
         self.burst = burst
         self.clock = FakeClock(100.0)
-        self.scheduler = Scheduler(config, self.clock)
+        self.scheduler = kind(config, self.clock)
         self.pool: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (block, slot) → salt, tokens up to there
         self.batch: set[str] = set()
         self.live: dict[str, Live] = {}
@@ -240,7 +240,7 @@ class World:
         config = self.config
         assert len(output.seqs) <= config.max_num_seqs
         num_tokens = sum(len(part.token_ids) for part in output.seqs)
-        if config.chunk_tokens == "off":
+        if isinstance(self.scheduler, WholePrompts):
             prompts = [part for part in output.seqs if part.start < len(self.live[part.attempt_id].prompt)]
             assert all(part.sample for part in prompts), "a prompt was cut"
             assert num_tokens <= config.max_num_batched_tokens or len(output.seqs) == 1
@@ -252,7 +252,7 @@ class World:
         assert len(set(names)) == len(names)
         assert not set(names) & set(output.preempted)
         assert all(self.live[name].plan.role is not KVRole.PUSH for name in output.preempted)
-        if config.batching == "static":
+        if isinstance(self.scheduler, StaticBatching):
             batch = {seq.attempt_id for seq in self.scheduler._batch()}
             assert len(batch) <= config.max_num_seqs
             assert set(names) <= batch
@@ -314,9 +314,9 @@ CONFIGS = st.builds(
     num_blocks=st.integers(4, 14),
     eos_token_ids=st.just((EOS,)),
     prefix_caching=st.sampled_from([True, True, True, False]),
-    batching=st.sampled_from(["continuous", "static"]),
-    chunk_tokens=st.one_of(st.none(), st.just("off"), st.integers(1, 6)),
+    chunk_tokens=st.one_of(st.none(), st.integers(1, 6)),
 )
+KINDS = st.sampled_from([Scheduler, Scheduler, StaticBatching, WholePrompts, StaticWholePrompts])
 
 
 def most_ticks(world: World) -> int:
@@ -369,11 +369,11 @@ def check_end(world: World) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), st.integers(1, 3))
+@given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), st.integers(1, 3), KINDS)
 def test_everyone_finishes_with_exactly_their_tokens(
-    config: SchedulerConfig, arrivals: list[tuple[Plan, int]], burst: int
+    config: SchedulerConfig, arrivals: list[tuple[Plan, int]], burst: int, kind: type[Scheduler]
 ) -> None:
-    world = World(config, burst)
+    world = World(config, burst, kind)
     for plan, pause in arrivals:
         world.submit(plan)
         for _ in range(pause):
@@ -383,9 +383,11 @@ def test_everyone_finishes_with_exactly_their_tokens(
 
 
 @settings(max_examples=200, deadline=None)
-@given(CONFIGS, st.lists(PLANS, min_size=4, max_size=10), st.lists(st.integers(0, 9), min_size=2, max_size=8))
-def test_aborts_while_a_step_runs(config: SchedulerConfig, plans: list[Plan], victims: list[int]) -> None:
-    world = World(config)
+@given(CONFIGS, st.lists(PLANS, min_size=4, max_size=10), st.lists(st.integers(0, 9), min_size=2, max_size=8), KINDS)
+def test_aborts_while_a_step_runs(
+    config: SchedulerConfig, plans: list[Plan], victims: list[int], kind: type[Scheduler]
+) -> None:
+    world = World(config, kind=kind)
     for plan in plans:
         world.submit(plan)
     for victim in victims:
