@@ -19,7 +19,6 @@ from typing import Protocol
 from engine.messages import (
     Abort,
     Command,
-    Computed,
     EngineEvent,
     Failed,
     FrameReader,
@@ -29,17 +28,16 @@ from engine.messages import (
     Ping,
     Pong,
     Release,
-    Reserved,
     Shutdown,
     Step,
     Submit,
     encode,
 )
-from engine.model.layer_hook import LayerHook, LayerReports
 from engine.process.planted import PlantedDelays
 from engine.scheduling.baselines import scheduler_class
-from engine.scheduling.batch import SampledToken, ScheduledSeq
+from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -105,13 +103,10 @@ class Runner(Protocol):
 class EngineLoop:
     """Alternates commands and steps until `Shutdown`."""
 
-    def __init__(
-        self, pipe: WorkerPipe, scheduler: Scheduler, runner: Runner, reports: LayerReports, delays: PlantedDelays
-    ) -> None:
+    def __init__(self, pipe: WorkerPipe, scheduler: Scheduler, runner: Runner, delays: PlantedDelays) -> None:
         self._pipe = pipe
         self._scheduler = scheduler
         self._runner = runner
-        self._reports = reports
         self._delays = delays
         self._clock = MonotonicClock()
         self._load: Load | None = None
@@ -136,11 +131,11 @@ class EngineLoop:
             case Submit():
                 self._scheduler.submit(command)
             case KVReady():
-                self._scheduler.kv_ready(command)
+                self._scheduler.kv_ready(command.attempt_id, command.first_token_id)
             case Release():
-                self._scheduler.release(command)
+                self._scheduler.release(command.attempt_id)
             case Abort():
-                self._scheduler.abort(command)
+                self._scheduler.abort(command.attempt_id)
 
     def _step(self) -> bool:
         if not self._scheduler.has_work:
@@ -150,27 +145,19 @@ class EngineLoop:
         self._report()  # reservations must not wait for the step
         if not output.seqs:
             return False
-        hook = self._reports.hook(output.seqs, self._scheduler.pushes(output))
+        hook = self._scheduler.connector.layer_hook(output.seqs, self._pipe.send_kv)
         sampled = self._runner.execute(output.seqs, hook)
         self._delays.in_step(output.seqs)
         step = self._scheduler.update(output, sampled, self._clock.now())
         if step.tokens:
             self._pipe.send(Step(step.sampled_s, step.started_s, step.tokens))
-        if step.progress:
-            self._pipe.send_kv(Computed(step.progress))
         self._report()
         return True
 
     def _report(self) -> None:
-        events: list[EngineEvent] = []
-        kv_events: list[KVEvent] = []
-        for event in self._scheduler.take_events():
-            if isinstance(event, Reserved | Computed):
-                kv_events.append(event)
-            else:
-                events.append(event)
-        if kv_events:
+        if kv_events := self._scheduler.connector.take_events():
             self._pipe.send_kv(*kv_events)
+        events: list[EngineEvent] = [*self._scheduler.take_events()]
         load = self._scheduler.load()
         if load != self._load:
             self._load = load
@@ -209,10 +196,11 @@ def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
     from engine.process.build import build_engine  # torch counts its cores when it is imported
 
     built = build_engine(spec, memory_fd)
-    scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, MonotonicClock())
+    clock = MonotonicClock()
+    connector = TransferConnector(clock, built.ready.layout, spec.layer_groups)
+    scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
     pipe.send(built.ready)
-    reports = LayerReports(built.ready.layout, spec.layer_groups, pipe.send_kv)
-    EngineLoop(pipe, scheduler, built.runner, reports, PlantedDelays(spec.delay_s)).run()
+    EngineLoop(pipe, scheduler, built.runner, PlantedDelays(spec.delay_s)).run()
 
 
 if __name__ == "__main__":

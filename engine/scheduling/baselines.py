@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import Literal
 
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import Clock
@@ -18,13 +19,13 @@ a number: at most so many tokens, ``off``: all of it or nothing."""
 class StaticBatching(Scheduler):
     """Admits a batch when no request of the last one runs, and as a whole, even if a step cannot compute all of it.
 
-    Nothing joins a batch. A RECEIVE request whose KV comes meanwhile stands by with its blocks, ranks below the whole
-    batch, and is in the next one, or in the one after if that has ``max_num_seqs`` requests already. A preempted
-    request leaves its batch. So nothing outranks the batch, it only shrinks, and it ends.
+    Nothing joins a batch. A request whose KV comes from elsewhere meanwhile stands by with its blocks. It ranks
+    below the whole batch, and is in the next one, or in the one after if that has ``max_num_seqs`` requests already. A
+    preempted request leaves its batch. So nothing outranks the batch, it only shrinks, and it ends.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
-        super().__init__(config, clock)
+    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
+        super().__init__(config, clock, connector)
         self._members: set[Sequence] = set()  # of the batch, those that are over included
 
     def schedule(self) -> SchedulerOutput:
@@ -62,8 +63,8 @@ class WholePrompts(Scheduler):
     """Never cuts a prompt. One that has no room beside the decodes gets a step of its own, whatever the budget, but at
     most every second step: so both prompts and decodes advance."""
 
-    def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
-        super().__init__(config, clock)
+    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
+        super().__init__(config, clock, connector)
         self._last_was_alone = False  # the last step was a long prompt's own
 
     def schedule(self) -> SchedulerOutput:

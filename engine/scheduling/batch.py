@@ -3,10 +3,10 @@ it gets back, `{request: tokens sampled}`, and what it makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.messages import Progress, TokenOut
+from engine.messages import TokenOut
 from engine.scheduling.history import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
@@ -31,16 +31,28 @@ class ScheduledSeq:
     params: SamplingParams
     history: TokenHistory | None = None
 
+    @property
+    def end(self) -> int:
+        """How many tokens have their KV in the pool after the step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHook:
+    """``done(n)`` is to be called within a step once the first n layers' KV is in the pool, for each n of ``after``."""
+
+    after: frozenset[int]
+    done: Callable[[int], None]
+
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did: the tokens it sampled, and how far it brought the PUSH requests in it. Times are seconds of
-    the scheduler's clock: ``sampled_s`` when its tokens were known, ``started_s`` when it was scheduled."""
+    """The tokens that one step sampled. Times are seconds of the scheduler's clock: ``sampled_s`` when the tokens were
+    known, ``started_s`` when the step was scheduled."""
 
     sampled_s: float
     started_s: float
     tokens: list[TokenOut] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,32 +11,18 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.messages import (
-    Abort,
-    Computed,
-    Finished,
-    KVReady,
-    KVRole,
-    Load,
-    Progress,
-    Rejected,
-    Release,
-    Reserved,
-    Submit,
-    TokenOut,
-)
+from engine.messages import Finished, Load, Rejected, Submit, TokenOut
 from engine.scheduling.batch import SampledToken, ScheduledSeq, StepResult
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.kv_connector import KVConnector, NoTransfer
 from engine.scheduling.prefix_cache import PrefixDigests
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import TokenBudget
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
-from pdserve.core.handoff import FirstToken
 from pdserve.core.request import EngineStatus
-from pdserve.core.sampling import FinishReason
 
-SchedulerEvent = Reserved | Computed | Rejected | Finished
+SchedulerEvent = Rejected | Finished
 
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept for the growth of what runs
 
@@ -92,16 +78,21 @@ class Scheduler:
     may grow, admission leaves a small watermark of blocks free.
 
     **Prefix cache.** Admission shares the blocks that hold the beginning of the request's tokens, and computes the
-    rest: at least one token, from which the next is sampled. (A RECEIVE request awaits the rest, which may be nothing.)
-    A full block becomes findable when the step that wrote it is done, or when `KVReady` says that it was received and
-    verified. It is never written again: a request writes only at positions that are not computed yet, which lie in
-    blocks of its own.
+    rest: at least one token, from which the next is sampled. A full block becomes findable when the step that wrote it
+    is done, or when `kv_ready` says that it is there. It is never written again: a request writes only at positions
+    that are not computed yet, which lie in blocks of its own.
+
+    **KV from and to elsewhere** is the connector's (`engine.scheduling.kv_connector`). The scheduler knows two facts of
+    a request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
+    something outside reads them. A request that awaits KV gets its blocks as soon as its turn comes and they are free,
+    between steps as well, and runs after `kv_ready`. Pinned blocks stay until `release`, or an abort.
 
     **Progress.** Every request finishes, for three reasons.
     (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
     lowest first, until one is. It waits only if that would free no block: then every block that it does not own belongs
-    to PUSH requests. Those are never preempted, and never grow. A running one advances in its place; one that is held,
-    like one that waits for its KV, ends by `KVReady`, `Release` or `Abort` within the worker's lease.
+    to requests that are pinned or await KV. A pinned request never grows: if it runs, it advances in the
+    other's place. If it is over, or awaits KV, then `kv_ready`, `release` or `abort` follows
+    within the connector's lease.
     (2) It finishes after at most prompt + ``max_tokens`` such steps, since it is never preempted itself. Then the next
     request is the highest.
     (3) While a request waits or is preempted, none that came later is admitted. So finitely many run before it, and
@@ -113,8 +104,10 @@ class Scheduler:
     `engine.scheduling.baselines` has schedulers to compare it with.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
+        """Without a ``connector`` all KV is computed here and stays here."""
         self.config = config
+        self.connector = NoTransfer() if connector is None else connector
         self.blocks = BlockManager(config.num_blocks, config.block_size)
         self._clock = clock
         self._watermark = max(1, config.num_blocks // WATERMARK_DIVISOR)
@@ -122,7 +115,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # by arrival
         self._running: list[Sequence] = []  # highest rank first
-        self._receiving: dict[str, Sequence] = {}
+        self._awaiting_kv: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
         self._events: list[SchedulerEvent] = []
         self._arrivals = 0
@@ -140,6 +133,7 @@ class Scheduler:
             self._events.append(Rejected(submit.attempt_id, *to_wire(error)))
             return
         seq = Sequence.from_submit(submit, self._arrivals, self.config.eos_token_ids)
+        seq.num_remote_tokens = self.connector.remote_tokens(seq)
         if self.config.prefix_caching:
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         self._arrivals += 1
@@ -147,17 +141,18 @@ class Scheduler:
         self._waiting.append(seq)
         self._reserve()
 
-    def kv_ready(self, ready: KVReady) -> None:
-        """Let a RECEIVE request run: its prompt's KV is in its blocks, its first token is known. If that is its last
-        (by length or stop id) it is finished, and a `Finished` event says so. Ignored unless the request waits for its
-        KV."""
-        seq = self._receiving.pop(ready.attempt_id, None)
+    def kv_ready(self, attempt_id: str, first_token_id: int | None = None) -> None:
+        """Let a request run: the KV of its remote tokens is in its blocks and verified. ``first_token_id`` is its next
+        token, if that came with the KV. If that is its last (by length or stop id) it is finished, and a `Finished`
+        event says so. Ignored unless the request awaits KV."""
+        seq = self._awaiting_kv.pop(attempt_id, None)
         if seq is None:
             return
-        seq.num_computed_tokens = seq.num_prompt_tokens
+        seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_remote_tokens)
+        seq.num_remote_tokens = 0
         self._publish(seq)
         seq.transition(EngineStatus.RUNNING)
-        reason = seq.append(ready.first_token_id)
+        reason = None if first_token_id is None else seq.append(first_token_id)
         if reason is None:
             self._join(seq)
         else:
@@ -165,28 +160,28 @@ class Scheduler:
             self._finish(seq)
             self._reserve()
 
-    def release(self, release: Release) -> None:
-        """Free the held blocks of a PUSH request; one that still prefills will free them when it has its token.
-        Ignored for any other."""
-        seq = self._seqs.get(release.attempt_id)
-        if seq is None or seq.kv_role is not KVRole.PUSH:
+    def release(self, attempt_id: str) -> None:
+        """Unpin a request's blocks: nothing outside reads them any more. They are freed if it is over, else when it is.
+        Ignored for a request that is not pinned."""
+        seq = self._seqs.get(attempt_id)
+        if seq is None:
             return
-        seq.released = True
+        seq.pinned = False
         if seq.status is EngineStatus.FINISHED:
             self._forget(seq)
             self._reserve()
 
-    def abort(self, abort: Abort) -> None:
+    def abort(self, attempt_id: str) -> None:
         """Drop a request in whatever state it is in; unknown ids are ignored. Its blocks are free at once, or after the
         step that computes it just now."""
-        seq = self._seqs.get(abort.attempt_id)
+        seq = self._seqs.get(attempt_id)
         if seq is None:
             return
         match seq.status:
             case EngineStatus.WAITING:
                 self._waiting.remove(seq)
             case EngineStatus.WAITING_FOR_KV:
-                del self._receiving[seq.attempt_id]
+                del self._awaiting_kv[attempt_id]
             case EngineStatus.RUNNING:
                 self._running.remove(seq)
             case EngineStatus.PREEMPTED:
@@ -195,6 +190,7 @@ class Scheduler:
                 pass
         if seq.status is not EngineStatus.FINISHED:
             seq.transition(EngineStatus.FINISHED)
+            self.connector.release(seq)
         self._forget(seq)
         self._reserve()
 
@@ -218,7 +214,7 @@ class Scheduler:
         budget = self._budget(batch)
         for seq in batch:
             if len(seqs) == max_num_seqs:
-                break  # KVReady is not refused, so that more may run than fit into a step
+                break  # KV that is ready is not refused, so that more may run than fit into a step
             if seq.status is not EngineStatus.RUNNING:
                 continue  # preempted in this very loop
             wanted = seq.num_uncomputed_tokens
@@ -262,48 +258,37 @@ class Scheduler:
                 continue
             seq.num_computed_tokens += len(part.token_ids)
             self._publish(seq)
-            is_push = seq.kv_role is KVRole.PUSH
-            if not part.sample:
-                if is_push:
-                    step.progress.append(Progress(seq.attempt_id, seq.num_computed_tokens, list(seq.block_ids)))
-                continue
-            first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
-            for token in sampled[seq.attempt_id]:
-                reason = seq.append(token.token_id)
-                finish_reason = reason.value if reason else ""
-                cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
-                step.tokens.append(
-                    TokenOut(seq.attempt_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs, cached)
-                )
-                if is_push:
-                    first = FirstToken(token.token_id, reason is FinishReason.STOP)
-                    step.progress.append(
-                        Progress(seq.attempt_id, seq.num_computed_tokens, list(seq.block_ids), first_token=first)
+            reason = None
+            if part.sample:
+                first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
+                for token in sampled[seq.attempt_id]:
+                    reason = seq.append(token.token_id)
+                    finish_reason = reason.value if reason else ""
+                    cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
+                    step.tokens.append(
+                        TokenOut(
+                            seq.attempt_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs, cached
+                        )
                     )
-                if reason is not None or is_push:
-                    any_ended = True
-                    self._finish(seq)
-                    break
+                    if reason is not None:
+                        break
+            if seq.pinned:
+                self.connector.computed(seq)
+            if reason is not None:
+                any_ended = True
+                self._finish(seq)
         if any_ended:
             self._running = [seq for seq in self._running if seq.status is EngineStatus.RUNNING]
             self._reserve()
         return step
 
-    def pushes(self, output: SchedulerOutput) -> list[Progress]:
-        """How far the step that `schedule` made, and that runs now, brings the requests whose KV travels."""
-        return [
-            Progress(seq.attempt_id, part.start + len(part.token_ids), list(seq.block_ids))
-            for part, seq in zip(output.seqs, self._in_step, strict=True)
-            if seq.kv_role is KVRole.PUSH
-        ]
-
     # --- looking in --------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """How full the engine is now. Requests that wait for their KV count as waiting, held PUSH requests as
+        """How full the engine is now. Requests that await KV count as waiting, those that are over but held as
         neither; ``preemptions`` and prompt tokens count since the start."""
         running = len(self._batch())
-        waiting = len(self._waiting) + len(self._preempted) + len(self._receiving) + len(self._running) - running
+        waiting = len(self._waiting) + len(self._preempted) + len(self._awaiting_kv) + len(self._running) - running
         return Load(
             self.blocks.free_blocks,
             running,
@@ -346,8 +331,7 @@ class Scheduler:
         wanted = f"{prompt_tokens} prompt tokens and up to {submit.max_tokens} new ones"
         if total_tokens > config.max_model_len:
             return CapacityExceeded(f"{wanted} exceed max_model_len {config.max_model_len}; shorten one of them")
-        here = prompt_tokens if submit.kv_role is KVRole.PUSH else total_tokens  # PUSH decodes elsewhere
-        need = self.blocks.blocks_for(here)
+        need = self.blocks.blocks_for(total_tokens - 1)  # the last token's KV is never computed
         if need > config.num_blocks:
             return CapacityExceeded(
                 f"{wanted} need {need} KV blocks of {config.block_size} tokens, the pool has {config.num_blocks}; "
@@ -359,11 +343,6 @@ class Scheduler:
         if self._preempted:
             return self._preempted[0]
         return self._waiting[0] if self._waiting else None
-
-    @staticmethod
-    def _awaits_kv(seq: Sequence) -> bool:
-        """Whether it is to get its KV from elsewhere; once preempted, it computes it here."""
-        return seq.kv_role is KVRole.RECEIVE and seq.status is EngineStatus.WAITING
 
     def _batch(self) -> list[Sequence]:
         """The running requests that the next step may compute, highest rank first."""
@@ -386,64 +365,57 @@ class Scheduler:
         if any(seq.num_computed_tokens < len(seq.block_ids) * size for seq in batch):
             return True
         # The highest can take from most others: if it gains nothing from them, nobody does.
-        return self.blocks.owned_only_by([seq.arrival for seq in self._running[1:] if seq.preemptible])
+        return self.blocks.owned_only_by([seq.arrival for seq in self._running[1:] if not seq.pinned])
 
     def _cached(self, seq: Sequence) -> list[int]:
         """The blocks that hold the beginning of its tokens, as far as it can use them."""
         if seq.prefix is None:
             return []
-        usable = seq.num_prompt_tokens if self._awaits_kv(seq) else len(seq.token_ids) - 1
+        usable = max(len(seq.token_ids) - 1, seq.num_remote_tokens)  # the last is computed, if it does not come
         return self.blocks.find(seq.prefix.first(usable // self.config.block_size, seq.token_ids))
 
     def _fits(self, seq: Sequence) -> bool:
-        kept = self._watermark if self._running or self._receiving else 0
+        kept = self._watermark if self._running or self._awaiting_kv else 0
         return self.blocks.cost(len(seq.token_ids), self._cached(seq)) + kept <= self.blocks.free_blocks
 
     def _admissible(self, num_running: int) -> Sequence | None:
         """The first in line, if it can begin to compute now beside ``num_running`` others."""
         head = self._head()
-        if head is None or self._awaits_kv(head) or num_running >= self.config.max_num_seqs:
+        if head is None or head.num_remote_tokens or num_running >= self.config.max_num_seqs:
             return None
         return head if self._fits(head) else None
 
-    def _admit(self, head: Sequence) -> int:
-        """Give the first in line the blocks of all its tokens, and take it out of the line; returns how many of them
-        hold the right content."""
+    def _start(self, head: Sequence) -> None:
+        """Admit the first in line to compute its tokens here; it must be `_admissible`."""
+        self._admit(head)
+        head.transition(EngineStatus.RUNNING)
+        self._join(head)
+
+    def _reserve(self) -> None:
+        """Make room for the requests at the head of the line that await KV; to be called whenever the head or the free
+        blocks have changed."""
+        while (head := self._head()) is not None and head.num_remote_tokens and self._fits(head):
+            self._admit(head)
+            head.transition(EngineStatus.WAITING_FOR_KV)
+            self._awaiting_kv[head.attempt_id] = head
+
+    def _admit(self, head: Sequence) -> None:
+        """Give the first in line the blocks of all its tokens, and take it out of the line."""
         cached = self._cached(head)
         if not self.blocks.allocate(head.arrival, len(head.token_ids), cached):
             raise AssertionError(f"{head.attempt_id} was admitted, but does not fit")
         head.block_ids = self.blocks.blocks(head.arrival)
         head.num_published_blocks = len(cached)
+        head.num_computed_tokens = len(cached) * self.config.block_size
         if head.status is EngineStatus.PREEMPTED:
             del self._preempted[0]
-            return len(cached)
+            return
         self._waiting.popleft()
         if head.prefix is not None:
             self._looked_up_tokens += head.num_prompt_tokens
-            self._cached_tokens += len(cached) * self.config.block_size
-        return len(cached)
-
-    def _start(self, head: Sequence) -> None:
-        """Admit the first in line to compute its tokens here; it must be `_admissible`."""
-        is_new = head.status is EngineStatus.WAITING
-        cached = self._admit(head)
-        head.num_computed_tokens = cached * self.config.block_size
-        if is_new and cached:
-            head.num_cached_tokens = head.num_computed_tokens
-            if head.kv_role is KVRole.PUSH:
-                found = Progress(head.attempt_id, head.num_cached_tokens, head.block_ids[:cached])
-                self._events.append(Computed([found]))
-        head.transition(EngineStatus.RUNNING)
-        self._join(head)
-
-    def _reserve(self) -> None:
-        """Make room for the RECEIVE requests at the head of the line; to be called whenever the head or the free blocks
-        have changed."""
-        while (head := self._head()) is not None and self._awaits_kv(head) and self._fits(head):
-            cached = self._admit(head)
-            head.transition(EngineStatus.WAITING_FOR_KV)
-            self._receiving[head.attempt_id] = head
-            self._events.append(Reserved(head.attempt_id, list(head.block_ids), cached, self._clock.now()))
+            self._cached_tokens += head.num_computed_tokens
+        head.num_cached_tokens = head.num_computed_tokens
+        head.pinned = self.connector.allocate(head, len(cached))
 
     def _begin_step(self) -> float:
         """The time at which a step begins; AssertionError if one runs."""
@@ -474,7 +446,7 @@ class Scheduler:
         if num_tokens <= len(seq.block_ids) * self.config.block_size:
             return True
         while not self.blocks.allocate(seq.arrival, num_tokens):
-            lower = [s for s in self._running[self._running.index(seq) + 1 :] if s.preemptible]
+            lower = [s for s in self._running[self._running.index(seq) + 1 :] if not s.pinned]
             if not self.blocks.owned_only_by([s.arrival for s in lower]):
                 return False
             self._preempt(lower[-1])
@@ -507,9 +479,9 @@ class Scheduler:
         )
 
     def _finish(self, seq: Sequence) -> None:
-        """End a running request; a PUSH request stays, with its blocks, until it is released."""
+        """End a running request; it stays, with its blocks, if the connector does not let them go yet."""
         seq.transition(EngineStatus.FINISHED)
-        if seq.kv_role is not KVRole.PUSH or seq.released:
+        if self.connector.release(seq):
             self._forget(seq)
 
     def _forget(self, seq: Sequence) -> None:

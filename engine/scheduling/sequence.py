@@ -19,10 +19,12 @@ class Sequence:
     ``arrival`` is its rank among all requests this engine ever took; it is fixed, and the lower the more senior.
     ``token_ids`` are prompt and outputs; the KV of the first ``num_computed_tokens`` is in the pool, in ``block_ids``.
     ``stop_token_ids`` include the model's end-of-sequence ids unless the request ignores them.
-    ``first_scheduled_s`` begins the first step that computed anything for it (for RECEIVE: after its KV was there).
+    ``first_scheduled_s`` begins the first step that computed anything for it here.
     ``history`` is kept for requests with penalties alone.
     Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them.
-    ``num_cached_tokens`` of a prompt that is computed here were in the cache at its first admission.
+    ``num_cached_tokens`` of its tokens were in the cache at its first admission.
+    ``num_remote_tokens`` of its first tokens await their KV from elsewhere. While ``pinned``, something outside reads
+    its blocks, and they must stay. ``kv_role`` is for the connector alone.
     """
 
     attempt_id: str
@@ -38,7 +40,8 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
     in_step: bool = False
-    released: bool = False
+    num_remote_tokens: int = 0
+    pinned: bool = False
     history: TokenHistory | None = None
     prefix: PrefixDigests | None = None
     num_published_blocks: int = 0
@@ -73,18 +76,13 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, here or (a RECEIVE request's first) by prefill."""
+        """Tokens sampled so far, here or (the first of a request whose KV came from elsewhere) by prefill."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def remaining_tokens(self) -> int:
         """Tokens still wanted: ``max_tokens`` less those there are."""
         return self.max_tokens - self.num_output_tokens
-
-    @property
-    def preemptible(self) -> bool:
-        """Whether its blocks may be taken and recomputed. Never a PUSH request's: they may be travelling already."""
-        return self.kv_role is not KVRole.PUSH
 
     def transition(self, to: EngineStatus) -> None:
         """Move to ``to``; `pdserve.core.request.IllegalTransition` if the table forbids it."""

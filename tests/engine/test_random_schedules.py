@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.messages import Abort, KVRole, Rejected, Submit
+from engine.messages import KVRole, Rejected, Submit
 from engine.model.runner import ModelRunner
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -104,7 +104,7 @@ def run(
                 tokens[str(i)] = []
                 scheduler.submit(plan.submit(str(i)))
             if plan.aborted_after is not None and plan.tick + plan.aborted_after == tick:
-                scheduler.abort(Abort(str(i)))
+                scheduler.abort(str(i))
         assert not any(isinstance(event, Rejected) for event in scheduler.take_events())
         if not scheduler.has_work:
             if tick > 20:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.messages import Abort, KVReady, KVRole, Release
+from engine.messages import KVRole
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.scheduling.token_budget import TokenBudget
@@ -46,7 +46,7 @@ def test_received_requests_stand_by_for_the_next_static_batch() -> None:
     rig.step()
     for name in "rst":
         rig.submit(name, 4, 2, RECEIVE)
-        rig.scheduler.kv_ready(KVReady(name, 50))
+        rig.scheduler.kv_ready(name, 50)
     assert (rig.scheduler.load().running, rig.scheduler.load().waiting) == (1, 3)
     assert rig.step()[0] == {"a": 1}
     assert rig.step()[0] == {"a": 1}
@@ -61,7 +61,7 @@ def test_who_stands_by_gives_way_to_the_batch_even_if_it_came_first() -> None:
     rig.submit("r", 4, 3, RECEIVE)
     rig.submit("a", 2, 4)
     assert rig.step()[0] == {"a": 2}
-    rig.scheduler.kv_ready(KVReady("r", 50))
+    rig.scheduler.kv_ready("r", 50)
     assert rig.step()[0] == {"a": 1}
     rig.step()
     output, parts = rig.schedule()
@@ -77,9 +77,9 @@ def test_an_aborted_batch_makes_room_for_the_next() -> None:
     rig.step()
     rig.submit("b", 4, 9)
     assert rig.step()[0] == {"a": 1}
-    rig.scheduler.abort(Abort("a"))
+    rig.scheduler.abort("a")
     assert rig.step()[0] == {"b": 4}
-    rig.scheduler.release(Release("p"))
+    rig.scheduler.release("p")
     assert rig.scheduler.load().free_blocks == 31
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import Abort, Computed, Finished, KVReady, KVRole, Rejected, Release, Reserved
+from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.batch import SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from tests.engine.harness import submit
 
@@ -75,7 +76,7 @@ class Live:
     num_cached_blocks: int = 0
     held: list[int] | None = None
     due: int = 0
-    computed: int = 0
+    computed: int = 0  # told of, of a PUSH request
     over: bool = False
 
 
@@ -86,7 +87,7 @@ class World:
         self.config = config
         self.burst = burst
         self.clock = FakeClock(100.0)
-        self.scheduler = kind(config, self.clock)
+        self.scheduler = kind(config, self.clock, TransferConnector(self.clock))
         self.pool: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (block, slot) → salt, tokens up to there
         self.batch: set[str] = set()
         self.live: dict[str, Live] = {}
@@ -119,7 +120,7 @@ class World:
             for block in request.reserved[request.num_cached_blocks :]:
                 self._put(block, 0, ("garbage", ()))
             request.reserved = None
-        self.scheduler.abort(Abort(attempt_id))
+        self.scheduler.abort(attempt_id)
         request.over = True
         self._hear()
 
@@ -130,6 +131,7 @@ class World:
         acted = self._peers_act()
         had_work = self.scheduler.has_work
         output = self.scheduler.schedule()
+        self._hear()
         # After several tokens at once, more blocks may be wanted than there are: then a step may be foretold in vain.
         assert bool(output.seqs) == had_work or (had_work and self.burst > 1), "has_work must foretell schedule()"
         self._check_limits(output)
@@ -155,18 +157,6 @@ class World:
             request.finish_reason = token.finish_reason
             if token.finish_reason and request.plan.role is not KVRole.PUSH:
                 request.over = True
-        for progress in step.progress:
-            request = self.live[progress.attempt_id]
-            assert request.plan.role is KVRole.PUSH
-            assert progress.num_computed_tokens > request.computed
-            request.computed = progress.num_computed_tokens
-            self._check_content(request.plan, request.prompt[: request.computed], progress.block_ids)
-            assert (progress.first_token is None) == (request.computed < len(request.prompt))
-            if progress.first_token is not None:
-                (token_id,) = [t.token_id for t in step.tokens if t.attempt_id == progress.attempt_id]
-                assert progress.first_token.token_id == token_id
-                request.held = progress.block_ids
-                request.due = self.ticks + request.plan.patience
         self._hear()
         self.scheduler.check_integrity()
         return True
@@ -185,7 +175,7 @@ class World:
                 self._write(request.plan, start, request.prompt, request.reserved)
                 request.reserved = None
                 request.tokens.append(draw(request.plan.topic, request.prompt))
-                self.scheduler.kv_ready(KVReady(attempt_id, request.tokens[0]))
+                self.scheduler.kv_ready(attempt_id, request.tokens[0])
                 self._hear()
                 assert request.over == (request.plan.outputs() == request.tokens), (
                     "the engine tells the end, or goes on"
@@ -193,7 +183,7 @@ class World:
                 acted = True
             elif request.held is not None and self.ticks >= request.due:
                 self._check_content(request.plan, request.prompt, request.held)
-                self.scheduler.release(Release(attempt_id))
+                self.scheduler.release(attempt_id)
                 request.over = True
                 acted = True
             elif request.reserved is not None or request.held is not None:
@@ -202,19 +192,25 @@ class World:
         self.scheduler.check_integrity()
         return acted
 
-    def _hear_found(self, event: Computed) -> None:
-        """Blocks of a prompt to be pushed were in the cache."""
-        (found,) = event.progress
-        request = self.live[found.attempt_id]
+    def _hear_progress(self, progress: Progress) -> None:
+        """Blocks of a prompt to be pushed were in the cache, or have been computed."""
+        request = self.live[progress.attempt_id]
         assert request.plan.role is KVRole.PUSH
-        assert 0 < found.num_computed_tokens < len(request.prompt)
-        assert found.num_computed_tokens == len(found.block_ids) * self.config.block_size
-        self._check_content(request.plan, request.prompt[: found.num_computed_tokens], found.block_ids)
+        assert progress.num_computed_tokens > request.computed
+        request.computed = progress.num_computed_tokens
+        self._check_content(request.plan, request.prompt[: request.computed], progress.block_ids)
+        assert (progress.first_token is None) == (request.computed < len(request.prompt))
+        if progress.first_token is not None:
+            (token_id,) = request.tokens
+            assert progress.first_token.token_id == token_id
+            request.held = progress.block_ids
+            request.due = self.ticks + request.plan.patience
 
     def _hear(self) -> None:
-        for event in self.scheduler.take_events():
+        for event in (*self.scheduler.connector.take_events(), *self.scheduler.take_events()):
             if isinstance(event, Computed):
-                self._hear_found(event)
+                for progress in event.progress:
+                    self._hear_progress(progress)
                 continue
             request = self.live[event.attempt_id]
             if isinstance(event, Rejected):
@@ -346,10 +342,9 @@ def check_end(world: World) -> None:
     for name, request in world.live.items():
         is_push = request.plan.role is KVRole.PUSH
         total = request.plan.prompt_tokens + (1 if is_push else request.plan.max_tokens)
-        here = request.plan.prompt_tokens if is_push else total
         if not request.plan.prompt_tokens:
             assert world.rejected.get(name) == "InvalidRequest"
-        elif total > config.max_model_len or -(-here // config.block_size) > config.num_blocks:
+        elif total > config.max_model_len or -(-(total - 1) // config.block_size) > config.num_blocks:
             assert world.rejected.get(name) == "CapacityExceeded"
         else:
             assert name not in world.rejected
