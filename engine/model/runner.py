@@ -95,6 +95,8 @@ class ModelRunner:
         for seq in seqs:
             end += len(seq.token_ids)
             if seq.sample:
+                if seq.num_drafts:
+                    raise NotImplementedError("this runner verifies no draft tokens")
                 rows[seq.attempt_id] = end - 1
                 wanted[seq.attempt_id] = seq
                 lasts[seq.attempt_id] = replace(

@@ -17,10 +17,13 @@ class ScheduledSeq:
     """One request's part of a step.
 
     ``token_ids`` are the tokens to compute now, at positions ``start`` to ``start + len(token_ids) - 1``; the KV of
-    the first ``start`` tokens is in the pool. ``block_ids`` is the block table and covers all of them. If ``sample``,
-    the logits after the last of them give the token at position ``start + len(token_ids)``. ``history`` is there if
-    ``params`` penalise; it is the request's own and covers all its tokens, so it must be read before the step's
-    results are taken in.
+    the first ``start`` tokens is in the pool. ``block_ids`` is the block table and covers all of them. ``history`` is
+    there if ``params`` penalise; it is the request's own and covers all its tokens, so it must be read before the
+    step's results are taken in.
+
+    If ``sample``, the step gives the request's next token, from the logits after the last of ``token_ids``. The last
+    ``num_drafts`` of them may be drafts: guesses of what comes next. Then the step gives those drafts, from the first,
+    that are what it would have given itself, and one more token after them.
     """
 
     attempt_id: str
@@ -30,10 +33,11 @@ class ScheduledSeq:
     sample: bool
     params: SamplingParams
     history: TokenHistory | None = None
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
-        """How many tokens have their KV in the pool after the step."""
+        """How many tokens have their KV in the pool after the step, drafts included."""
         return self.start + len(self.token_ids)
 
 

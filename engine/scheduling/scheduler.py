@@ -87,6 +87,11 @@ class Scheduler:
     something outside reads them. A request that awaits KV gets its blocks as soon as its turn comes and they are free,
     between steps as well, and runs after `kv_ready`. Pinned blocks stay until `release`, or an abort.
 
+    **Drafts.** A request's next part can include guessed tokens (`propose`); `update` keeps those that its tokens
+    confirm. KV of the others stays where it is and is overwritten, since the request goes on after its last confirmed
+    token. Drafts cost nobody anything: they take budget that no decode needs, and blocks above the watermark. Blocks
+    taken for drafts stay with the request, which never has more of them than it will need at its end.
+
     **Progress.** Every request finishes, for three reasons.
     (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
     lowest first, until one is. It waits only if that would free no block: then every block that it does not own belongs
@@ -160,6 +165,13 @@ class Scheduler:
             self._finish(seq)
             self._reserve()
 
+    def propose(self, attempt_id: str, token_ids: list[int]) -> None:
+        """Guess a running request's next tokens. Its next part to give a token includes as many of them as the limits
+        allow; the rest is dropped, and so is an earlier guess. Ignored unless the request runs, between steps."""
+        seq = self._seqs.get(attempt_id)
+        if seq is not None and seq.status is EngineStatus.RUNNING and not seq.in_step:
+            seq.draft_token_ids = token_ids
+
     def release(self, attempt_id: str) -> None:
         """Unpin a request's blocks: nothing outside reads them any more. They are freed if it is over, else when it is.
         Ignored for a request that is not pinned."""
@@ -222,8 +234,9 @@ class Scheduler:
             if num_tokens < wanted:
                 num_tokens = self._cut(seq, num_tokens)
             if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
-                seqs.append(self._take(seq, num_tokens, started_s))
                 budget.spend(num_tokens, wanted)
+                num_drafts = self._grow_for_drafts(seq, num_tokens, budget) if seq.draft_token_ids else 0
+                seqs.append(self._take(seq, num_tokens, started_s, num_drafts))
         # What has just been preempted must not be admitted to the blocks it was to make room in.
         while not preempted:
             self._reserve()
@@ -237,16 +250,18 @@ class Scheduler:
             if not num_tokens:
                 break
             self._start(head)
-            seqs.append(self._take(head, num_tokens, started_s))
             budget.spend(num_tokens, wanted)
+            num_drafts = self._grow_for_drafts(head, num_tokens, budget) if head.draft_token_ids else 0
+            seqs.append(self._take(head, num_tokens, started_s, num_drafts))
         return SchedulerOutput(seqs, started_s, preempted)
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float
     ) -> StepResult:
         """Take a step's results in: ``sampled`` has the next tokens, at least one, of each part that asked for any
-        (KeyError if not). Those after a request's last one (by stop id or length) are dropped. ``sampled_s`` is when
-        they were known, in seconds of the clock. Requests aborted meanwhile are left out."""
+        (KeyError if not). Those after a request's last one (by stop id or length) are dropped, and drafts that they
+        do not confirm are taken back. ``sampled_s`` is when they were known, in seconds of the clock. Requests aborted
+        meanwhile are left out."""
         step = StepResult(sampled_s, output.started_s)
         in_step, self._in_step = self._in_step, []
         any_ended = False
@@ -256,8 +271,7 @@ class Scheduler:
                 self._free(seq)
                 any_ended = True
                 continue
-            seq.num_computed_tokens += len(part.token_ids)
-            self._publish(seq)
+            seq.num_computed_tokens += len(part.token_ids) - part.num_drafts
             reason = None
             if part.sample:
                 first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
@@ -272,6 +286,9 @@ class Scheduler:
                     )
                     if reason is not None:
                         break
+            if part.num_drafts:
+                self._confirm_drafts(seq, part)
+            self._publish(seq)
             if seq.pinned:
                 self.connector.computed(seq)
             if reason is not None:
@@ -430,6 +447,32 @@ class Scheduler:
     def _to_compute(self, head: Sequence) -> int:
         return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
 
+    def _grow_for_drafts(self, seq: Sequence, num_tokens: int, budget: TokenBudget) -> int:
+        """How many drafts go with a part of ``num_tokens`` tokens; its blocks cover them then. None do unless the part
+        gives a token. They preempt nothing, and there is no use in more than the request may still add less one."""
+        num_known = len(seq.token_ids)
+        if seq.num_computed_tokens + num_tokens < num_known:
+            return 0
+        room = len(seq.block_ids) * self.config.block_size - num_known
+        wanted = min(len(seq.draft_token_ids), seq.remaining_tokens - 1)
+        missing = self.blocks.blocks_for(num_known + wanted) - len(seq.block_ids)
+        if missing + self._watermark > self.blocks.free_blocks:
+            wanted = min(wanted, room)
+        num_drafts = budget.take_drafts(wanted)
+        if num_drafts > room:
+            self.blocks.allocate(seq.arrival, num_known + num_drafts)
+        return num_drafts
+
+    @staticmethod
+    def _confirm_drafts(seq: Sequence, part: ScheduledSeq) -> None:
+        """Count the drafts of ``part`` as computed that the tokens of ``seq`` begin with. Its last token is computed
+        next, whatever the drafts were."""
+        last = len(seq.token_ids) - 1
+        for token_id in part.token_ids[-part.num_drafts :]:
+            if seq.num_computed_tokens == last or seq.token_ids[seq.num_computed_tokens] != token_id:
+                return
+            seq.num_computed_tokens += 1
+
     def _publish(self, seq: Sequence) -> None:
         """Let others find the blocks that are full of computed tokens; only when nothing writes to them any more."""
         num_full = seq.num_computed_tokens // self.config.block_size
@@ -461,21 +504,27 @@ class Scheduler:
         insort(self._preempted, seq, key=_arrival)
         self._preemptions += 1
 
-    def _take(self, seq: Sequence, num_tokens: int, started_s: float) -> ScheduledSeq:
+    def _take(self, seq: Sequence, num_tokens: int, started_s: float, num_drafts: int = 0) -> ScheduledSeq:
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = started_s
         seq.in_step = True
         self._in_step.append(seq)
         start = seq.num_computed_tokens
         end = start + num_tokens
+        sample = end == len(seq.token_ids)
+        token_ids = seq.token_ids[start:end]
+        if seq.draft_token_ids and sample:
+            token_ids += seq.draft_token_ids[:num_drafts]
+            seq.draft_token_ids = []
         return ScheduledSeq(
             attempt_id=seq.attempt_id,
-            token_ids=seq.token_ids[start:end],
+            token_ids=token_ids,
             start=start,
             block_ids=seq.block_ids,
-            sample=end == len(seq.token_ids),
+            sample=sample,
             params=seq.params,
             history=seq.history,
+            num_drafts=num_drafts,
         )
 
     def _finish(self, seq: Sequence) -> None:

@@ -24,7 +24,8 @@ class Sequence:
     Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them.
     ``num_cached_tokens`` of its tokens were in the cache at its first admission.
     ``num_remote_tokens`` of its first tokens await their KV from elsewhere. While ``pinned``, something outside reads
-    its blocks, and they must stay. ``kv_role`` is for the connector alone.
+    its blocks, and they must stay. ``kv_role`` is for the connector alone. ``draft_token_ids`` are guesses of what
+    comes after ``token_ids``.
     """
 
     attempt_id: str
@@ -42,6 +43,7 @@ class Sequence:
     in_step: bool = False
     num_remote_tokens: int = 0
     pinned: bool = False
+    draft_token_ids: list[int] = field(default_factory=list)
     history: TokenHistory | None = None
     prefix: PrefixDigests | None = None
     num_published_blocks: int = 0

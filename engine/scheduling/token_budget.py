@@ -26,6 +26,13 @@ class TokenBudget:
         """The same for a request that is admitted in this step, after all running ones."""
         return min(wanted, self._chunk_tokens, self._left)
 
+    def take_drafts(self, wanted: int) -> int:
+        """Take as many of ``wanted`` draft tokens as are left beside the decodes, and tell how many."""
+        num_tokens = max(0, min(wanted, self._spare, self._left))
+        self._left -= num_tokens
+        self._spare -= num_tokens
+        return num_tokens
+
     def spend(self, num_tokens: int, wanted: int) -> None:
         """So many tokens are taken, of ``wanted`` ones. A decode's one was kept back for it."""
         self._left -= num_tokens

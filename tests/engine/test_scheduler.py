@@ -732,6 +732,123 @@ def test_tokens_after_the_last_are_dropped(
     rig.scheduler.check_integrity()
 
 
+def part_of(rig: Rig) -> tuple[SchedulerOutput, list[int], int]:
+    """The step of the only request that runs: its plan, tokens to compute and number of drafts."""
+    output, _ = rig.schedule()
+    (part,) = output.seqs
+    return output, list(part.token_ids), part.num_drafts
+
+
+def take(rig: Rig, output: SchedulerOutput, *tokens: int) -> list[tuple[int, str]]:
+    """Bring a step of one request to its end with ``tokens``; those that count, and why they are the last."""
+    sampled = {output.seqs[0].attempt_id: [SampledToken(token) for token in tokens]}
+    step = rig.scheduler.update(output, sampled, rig.clock.now())
+    rig.scheduler.check_integrity()
+    return [(token.token_id, token.finish_reason) for token in step.tokens]
+
+
+def test_drafts_that_are_confirmed_are_computed_and_the_others_are_taken_back() -> None:
+    rig = Rig(prefix_caching=True)
+    rig.submit("a", 4, 20)
+    rig.step(50)
+    rig.scheduler.propose("a", [51, 52, 53, 54])
+    output, tokens, num_drafts = part_of(rig)
+    assert (tokens, num_drafts) == ([50, 51, 52, 53, 54], 4)
+    assert list(output.seqs[0].block_ids) == [0, 1, 2]
+    assert take(rig, output, 51, 52, 7) == [(51, ""), (52, ""), (7, "")]
+    assert rig.scheduler.load().cached_blocks == 1, "no block with a draft that was taken back is found"
+    output, tokens, num_drafts = part_of(rig)
+    assert (output.seqs[0].start, tokens, num_drafts) == (7, [7], 0)
+    assert list(output.seqs[0].block_ids) == [0, 1, 2]
+    take(rig, output, 8)
+    assert rig.scheduler.load().cached_blocks == 2
+    rig.submit("b", 4, 1)  # its own prompt is all it shares
+    rig.scheduler.abort("a")
+    assert rig.step()[0] == {"b": 4}
+    assert rig.free == 32
+
+
+def test_all_drafts_may_be_confirmed_and_the_last_token_is_still_to_be_computed() -> None:
+    for tokens in ((51, 52, 53), (51, 52)):  # a runner may leave out the token after the drafts
+        rig = Rig(prefix_caching=True, block_size=1)
+        rig.submit("a", 4, 20)
+        rig.step(50)
+        rig.scheduler.propose("a", [51, 52])
+        output, _, _ = part_of(rig)
+        take(rig, output, *tokens)
+        output, computed, _ = part_of(rig)
+        assert (output.seqs[0].start, computed) == (3 + len(tokens) + 1, [tokens[-1]])
+        assert rig.scheduler.load().cached_blocks == output.seqs[0].start
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "drawn", "kept"),
+    [
+        (9, [51, EOS, 53, 54], [(51, ""), (EOS, "stop")]),
+        (4, [51, 52, 53], [(51, ""), (52, ""), (53, "length")]),
+        (9, [EOS], [(EOS, "stop")]),
+    ],
+)
+def test_a_request_ends_within_its_drafts(max_tokens: int, drawn: list[int], kept: list[tuple[int, str]]) -> None:
+    rig = Rig(prefix_caching=True)
+    rig.submit("a", 4, max_tokens)
+    rig.step(50)
+    rig.scheduler.propose("a", drawn)
+    output, _, num_drafts = part_of(rig)
+    assert num_drafts == min(len(drawn), max_tokens - 2), "one token comes without a draft"
+    assert take(rig, output, *drawn) == kept
+    assert not rig.busy()
+    assert rig.free == 32
+
+
+def test_drafts_wait_for_the_end_of_a_prompt_and_the_last_guess_counts() -> None:
+    rig = Rig(budget=4)
+    rig.submit("a", 6, 9)
+    rig.step()
+    rig.scheduler.propose("a", [70])
+    rig.scheduler.propose("a", [60, 61])
+    _, tokens, num_drafts = part_of(rig)
+    assert (tokens, num_drafts) == ([1004, 1005, 60, 61], 2)
+
+
+def test_drafts_get_what_the_budget_has_beside_decodes() -> None:
+    rig = Rig(budget=5)
+    for name in "ab":
+        rig.submit(name, 2, 12)
+    rig.step()
+    for name in "ab":
+        rig.scheduler.propose(name, [60] * 8)
+    assert rig.step()[0] == {"a": 4, "b": 1}
+    assert rig.step()[0] == {"a": 1, "b": 1}, "what was left out is dropped"
+
+
+def test_drafts_preempt_nothing_and_leave_the_watermark() -> None:
+    rig = Rig(num_blocks=4)
+    rig.submit("a", 4, 12)
+    rig.submit("b", 4, 8)
+    rig.step()
+    rig.scheduler.propose("a", [60] * 8)
+    output, parts = rig.schedule()
+    assert parts == {"a": 4, "b": 1}, "as many as its new block has room for"
+    assert (output.preempted, rig.free) == ([], 0)
+    rig.finish(output)
+
+
+def test_guesses_for_what_does_not_run_are_ignored() -> None:
+    rig = Rig()
+    rig.scheduler.propose("nobody", [1])
+    rig.submit("r", 4, 9, RECEIVE)
+    rig.scheduler.propose("r", [1])
+    rig.scheduler.kv_ready("r", 50)
+    rig.submit("p", 4, 9, PUSH)
+    rig.scheduler.propose("p", [1])
+    output, parts = rig.schedule()
+    assert parts == {"r": 1, "p": 4}
+    rig.scheduler.propose("r", [1])
+    rig.finish(output)
+    assert rig.step()[0] == {"r": 1}
+
+
 def test_a_resumed_request_knows_its_outputs() -> None:
     rig = Rig()
     rig.scheduler.submit(submit("a", LOCAL, [1, 2], 3, outputs=[2, 3], presence_penalty=1.0))

@@ -8,6 +8,7 @@ request that attends to anything but its own beginning, or to another tenant's, 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.batch import SampledToken, ScheduledSeq
+from engine.scheduling.prefix_cache import PrefixDigests
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
@@ -81,11 +83,21 @@ class Live:
 
 
 class World:
-    """A scheduler with everything around it, one tick at a time; a step makes ``burst`` tokens per request."""
+    """A scheduler with everything around it, one tick at a time; a step makes ``burst`` tokens per request. With
+    ``guesses``, requests get drafts that are wrong now and then, and the runner confirms some of those that are right.
+    """
 
-    def __init__(self, config: SchedulerConfig, burst: int = 1, kind: type[Scheduler] = Scheduler) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        burst: int = 1,
+        kind: type[Scheduler] = Scheduler,
+        guesses: random.Random | None = None,
+    ) -> None:
         self.config = config
         self.burst = burst
+        self.guesses = guesses
+        self.num_drafts = self.num_confirmed = 0
         self.clock = FakeClock(100.0)
         self.scheduler = kind(config, self.clock, TransferConnector(self.clock))
         self.pool: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (block, slot) → salt, tokens up to there
@@ -129,6 +141,8 @@ class World:
         self.ticks += 1
         self.clock.advance(1.0)
         acted = self._peers_act()
+        if self.guesses is not None:
+            self._propose(self.guesses)
         had_work = self.scheduler.has_work
         output = self.scheduler.schedule()
         self._hear()
@@ -159,7 +173,25 @@ class World:
                 request.over = True
         self._hear()
         self.scheduler.check_integrity()
+        self._check_findable()
         return True
+
+    def _propose(self, guesses: random.Random) -> None:
+        for attempt_id, request in self.live.items():
+            tokens = request.prompt + request.tokens
+            drafts: list[int] = []
+            for _ in range(guesses.choice([0, 1, 2, 3, 8])):
+                drafts.append(draw(request.plan.topic, tokens + drafts))
+                if guesses.random() < 0.2:
+                    drafts[-1] = (drafts[-1] + 1) % VOCABULARY
+            self.scheduler.propose(attempt_id, drafts)
+
+    def _check_findable(self) -> None:
+        """Findable blocks hold what they are found by."""
+        size = self.config.block_size
+        for block, digest in self.scheduler.blocks._cache._digest_of.items():
+            salt, tokens = self.pool[block, size - 1]
+            assert PrefixDigests(salt, size).first(len(tokens) // size, tokens)[-1] == digest
 
     def _peers_act(self) -> bool:
         acted = False
@@ -242,7 +274,8 @@ class World:
             assert num_tokens <= config.max_num_batched_tokens or len(output.seqs) == 1
         else:
             assert num_tokens <= config.max_num_batched_tokens
-            assert all(len(part.token_ids) <= (config.chunk_tokens or num_tokens) for part in output.seqs)
+            most = config.chunk_tokens or num_tokens
+            assert all(len(part.token_ids) - part.num_drafts <= most for part in output.seqs)
         assert all(part.token_ids for part in output.seqs)
         names = [part.attempt_id for part in output.seqs]
         assert len(set(names)) == len(names)
@@ -258,12 +291,23 @@ class World:
     def _compute(self, part: ScheduledSeq) -> list[SampledToken]:
         request = self.live[part.attempt_id]
         known = request.prompt + request.tokens
-        end = part.start + len(part.token_ids)
-        assert list(part.token_ids) == known[part.start : end]
+        end = part.end - part.num_drafts
+        drafts = list(part.token_ids[end - part.start :])
+        assert list(part.token_ids) == known[part.start : end] + drafts
         assert part.sample == (end == len(known))
-        self._write(request.plan, part.start, known[:end], part.block_ids)
+        self._write(request.plan, part.start, known[:end] + drafts, part.block_ids)
         self._check_content(request.plan, known[:end], part.block_ids)
         tokens = known[:end]
+        if drafts:
+            assert self.guesses is not None
+            assert part.sample
+            assert len(request.tokens) + len(drafts) < request.plan.max_tokens, "a draft that can never be confirmed"
+            self.num_drafts += len(drafts)
+            for draft in drafts[: self.guesses.randint(0, len(drafts))]:
+                if draft != draw(request.plan.topic, tokens):
+                    break
+                tokens.append(draft)
+                self.num_confirmed += 1
         for _ in range(self.burst):
             tokens.append(draw(request.plan.topic, tokens))
         return [SampledToken(token) for token in tokens[end:]]
@@ -375,6 +419,45 @@ def test_everyone_finishes_with_exactly_their_tokens(
             world.tick()
     drain(world)
     check_end(world)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    CONFIGS,
+    st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=2, max_size=10),
+    st.integers(1, 2),
+    KINDS,
+    st.randoms(use_true_random=False),
+)
+def test_drafts_change_no_token(
+    config: SchedulerConfig,
+    arrivals: list[tuple[Plan, int]],
+    burst: int,
+    kind: type[Scheduler],
+    guesses: random.Random,
+) -> None:
+    world = World(config, burst, kind, guesses)
+    for plan, pause in arrivals:
+        world.submit(plan)
+        for _ in range(pause):
+            world.tick()
+    drain(world)
+    check_end(world)
+
+
+def test_drafts_save_steps() -> None:
+    """Else the test above would show nothing."""
+    config = SchedulerConfig(32, 4, 64, 4, 32, (EOS,))
+    ticks: list[int] = []
+    for guesses in (None, random.Random(5)):
+        world = World(config, guesses=guesses)
+        for topic in range(4):
+            world.submit(Plan(KVRole.LOCAL, 5, 40, True, (), 0, None, topic))
+        drain(world)
+        check_end(world)
+        ticks.append(world.ticks)
+    assert world.num_drafts > world.num_confirmed > 40
+    assert ticks[1] < ticks[0]
 
 
 @settings(max_examples=200, deadline=None)
