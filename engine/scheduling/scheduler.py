@@ -67,7 +67,7 @@ class SchedulerOutput:
 class Scheduler:
     """Continuous batching with chunked prefill over a paged pool with a prefix cache.
 
-    The scheduler drives nothing itself: `engine.process.loop` feeds it commands, and alternates `schedule` and
+    The scheduler drives nothing itself: `engine.core.EngineCore` feeds it commands, and alternates `schedule` and
     `update`. Commands may come in between: a request that is aborted while its step runs keeps its blocks until
     `update`, because that step may still write to them.
 
