@@ -12,8 +12,7 @@ import torch
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import Ready
 from engine.model.decoder import LlamaDecoder
-from engine.model.device_dtypes import native_dtypes
-from engine.model.dtypes import choose_dtype
+from engine.model.dtypes import choose_dtype, native_dtypes
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner

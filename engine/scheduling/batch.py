@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.messages import TokenOut
-from engine.scheduling.history import TokenHistory
+from engine.scheduling.sequence import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
 

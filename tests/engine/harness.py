@@ -20,7 +20,7 @@ from engine.model.runner import ModelRunner
 from engine.model.source import resolve_model
 from engine.process.mapped_pool import MappedPool
 from engine.scheduling.batch import ScheduledSeq
-from engine.scheduling.history import TokenHistory
+from engine.scheduling.sequence import TokenHistory
 from pdserve.core import memory_file
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
