@@ -89,8 +89,8 @@ class Scheduler:
 
     **Drafts.** A request's next part can include guessed tokens (`propose`); `update` keeps those that its tokens
     confirm. KV of the others stays where it is and is overwritten, since the request goes on after its last confirmed
-    token. Drafts cost nobody anything: they take budget that no decode needs, and blocks above the watermark. Blocks
-    taken for drafts stay with the request, which never has more of them than it will need at its end.
+    token. Drafts get the budget and the blocks that the step does not need for known tokens, and leave the watermark.
+    Blocks taken for drafts stay with the request, which never has more of them than it may need at its end.
 
     **Progress.** Every request finishes, for three reasons.
     (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
@@ -220,23 +220,22 @@ class Scheduler:
         """The next step. AssertionError if the last one was not brought to `update`."""
         started_s = self._begin_step()
         max_num_seqs = self.config.max_num_seqs
-        seqs: list[ScheduledSeq] = []
+        parts: list[tuple[Sequence, int]] = []  # requests, and how many of their tokens
         preempted: list[str] = []
         batch = list(self._batch())
         budget = self._budget(batch)
         for seq in batch:
-            if len(seqs) == max_num_seqs:
+            if len(parts) == max_num_seqs:
                 break  # KV that is ready is not refused, so that more may run than fit into a step
             if seq.status is not EngineStatus.RUNNING:
                 continue  # preempted in this very loop
             wanted = seq.num_uncomputed_tokens
-            num_tokens = budget.offer(wanted, first=not seqs)
+            num_tokens = budget.offer(wanted, first=not parts)
             if num_tokens < wanted:
                 num_tokens = self._cut(seq, num_tokens)
             if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
+                parts.append((seq, num_tokens))
                 budget.spend(num_tokens, wanted)
-                num_drafts = self._grow_for_drafts(seq, num_tokens, budget) if seq.draft_token_ids else 0
-                seqs.append(self._take(seq, num_tokens, started_s, num_drafts))
         # What has just been preempted must not be admitted to the blocks it was to make room in.
         while not preempted:
             self._reserve()
@@ -250,9 +249,12 @@ class Scheduler:
             if not num_tokens:
                 break
             self._start(head)
+            parts.append((head, num_tokens))
             budget.spend(num_tokens, wanted)
-            num_drafts = self._grow_for_drafts(head, num_tokens, budget) if head.draft_token_ids else 0
-            seqs.append(self._take(head, num_tokens, started_s, num_drafts))
+        seqs: list[ScheduledSeq] = []
+        for seq, num_tokens in parts:
+            num_drafts = self._grow_for_drafts(seq, num_tokens, budget) if seq.draft_token_ids else 0
+            seqs.append(self._take(seq, num_tokens, started_s, num_drafts))
         return SchedulerOutput(seqs, started_s, preempted)
 
     def update(

@@ -27,10 +27,9 @@ class TokenBudget:
         return min(wanted, self._chunk_tokens, self._left)
 
     def take_drafts(self, wanted: int) -> int:
-        """Take as many of ``wanted`` draft tokens as are left beside the decodes, and tell how many."""
-        num_tokens = max(0, min(wanted, self._spare, self._left))
+        """Take as many of ``wanted`` draft tokens as all other tokens have left, and tell how many."""
+        num_tokens = min(wanted, self._left)
         self._left -= num_tokens
-        self._spare -= num_tokens
         return num_tokens
 
     def spend(self, num_tokens: int, wanted: int) -> None:

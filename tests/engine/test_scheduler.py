@@ -822,6 +822,15 @@ def test_drafts_get_what_the_budget_has_beside_decodes() -> None:
     assert rig.step()[0] == {"a": 1, "b": 1}, "what was left out is dropped"
 
 
+def test_prompts_come_before_drafts() -> None:
+    rig = Rig(budget=8)
+    rig.submit("a", 2, 12)
+    rig.step()
+    rig.submit("b", 5, 12)
+    rig.scheduler.propose("a", [60] * 8)
+    assert rig.step()[0] == {"a": 3, "b": 5}
+
+
 def test_drafts_preempt_nothing_and_leave_the_watermark() -> None:
     rig = Rig(num_blocks=4)
     rig.submit("a", 4, 12)
