@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from engine.model.attention import AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.layer_hook import LayerHook
 from engine.model.linear import Linear, linear
 from engine.model.norm import RMSNorm
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
 from engine.model.weights import LayerWeights, ModelWeights
+from engine.scheduling.batch import LayerHook
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,17 @@
-"""The floating-point type a model is computed in: what devices compute natively, and what a service takes of it."""
+"""The floating-point type a model is computed in: what devices compute natively, and what a service takes of it.
+
+Imports torch only to ask for GPUs.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """The flags of /proc/cpuinfo that stand for bfloat16 products: two of x86, one of ARM."""
 _FLAG_LINES = ("flags", "Features")  # as x86 and ARM call them
@@ -17,6 +23,8 @@ _ISAS_WITHOUT_BFLOAT16 = frozenset(
     }
 )  # fmt: skip
 """Values of oneDNN's ONEDNN_MAX_CPU_ISA that keep it from using bfloat16 instructions."""
+
+_MAX_ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the second is oneDNN's older name of the first
 
 _AMPERE = (8, 0)
 
@@ -52,6 +60,28 @@ class DtypeChoice:
 
     dtype: str
     note: str = ""
+
+
+def native_dtypes(device: str) -> list[NativeDtypes]:
+    """The devices of kind ``device`` (``cpu`` or ``cuda``) that this process can use: one CPU, or each GPU that torch
+    sees. Empty if there is none."""
+    if device == "cpu":
+        return [_cpu()]
+    import torch
+
+    return [
+        gpu_dtypes(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def _cpu() -> NativeDtypes:
+    try:
+        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux: float32 is native everywhere
+        text = ""
+    max_isa = next((value for name in _MAX_ISA_VARIABLES if (value := os.environ.get(name))), "")
+    return cpu_dtypes(text, max_isa)
 
 
 def cpu_dtypes(cpuinfo: str, max_isa: str = "") -> NativeDtypes:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.model.attention import Attention
-from engine.model.cuda_layers import CudaLayers
 from engine.model.decoder import LlamaDecoder, ModelStep
 from engine.model.kv_pool import KVPool
-from engine.model.layer_hook import LayerHook
 from engine.model.sampler import sample
-from engine.scheduling.batch import SampledToken, ScheduledSeq
+from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from pdserve.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,6 +21,26 @@ if TYPE_CHECKING:
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
+
+
+class _ComputedLayers:
+    """A GPU's layers are launched long before they are computed. This calls ``done`` for a group of layers when the GPU
+    has computed it. It looks when the next group has been launched, so that the GPU always has work, and the launching
+    thread waits where it would have waited anyway."""
+
+    def __init__(self, done: Callable[[int], None]) -> None:
+        self._done = done
+        self._launched: deque[tuple[int, torch.cuda.Event]] = deque()
+
+    def __call__(self, num_layers: int) -> None:
+        """The first ``num_layers`` layers have been launched."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._launched.append((num_layers, event))
+        if len(self._launched) > 1:
+            before, event = self._launched.popleft()
+            event.synchronize()
+            self._done(before)
 
 
 class ModelRunner:
@@ -48,7 +67,7 @@ class ModelRunner:
         else:
             step, wanted = self._step(ordered)
             if hook is not None and self._device.type == "cuda":
-                hook = LayerHook(hook.after, CudaLayers(hook.done))
+                hook = LayerHook(hook.after, _ComputedLayers(hook.done))
             hidden = self._model.forward(step, self._pool, hook)
             if not wanted:
                 if self._device.type == "cuda":
@@ -76,6 +95,8 @@ class ModelRunner:
         for seq in seqs:
             end += len(seq.token_ids)
             if seq.sample:
+                if seq.num_drafts:
+                    raise NotImplementedError("this runner verifies no draft tokens")
                 rows[seq.attempt_id] = end - 1
                 wanted[seq.attempt_id] = seq
                 lasts[seq.attempt_id] = replace(

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from engine.scheduling.batch import SampledToken
-from engine.scheduling.history import TokenHistory
+from engine.scheduling.sequence import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import MAX_BIAS, SamplingParams
 

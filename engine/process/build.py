@@ -12,15 +12,14 @@ import torch
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import Ready
 from engine.model.decoder import LlamaDecoder
-from engine.model.device_dtypes import native_dtypes
-from engine.model.dtypes import choose_dtype
+from engine.model.dtypes import choose_dtype, native_dtypes
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.model.shape import ModelShape
 from engine.model.source import resolve_model
 from engine.model.weights import ModelWeights
-from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KVLayout
@@ -96,8 +95,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         num_blocks=num_blocks,
         eos_token_ids=shape.eos_token_ids,
         prefix_caching=spec.prefix_caching,
-        batching=spec.batching,
-        chunk_tokens=spec.chunk_tokens,
+        chunk_tokens=None if spec.chunk_tokens == "off" else spec.chunk_tokens,
     )
     return BuiltEngine(runner, limits, ready)
 

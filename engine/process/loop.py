@@ -1,8 +1,8 @@
 """The engine process: ``python -m engine.process.loop SPEC COMMANDS_FD EVENTS_FD KV_EVENTS_FD MEMORY_FD``.
 
 It owns a device and does nothing but step: one thread, no sockets, no event loop. Commands come in over one pipe and
-events leave by two others (`engine.messages`). It ends on `Shutdown`, when the command pipe closes, and when its parent
-dies, however that dies.
+events leave by two others (`engine.messages`); what lies between is `engine.core.EngineCore`. It ends on `Shutdown`,
+when the command pipe closes, and when its parent dies, however that dies.
 """
 
 from __future__ import annotations
@@ -13,32 +13,13 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-from engine.messages import (
-    Abort,
-    Command,
-    Computed,
-    EngineEvent,
-    Failed,
-    FrameReader,
-    KVEvent,
-    KVReady,
-    Load,
-    Ping,
-    Pong,
-    Release,
-    Reserved,
-    Shutdown,
-    Step,
-    Submit,
-    encode,
-)
-from engine.model.layer_hook import LayerHook, LayerReports
-from engine.process.planted import PlantedDelays
-from engine.scheduling.batch import SampledToken, ScheduledSeq
-from engine.scheduling.scheduler import Scheduler
+from engine.core import EngineCore
+from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, Shutdown, encode
+from engine.process.planted import DelayedCore
+from engine.scheduling.baselines import scheduler_class
+from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -93,89 +74,18 @@ class WorkerPipe:
             raise ParentGone from None
 
 
-class Runner(Protocol):
-    """What computes a step: `engine.model.runner.ModelRunner`, or a stand-in in tests."""
-
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
-        """The next tokens, one or more, of each part that wants any, by request id; ``hook`` is told of layers."""
-        ...
-
-
-class EngineLoop:
-    """Alternates commands and steps until `Shutdown`."""
-
-    def __init__(
-        self, pipe: WorkerPipe, scheduler: Scheduler, runner: Runner, reports: LayerReports, delays: PlantedDelays
-    ) -> None:
-        self._pipe = pipe
-        self._scheduler = scheduler
-        self._runner = runner
-        self._reports = reports
-        self._delays = delays
-        self._clock = MonotonicClock()
-        self._load: Load | None = None
-
-    def run(self) -> None:
-        """Serve until `Shutdown` comes; `ParentGone` when the pipe closes."""
-        starved = False  # nothing could be scheduled although there was work: only a command can change that
-        while True:
-            for command in self._pipe.receive(wait=starved or not self._scheduler.has_work):
-                if isinstance(command, Shutdown):
-                    return
-                if isinstance(command, Ping):
-                    self._pipe.send(Pong())
-                    continue
-                self._take(command)
-            self._report()
-            starved = not self._step()
-
-    def _take(self, command: Submit | KVReady | Release | Abort) -> None:
-        self._delays.on_command(command)
-        match command:
-            case Submit():
-                self._scheduler.submit(command)
-            case KVReady():
-                self._scheduler.kv_ready(command)
-            case Release():
-                self._scheduler.release(command)
-            case Abort():
-                self._scheduler.abort(command)
-
-    def _step(self) -> bool:
-        if not self._scheduler.has_work:
-            return False
-        self._delays.before_schedule()
-        output = self._scheduler.schedule()
-        self._report()  # reservations must not wait for the step
-        if not output.seqs:
-            return False
-        hook = self._reports.hook(output.seqs, self._scheduler.pushes(output))
-        sampled = self._runner.execute(output.seqs, hook)
-        self._delays.in_step(output.seqs)
-        step = self._scheduler.update(output, sampled, self._clock.now())
-        if step.tokens:
-            self._pipe.send(Step(step.sampled_s, step.started_s, step.tokens))
-        if step.progress:
-            self._pipe.send_kv(Computed(step.progress))
-        self._report()
-        return True
-
-    def _report(self) -> None:
-        events: list[EngineEvent] = []
-        kv_events: list[KVEvent] = []
-        for event in self._scheduler.take_events():
-            if isinstance(event, Reserved | Computed):
-                kv_events.append(event)
+def serve(pipe: WorkerPipe, core: EngineCore) -> None:
+    """Alternate commands and steps until `Shutdown` comes; `ParentGone` when the pipe closes."""
+    busy = False
+    while True:
+        for command in pipe.receive(wait=not busy):
+            if isinstance(command, Shutdown):
+                return
+            if isinstance(command, Ping):
+                pipe.send(Pong())
             else:
-                events.append(event)
-        if kv_events:
-            self._pipe.send_kv(*kv_events)
-        load = self._scheduler.load()
-        if load != self._load:
-            self._load = load
-            events.append(load)
-        if events:
-            self._pipe.send(*events)
+                core.take(command)
+        busy = core.step()
 
 
 def main() -> int:
@@ -186,7 +96,7 @@ def main() -> int:
     spec_json, commands_fd, events_fd, kv_events_fd, memory_fd = sys.argv[1:]
     pipe = WorkerPipe(int(commands_fd), int(events_fd), int(kv_events_fd))
     try:
-        _serve(pipe, EngineSpec.from_json(spec_json), int(memory_fd))
+        _run(pipe, EngineSpec.from_json(spec_json), int(memory_fd))
     except ParentGone:
         return 0
     except Exception as error:  # whatever it was, the worker has to hear of it
@@ -199,7 +109,7 @@ def main() -> int:
     return 0
 
 
-def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
+def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
     if spec.cores:
         try:
             os.sched_setaffinity(0, spec.cores)
@@ -208,10 +118,14 @@ def _serve(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
     from engine.process.build import build_engine  # torch counts its cores when it is imported
 
     built = build_engine(spec, memory_fd)
-    scheduler = Scheduler(built.scheduler_config, MonotonicClock())
+    clock = MonotonicClock()
+    connector = TransferConnector(clock, built.ready.layout, spec.layer_groups)
+    scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
+    core = EngineCore(scheduler, built.runner, clock, pipe)
+    if spec.delay_s:
+        core = DelayedCore(scheduler, built.runner, clock, pipe, spec.delay_s)
     pipe.send(built.ready)
-    reports = LayerReports(built.ready.layout, spec.layer_groups, pipe.send_kv)
-    EngineLoop(pipe, scheduler, built.runner, reports, PlantedDelays(spec.delay_s)).run()
+    serve(pipe, core)
 
 
 if __name__ == "__main__":

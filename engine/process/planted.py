@@ -2,7 +2,7 @@
 
 ``prefill_queue`` sleeps before the first step of a request that prefills here, ``prefill`` in the step that samples its
 first token, ``decode_queue`` before its first decode step (of a RECEIVE request: after `KVReady`), ``first_decode`` in
-that step. Without delays nothing is tracked.
+that step.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from engine.messages import Abort, Command, KVReady, KVRole, Submit
-from engine.scheduling.batch import ScheduledSeq
+from engine.core import EngineCore, Outbox, RequestCommand, Runner
+from engine.messages import Abort, KVReady, KVRole, Submit
+from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.scheduler import Scheduler
+from pdserve.core.clock import Clock
 
 
-class PlantedDelays:
-    """Follows requests from submission to their second token and sleeps where told; ``delay_s`` by stage."""
+class DelayedCore(EngineCore):
+    """An engine core with ``delay_s`` by stage. It follows requests from submission to their second token and sleeps
+    where told."""
 
-    def __init__(self, delay_s: Mapping[str, float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox, delay_s: Mapping[str, float]
+    ) -> None:
+        super().__init__(scheduler, _DelayedRunner(runner, self), clock, outbox)
         self._delay_s = delay_s
         self._stage: dict[str, str] = {}
         self._roles: dict[str, KVRole] = {}
 
-    def on_command(self, command: Command) -> None:
-        """A command that the scheduler is about to get."""
-        if not self._delay_s:
-            return
+    def take(self, command: RequestCommand) -> None:
+        """Apply a command, and note what it means for its request's stage."""
         if isinstance(command, Submit):
             self._roles[command.attempt_id] = command.kv_role
             if command.kv_role is not KVRole.RECEIVE:
@@ -34,15 +39,19 @@ class PlantedDelays:
             self._stage[command.attempt_id] = "decode_queue"
         elif isinstance(command, Abort):
             self._forget(command.attempt_id)
+        super().take(command)
 
-    def before_schedule(self) -> None:
-        """Sleep once for each kind of request that would get its first step now."""
-        for stage, following in (("prefill_queue", "prefill"), ("decode_queue", "first_decode")):
-            waiting = [attempt_id for attempt_id, at in self._stage.items() if at == stage]
-            if waiting:
-                time.sleep(self._delay_s.get(stage, 0.0))
-            for attempt_id in waiting:
-                self._stage[attempt_id] = following
+    def step(self) -> bool:
+        """Sleep once for each kind of request that would get its first step now; then run the step."""
+        self.report()
+        if self.scheduler.has_work:
+            for stage, following in (("prefill_queue", "prefill"), ("decode_queue", "first_decode")):
+                waiting = [attempt_id for attempt_id, at in self._stage.items() if at == stage]
+                if waiting:
+                    time.sleep(self._delay_s.get(stage, 0.0))
+                for attempt_id in waiting:
+                    self._stage[attempt_id] = following
+        return super().step()
 
     def in_step(self, seqs: Sequence[ScheduledSeq]) -> None:
         """Sleep within the step that has just computed ``seqs``, before its tokens count as sampled."""
@@ -59,3 +68,14 @@ class PlantedDelays:
     def _forget(self, attempt_id: str) -> None:
         self._stage.pop(attempt_id, None)
         self._roles.pop(attempt_id, None)
+
+
+class _DelayedRunner:
+    def __init__(self, runner: Runner, core: DelayedCore) -> None:
+        self._runner = runner
+        self._core = core
+
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
+        sampled = self._runner.execute(seqs, hook)
+        self._core.in_step(seqs)
+        return sampled

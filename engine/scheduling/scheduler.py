@@ -8,38 +8,50 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.messages import (
-    Abort,
-    Computed,
-    Finished,
-    KVReady,
-    KVRole,
-    Load,
-    Progress,
-    Rejected,
-    Release,
-    Reserved,
-    Submit,
-    TokenOut,
-)
+from engine.messages import Finished, Load, Rejected, Submit, TokenOut
 from engine.scheduling.batch import SampledToken, ScheduledSeq, StepResult
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.kv_connector import KVConnector, NoTransfer
 from engine.scheduling.prefix_cache import PrefixDigests
-from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import TokenBudget
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CapacityExceeded, InvalidRequest, PdserveError, to_wire
-from pdserve.core.handoff import FirstToken
+from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from pdserve.core.request import EngineStatus
-from pdserve.core.sampling import FinishReason
 
-SchedulerEvent = Reserved | Computed | Rejected | Finished
+SchedulerEvent = Rejected | Finished
 
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept for the growth of what runs
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one engine; all numbers are at least 1 (`ConfigError`).
+
+    ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step, ``max_model_len`` bounds prompt plus output of a
+    request, ``num_blocks`` blocks of ``block_size`` tokens are the pool. ``eos_token_ids`` end every request that does
+    not ignore them. With ``prefix_caching``, requests of the same salt share the blocks of equal beginnings.
+    ``chunk_tokens`` bounds what a step computes of one prompt (None: only the step's budget does).
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    eos_token_ids: Collection[int] = ()
+    prefix_caching: bool = True
+    chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name}: must be at least 1, got {getattr(self, name)}")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ConfigError(f"engine.chunk_tokens: must be 'off' or at least 1, got {self.chunk_tokens}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,63 +65,68 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Batching with chunked prefill over a paged pool with a prefix cache; drives nothing itself.
+    """Continuous batching with chunked prefill over a paged pool with a prefix cache.
 
-    The engine loop feeds it commands, and alternates `schedule` and `update`. Commands may come in between: a request
-    aborted while its step runs keeps its blocks until `update`, because that step may still write to them.
+    The scheduler drives nothing itself: `engine.core.EngineCore` feeds it commands, and alternates `schedule` and
+    `update`. Commands may come in between: a request that is aborted while its step runs keeps its blocks until
+    `update`, because that step may still write to them.
 
-    **Order.** Requests have a rank by arrival. Running ones go first, in that order: each decoding one gets a token,
-    then chunks of prompts get the rest of the budget (whoever comes first gets a token in any case). Then preempted
-    ones, then waiting ones, first come first served across all KV roles: whoever cannot be admitted holds up all behind
-    it. Admission takes the blocks of all known tokens at once, so only decoding ever grows; it leaves a
-    small watermark free while anything else may grow.
+    **Order.** Requests rank by arrival. A step takes running requests first, in that order: each decoding request gets
+    a token, and chunks of prompts get the rest of the budget. The first request of a step gets a token in any case.
+    Preempted requests come next, then waiting ones, first come first served: a request that cannot be admitted holds up
+    all behind it. Admission takes the blocks of all tokens known, so only decoding requests grow. While other requests
+    may grow, admission leaves a small watermark of blocks free.
 
-    **Prefix cache.** Admission takes over the blocks that hold the beginning of its tokens, owned by others or not, and
-    computes the rest: one token at least, since a token must come of it (a RECEIVE request awaits the rest, which may
-    be nothing). A full block becomes findable when the step that wrote it is done, or when `KVReady` says that it was
-    received and verified. It is never written again: requests write at positions that are not computed, and
-    those lie in blocks of their own.
+    **Prefix cache.** Admission shares the blocks that hold the beginning of the request's tokens, and computes the
+    rest: at least one token, from which the next is sampled. A full block becomes findable when the step that wrote it
+    is done, or when `kv_ready` says that it is there. It is never written again: a request writes only at positions
+    that are not computed yet, which lie in blocks of its own.
 
-    **Static batching.** A batch is admitted when no request of the last one runs; none joins it. A RECEIVE request
-    whose KV comes meanwhile stands by with its blocks, ranks behind the whole batch, and is in the next one (or the one
-    after: ``max_num_seqs`` bounds a batch). A preempted request leaves its batch.
+    **KV from and to elsewhere** is the connector's (`engine.scheduling.kv_connector`). The scheduler knows two facts of
+    a request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
+    something outside reads them. A request that awaits KV gets its blocks as soon as its turn comes and they are free,
+    between steps as well, and runs after `kv_ready`. Pinned blocks stay until `release`, or an abort.
 
-    **Progress.** When a running request needs a block and none is free, running requests of lower rank are preempted,
-    the lowest first, until one is; but none is if all their blocks together have other owners as well: then the needy
-    one keeps its blocks and waits. PUSH requests are exempt, and harmless: they never grow. Hence
-    (1) the highest of the running requests is never preempted, and every step (every second one, where a prompt took
-    the last for its own) computes at least one token of it, or else every block it does not own has an owner among the
-    running PUSH requests, the highest of which then gets its tokens, or the WAITING_FOR_KV or held PUSH requests (which
-    end by `KVReady`, `Release` or `Abort`: the worker's leases bound them). That a block has several owners changes
-    nothing in this: it only makes some preemptions useless, and those are not done; and what a cached block saves at
-    admission can be taken from nobody, for a block that nobody owns counts as free whether it is cached or not;
-    (2) it finishes after at most prompt + ``max_tokens`` of such steps, for recomputation is a loss of lower ones
-    only, and then the next is the highest. With static batching nobody outranks the batch, and as it only shrinks, it
-    ends;
-    (3) while anything is preempted or waiting, nothing that came later is admitted or reserved, so only finitely many
-    requests run before it, and once those are gone it fits: `submit` refuses what exceeds an empty pool, and an idle
-    pool has no watermark. So nothing starves, and no cycle of preemptions can repeat for ever. A request admitted
-    in the step that preempted it could take the blocks back before they are used; so none is admitted in such a step.
+    **Drafts.** A request's next part can include guessed tokens (`propose`); `update` keeps those that its tokens
+    confirm. KV of the others stays where it is and is overwritten, since the request goes on after its last confirmed
+    token. Drafts get the budget and the blocks that the step does not need for known tokens, and leave the watermark.
+    Blocks taken for drafts stay with the request, which never has more of them than it may need at its end.
+
+    **Progress.** Every request finishes, for three reasons.
+    (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
+    lowest first, until one is. It waits only if that would free no block: then every block that it does not own belongs
+    to requests that are pinned or await KV. A pinned request never grows: if it runs, it advances in the
+    other's place. If it is over, or awaits KV, then `kv_ready`, `release` or `abort` follows
+    within the connector's lease.
+    (2) It finishes after at most prompt + ``max_tokens`` such steps, since it is never preempted itself. Then the next
+    request is the highest.
+    (3) While a request waits or is preempted, none that came later is admitted. So finitely many run before it, and
+    when those are done it fits: `submit` refuses what exceeds an empty pool, and an idle pool has no watermark. A step
+    that preempts admits nothing, so that the blocks go to the request that needs them.
+    Shared blocks change nothing in this. A block without an owner counts as free whether it is cached or not, and a
+    preemption that frees no block is not made.
+
+    `engine.scheduling.baselines` has schedulers to compare it with.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
+        """Without a ``connector`` all KV is computed here and stays here."""
         self.config = config
+        self.connector = NoTransfer() if connector is None else connector
         self.blocks = BlockManager(config.num_blocks, config.block_size)
         self._clock = clock
         self._watermark = max(1, config.num_blocks // WATERMARK_DIVISOR)
         self._seqs: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # by arrival
-        self._running: list[Sequence] = []  # by rank: the batch, then (static) who stands by
-        self._receiving: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # highest rank first
+        self._awaiting_kv: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
         self._events: list[SchedulerEvent] = []
         self._arrivals = 0
         self._preemptions = 0
         self._looked_up_tokens = 0
         self._cached_tokens = 0
-        self._static = config.batching == "static"
-        self._last_was_alone = False  # the last step was a long prompt's own
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -121,6 +138,7 @@ class Scheduler:
             self._events.append(Rejected(submit.attempt_id, *to_wire(error)))
             return
         seq = Sequence.from_submit(submit, self._arrivals, self.config.eos_token_ids)
+        seq.num_remote_tokens = self.connector.remote_tokens(seq)
         if self.config.prefix_caching:
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
         self._arrivals += 1
@@ -128,47 +146,54 @@ class Scheduler:
         self._waiting.append(seq)
         self._reserve()
 
-    def kv_ready(self, ready: KVReady) -> None:
-        """Let a RECEIVE request run: its prompt's KV is in its blocks, its first token is known. If that is its last
-        (by length or stop id) it is finished, and a `Finished` event says so. Ignored unless the request waits for its
-        KV."""
-        seq = self._receiving.pop(ready.attempt_id, None)
+    def kv_ready(self, attempt_id: str, first_token_id: int | None = None) -> None:
+        """Let a request run: the KV of its remote tokens is in its blocks and verified. ``first_token_id`` is its next
+        token, if that came with the KV. If that is its last (by length or stop id) it is finished, and a `Finished`
+        event says so. Ignored unless the request awaits KV."""
+        seq = self._awaiting_kv.pop(attempt_id, None)
         if seq is None:
             return
-        seq.num_computed_tokens = seq.num_prompt_tokens
+        seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_remote_tokens)
+        seq.num_remote_tokens = 0
         self._publish(seq)
         seq.transition(EngineStatus.RUNNING)
-        reason = seq.append(ready.first_token_id)
+        reason = None if first_token_id is None else seq.append(first_token_id)
         if reason is None:
-            seq.in_batch = not self._static
-            insort(self._running, seq, key=_rank)
+            self._join(seq)
         else:
             self._events.append(Finished(seq.attempt_id, reason.value))
             self._finish(seq)
             self._reserve()
 
-    def release(self, release: Release) -> None:
-        """Free the held blocks of a PUSH request; one that still prefills will free them when it has its token.
-        Ignored for any other."""
-        seq = self._seqs.get(release.attempt_id)
-        if seq is None or seq.kv_role is not KVRole.PUSH:
+    def propose(self, attempt_id: str, token_ids: list[int]) -> None:
+        """Guess a running request's next tokens. Its next part to give a token includes as many of them as the limits
+        allow; the rest is dropped, and so is an earlier guess. Ignored unless the request runs, between steps."""
+        seq = self._seqs.get(attempt_id)
+        if seq is not None and seq.status is EngineStatus.RUNNING and not seq.in_step:
+            seq.draft_token_ids = token_ids
+
+    def release(self, attempt_id: str) -> None:
+        """Unpin a request's blocks: nothing outside reads them any more. They are freed if it is over, else when it is.
+        Ignored for a request that is not pinned."""
+        seq = self._seqs.get(attempt_id)
+        if seq is None:
             return
-        seq.released = True
+        seq.pinned = False
         if seq.status is EngineStatus.FINISHED:
             self._forget(seq)
             self._reserve()
 
-    def abort(self, abort: Abort) -> None:
+    def abort(self, attempt_id: str) -> None:
         """Drop a request in whatever state it is in; unknown ids are ignored. Its blocks are free at once, or after the
         step that computes it just now."""
-        seq = self._seqs.get(abort.attempt_id)
+        seq = self._seqs.get(attempt_id)
         if seq is None:
             return
         match seq.status:
             case EngineStatus.WAITING:
                 self._waiting.remove(seq)
             case EngineStatus.WAITING_FOR_KV:
-                del self._receiving[seq.attempt_id]
+                del self._awaiting_kv[attempt_id]
             case EngineStatus.RUNNING:
                 self._running.remove(seq)
             case EngineStatus.PREEMPTED:
@@ -177,6 +202,7 @@ class Scheduler:
                 pass
         if seq.status is not EngineStatus.FINISHED:
             seq.transition(EngineStatus.FINISHED)
+            self.connector.release(seq)
         self._forget(seq)
         self._reserve()
 
@@ -185,38 +211,59 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` would return anything to run now."""
-        batch = self._batch() or self._running[: self.config.max_num_seqs]
+        batch = self._batch()
         if batch and self._can_run(batch):
             return True
-        if self._static and self._batch():
-            return False
         return self._admissible(len(batch)) is not None
 
     def schedule(self) -> SchedulerOutput:
         """The next step. AssertionError if the last one was not brought to `update`."""
-        if self._in_step:
-            raise AssertionError("schedule() was called while a step runs")
-        started_s = self._clock.now()
-        is_open = not self._static or not self._batch()
-        if is_open and self._static:
-            self._form_batch()
-        if self._last_was_alone or (seq := self._oversized(is_open)) is None:
-            output = self._common_step(started_s, is_open)
-            if output.seqs or output.preempted or (seq := self._oversized(is_open)) is None:
-                self._last_was_alone = False
-                return output
-        self._last_was_alone = True
-        if seq.status is not EngineStatus.RUNNING:
-            self._start(seq)
+        started_s = self._begin_step()
+        max_num_seqs = self.config.max_num_seqs
+        parts: list[tuple[Sequence, int]] = []  # requests, and how many of their tokens
+        preempted: list[str] = []
+        batch = list(self._batch())
+        budget = self._budget(batch)
+        for seq in batch:
+            if len(parts) == max_num_seqs:
+                break  # KV that is ready is not refused, so that more may run than fit into a step
+            if seq.status is not EngineStatus.RUNNING:
+                continue  # preempted in this very loop
+            wanted = seq.num_uncomputed_tokens
+            num_tokens = budget.offer(wanted, first=not parts)
+            if num_tokens < wanted:
+                num_tokens = self._cut(seq, num_tokens)
+            if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
+                parts.append((seq, num_tokens))
+                budget.spend(num_tokens, wanted)
+        # What has just been preempted must not be admitted to the blocks it was to make room in.
+        while not preempted:
             self._reserve()
-        return SchedulerOutput([self._take(seq, seq.num_uncomputed_tokens, started_s)], started_s, [])
+            head = self._admissible(len(self._batch()))
+            if head is None:
+                break
+            wanted = self._to_compute(head)
+            num_tokens = budget.offer_new(wanted)
+            if num_tokens < wanted:
+                num_tokens = self._cut(head, num_tokens)
+            if not num_tokens:
+                break
+            self._start(head)
+            parts.append((head, num_tokens))
+            budget.spend(num_tokens, wanted)
+        seqs: list[ScheduledSeq] = []
+        for seq, num_tokens in parts:
+            num_drafts = self._grow_for_drafts(seq, num_tokens, budget) if seq.draft_token_ids else 0
+            seqs.append(self._take(seq, num_tokens, started_s, num_drafts))
+        return SchedulerOutput(seqs, started_s, preempted)
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float
     ) -> StepResult:
         """Take a step's results in: ``sampled`` has the next tokens, at least one, of each part that asked for any
-        (KeyError if not). Those after a request's last one (by stop id or length) are dropped. ``sampled_s`` is when
-        they were known, in seconds of the clock. Requests aborted meanwhile are left out."""
+        (KeyError if not). Those after a request's last one (by stop id or length) are dropped, and drafts that they
+        do not confirm are taken back. ``sampled_s`` is when they were known, in seconds of the clock. Requests aborted
+        meanwhile are left out."""
         step = StepResult(sampled_s, output.started_s)
         in_step, self._in_step = self._in_step, []
         any_ended = False
@@ -226,50 +273,41 @@ class Scheduler:
                 self._free(seq)
                 any_ended = True
                 continue
-            seq.num_computed_tokens += len(part.token_ids)
-            self._publish(seq)
-            is_push = seq.kv_role is KVRole.PUSH
-            if not part.sample:
-                if is_push:
-                    step.progress.append(Progress(seq.attempt_id, seq.num_computed_tokens, list(seq.block_ids)))
-                continue
-            first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
-            for token in sampled[seq.attempt_id]:
-                reason = seq.append(token.token_id)
-                finish_reason = reason.value if reason else ""
-                cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
-                step.tokens.append(
-                    TokenOut(seq.attempt_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs, cached)
-                )
-                if is_push:
-                    first = FirstToken(token.token_id, reason is FinishReason.STOP)
-                    step.progress.append(
-                        Progress(seq.attempt_id, seq.num_computed_tokens, list(seq.block_ids), first_token=first)
+            seq.num_computed_tokens += len(part.token_ids) - part.num_drafts
+            reason = None
+            if part.sample:
+                first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
+                for token in sampled[seq.attempt_id]:
+                    reason = seq.append(token.token_id)
+                    finish_reason = reason.value if reason else ""
+                    cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
+                    step.tokens.append(
+                        TokenOut(
+                            seq.attempt_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs, cached
+                        )
                     )
-                if reason is not None or is_push:
-                    any_ended = True
-                    self._finish(seq)
-                    break
+                    if reason is not None:
+                        break
+            if part.num_drafts:
+                self._confirm_drafts(seq, part)
+            self._publish(seq)
+            if seq.pinned:
+                self.connector.computed(seq)
+            if reason is not None:
+                any_ended = True
+                self._finish(seq)
         if any_ended:
             self._running = [seq for seq in self._running if seq.status is EngineStatus.RUNNING]
             self._reserve()
         return step
 
-    def pushes(self, output: SchedulerOutput) -> list[Progress]:
-        """How far the step that `schedule` made, and that runs now, brings the requests whose KV travels."""
-        return [
-            Progress(seq.attempt_id, part.start + len(part.token_ids), list(seq.block_ids))
-            for part, seq in zip(output.seqs, self._in_step, strict=True)
-            if seq.kv_role is KVRole.PUSH
-        ]
-
     # --- looking in --------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """How full the engine is now. Requests that wait for their KV or for the next batch count as waiting, held PUSH
-        requests as neither; ``preemptions`` and prompt tokens count since the start."""
+        """How full the engine is now. Requests that await KV count as waiting, those that are over but held as
+        neither; ``preemptions`` and prompt tokens count since the start."""
         running = len(self._batch())
-        waiting = len(self._waiting) + len(self._preempted) + len(self._receiving) + len(self._running) - running
+        waiting = len(self._waiting) + len(self._preempted) + len(self._awaiting_kv) + len(self._running) - running
         return Load(
             self.blocks.free_blocks,
             running,
@@ -312,8 +350,7 @@ class Scheduler:
         wanted = f"{prompt_tokens} prompt tokens and up to {submit.max_tokens} new ones"
         if total_tokens > config.max_model_len:
             return CapacityExceeded(f"{wanted} exceed max_model_len {config.max_model_len}; shorten one of them")
-        here = prompt_tokens if submit.kv_role is KVRole.PUSH else total_tokens  # PUSH decodes elsewhere
-        need = self.blocks.blocks_for(here)
+        need = self.blocks.blocks_for(total_tokens - 1)  # the last token's KV is never computed
         if need > config.num_blocks:
             return CapacityExceeded(
                 f"{wanted} need {need} KV blocks of {config.block_size} tokens, the pool has {config.num_blocks}; "
@@ -326,18 +363,18 @@ class Scheduler:
             return self._preempted[0]
         return self._waiting[0] if self._waiting else None
 
-    @staticmethod
-    def _awaits_kv(seq: Sequence) -> bool:
-        """Whether it is to get its KV from elsewhere; once preempted, it computes it here."""
-        return seq.kv_role is KVRole.RECEIVE and seq.status is EngineStatus.WAITING
-
     def _batch(self) -> list[Sequence]:
-        """The running requests that may run now, highest first."""
-        return [seq for seq in self._running if seq.in_batch] if self._static else self._running
+        """The running requests that the next step may compute, highest rank first."""
+        return self._running
 
-    def _form_batch(self) -> None:
-        for seq in self._running[: self.config.max_num_seqs]:
-            seq.in_batch = True
+    def _join(self, seq: Sequence) -> None:
+        """Take a RUNNING request in among those that run."""
+        insort(self._running, seq, key=_arrival)
+
+    def _cut(self, seq: Sequence, num_tokens: int) -> int:
+        """How many tokens a step computes of ``seq``, which wants more than the ``num_tokens`` that the step has for
+        it."""
+        return num_tokens
 
     def _can_run(self, batch: list[Sequence]) -> bool:
         """Whether any of ``batch`` can have a block for its next token, or needs none."""
@@ -347,119 +384,96 @@ class Scheduler:
         if any(seq.num_computed_tokens < len(seq.block_ids) * size for seq in batch):
             return True
         # The highest can take from most others: if it gains nothing from them, nobody does.
-        return self.blocks.owned_only_by([seq.arrival for seq in self._running[1:] if seq.preemptible])
+        return self.blocks.owned_only_by([seq.arrival for seq in self._running[1:] if not seq.pinned])
 
     def _cached(self, seq: Sequence) -> list[int]:
         """The blocks that hold the beginning of its tokens, as far as it can use them."""
         if seq.prefix is None:
             return []
-        usable = seq.num_prompt_tokens if self._awaits_kv(seq) else len(seq.token_ids) - 1
+        usable = max(len(seq.token_ids) - 1, seq.num_remote_tokens)  # the last is computed, if it does not come
         return self.blocks.find(seq.prefix.first(usable // self.config.block_size, seq.token_ids))
 
     def _fits(self, seq: Sequence) -> bool:
-        kept = self._watermark if self._running or self._receiving else 0
+        kept = self._watermark if self._running or self._awaiting_kv else 0
         return self.blocks.cost(len(seq.token_ids), self._cached(seq)) + kept <= self.blocks.free_blocks
 
     def _admissible(self, num_running: int) -> Sequence | None:
         """The first in line, if it can begin to compute now beside ``num_running`` others."""
         head = self._head()
-        if head is None or self._awaits_kv(head) or num_running >= self.config.max_num_seqs:
+        if head is None or head.num_remote_tokens or num_running >= self.config.max_num_seqs:
             return None
         return head if self._fits(head) else None
 
-    def _admit(self, head: Sequence) -> int:
-        """Give the first in line the blocks of all its tokens, and take it out of the line; returns how many of them
-        hold the right content."""
+    def _start(self, head: Sequence) -> None:
+        """Admit the first in line to compute its tokens here; it must be `_admissible`."""
+        self._admit(head)
+        head.transition(EngineStatus.RUNNING)
+        self._join(head)
+
+    def _reserve(self) -> None:
+        """Make room for the requests at the head of the line that await KV; to be called whenever the head or the free
+        blocks have changed."""
+        while (head := self._head()) is not None and head.num_remote_tokens and self._fits(head):
+            self._admit(head)
+            head.transition(EngineStatus.WAITING_FOR_KV)
+            self._awaiting_kv[head.attempt_id] = head
+
+    def _admit(self, head: Sequence) -> None:
+        """Give the first in line the blocks of all its tokens, and take it out of the line."""
         cached = self._cached(head)
         if not self.blocks.allocate(head.arrival, len(head.token_ids), cached):
             raise AssertionError(f"{head.attempt_id} was admitted, but does not fit")
         head.block_ids = self.blocks.blocks(head.arrival)
         head.num_published_blocks = len(cached)
+        head.num_computed_tokens = len(cached) * self.config.block_size
         if head.status is EngineStatus.PREEMPTED:
             del self._preempted[0]
-            return len(cached)
+            return
         self._waiting.popleft()
         if head.prefix is not None:
             self._looked_up_tokens += head.num_prompt_tokens
-            self._cached_tokens += len(cached) * self.config.block_size
-        return len(cached)
+            self._cached_tokens += head.num_computed_tokens
+        head.num_cached_tokens = head.num_computed_tokens
+        head.pinned = self.connector.allocate(head, len(cached))
 
-    def _start(self, head: Sequence) -> None:
-        """Admit the first in line to compute its tokens here; it must be `_admissible`."""
-        is_new = head.status is EngineStatus.WAITING
-        cached = self._admit(head)
-        head.num_computed_tokens = cached * self.config.block_size
-        if is_new and cached:
-            head.num_cached_tokens = head.num_computed_tokens
-            if head.kv_role is KVRole.PUSH:
-                found = Progress(head.attempt_id, head.num_cached_tokens, head.block_ids[:cached])
-                self._events.append(Computed([found]))
-        head.transition(EngineStatus.RUNNING)
-        head.in_batch = True
-        insort(self._running, head, key=_rank)
-
-    def _reserve(self) -> None:
-        """Make room for the RECEIVE requests at the head of the line; to be called whenever the head or the free blocks
-        have changed."""
-        while (head := self._head()) is not None and self._awaits_kv(head) and self._fits(head):
-            cached = self._admit(head)
-            head.transition(EngineStatus.WAITING_FOR_KV)
-            self._receiving[head.attempt_id] = head
-            self._events.append(Reserved(head.attempt_id, list(head.block_ids), cached, self._clock.now()))
-
-    def _common_step(self, started_s: float, is_open: bool) -> SchedulerOutput:
-        """A step for all that run, and for new ones if it ``is_open`` to them."""
-        config = self.config
-        seqs: list[ScheduledSeq] = []
-        preempted: list[str] = []
-        batch = self._batch()[:]
-        budget = self._budget(batch[: config.max_num_seqs])
-        for seq in batch:
-            if len(seqs) == config.max_num_seqs:
-                break  # KVReady is not refused, so that more may run than fit into a step
-            if seq.status is not EngineStatus.RUNNING:
-                continue  # preempted in this very loop
-            wanted = seq.num_uncomputed_tokens
-            num_tokens = budget.offer(wanted, first=not seqs, is_prompt=seq.computes_prompt)
-            if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
-                seqs.append(self._take(seq, num_tokens, started_s))
-                budget.spend(num_tokens, wanted)
-        # What has just been preempted must not be admitted to the blocks it was to make room in.
-        while is_open and not preempted:
-            self._reserve()
-            head = self._admissible(len(self._batch()))
-            if head is None:
-                break
-            wanted = self._to_compute(head)
-            num_tokens = budget.offer_new(wanted)
-            if not num_tokens and not self._static:  # a static batch is admitted as a whole
-                break
-            self._start(head)
-            if num_tokens:
-                seqs.append(self._take(head, num_tokens, started_s))
-                budget.spend(num_tokens, wanted)
-        return SchedulerOutput(seqs, started_s, preempted)
+    def _begin_step(self) -> float:
+        """The time at which a step begins; AssertionError if one runs."""
+        if self._in_step:
+            raise AssertionError("schedule() was called while a step runs")
+        return self._clock.now()
 
     def _budget(self, batch: list[Sequence]) -> TokenBudget:
-        num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in batch)
+        num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in batch[: self.config.max_num_seqs])
         return TokenBudget(self.config.max_num_batched_tokens, num_decodes, self.config.chunk_tokens)
 
     def _to_compute(self, head: Sequence) -> int:
         return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
 
-    def _oversized(self, is_open: bool) -> Sequence | None:
-        """The prompt whose turn it is, if it must not be cut and has no room beside the decodes: it needs a step of its
-        own."""
-        if self.config.chunk_tokens != "off":
-            return None
-        batch = self._batch()
-        seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1 and seq.computes_prompt), None)
-        wanted = 0
-        if seq is not None:
-            wanted = seq.num_uncomputed_tokens
-        elif is_open and (seq := self._admissible(len(batch))) is not None:
-            wanted = self._to_compute(seq)
-        return seq if wanted > 1 and not self._budget(batch).offer(wanted, first=True) else None
+    def _grow_for_drafts(self, seq: Sequence, num_tokens: int, budget: TokenBudget) -> int:
+        """How many drafts go with a part of ``num_tokens`` tokens; its blocks cover them then. None do unless the part
+        gives a token. They preempt nothing, and there is no use in more than the request may still add less one."""
+        num_known = len(seq.token_ids)
+        if seq.num_computed_tokens + num_tokens < num_known:
+            return 0
+        room = len(seq.block_ids) * self.config.block_size - num_known
+        wanted = min(len(seq.draft_token_ids), seq.remaining_tokens - 1)
+        missing = self.blocks.blocks_for(num_known + wanted) - len(seq.block_ids)
+        if missing + self._watermark > self.blocks.free_blocks:
+            wanted = min(wanted, room)
+        num_drafts = budget.take_drafts(wanted)
+        if num_drafts > room:
+            self.blocks.allocate(seq.arrival, num_known + num_drafts)
+        return num_drafts
+
+    @staticmethod
+    def _confirm_drafts(seq: Sequence, part: ScheduledSeq) -> None:
+        """Count the drafts of ``part`` as computed that the tokens of ``seq`` begin with. Its last token is computed
+        next, whatever the drafts were."""
+        last = len(seq.token_ids) - 1
+        for token_id in part.token_ids[-part.num_drafts :]:
+            if seq.num_computed_tokens == last or seq.token_ids[seq.num_computed_tokens] != token_id:
+                return
+            seq.num_computed_tokens += 1
 
     def _publish(self, seq: Sequence) -> None:
         """Let others find the blocks that are full of computed tokens; only when nothing writes to them any more."""
@@ -477,7 +491,7 @@ class Scheduler:
         if num_tokens <= len(seq.block_ids) * self.config.block_size:
             return True
         while not self.blocks.allocate(seq.arrival, num_tokens):
-            lower = [s for s in self._running[self._running.index(seq) + 1 :] if s.preemptible]
+            lower = [s for s in self._running[self._running.index(seq) + 1 :] if not s.pinned]
             if not self.blocks.owned_only_by([s.arrival for s in lower]):
                 return False
             self._preempt(lower[-1])
@@ -492,27 +506,33 @@ class Scheduler:
         insort(self._preempted, seq, key=_arrival)
         self._preemptions += 1
 
-    def _take(self, seq: Sequence, num_tokens: int, started_s: float) -> ScheduledSeq:
+    def _take(self, seq: Sequence, num_tokens: int, started_s: float, num_drafts: int = 0) -> ScheduledSeq:
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = started_s
         seq.in_step = True
         self._in_step.append(seq)
         start = seq.num_computed_tokens
         end = start + num_tokens
+        sample = end == len(seq.token_ids)
+        token_ids = seq.token_ids[start:end]
+        if seq.draft_token_ids and sample:
+            token_ids += seq.draft_token_ids[:num_drafts]
+            seq.draft_token_ids = []
         return ScheduledSeq(
             attempt_id=seq.attempt_id,
-            token_ids=seq.token_ids[start:end],
+            token_ids=token_ids,
             start=start,
             block_ids=seq.block_ids,
-            sample=end == len(seq.token_ids),
+            sample=sample,
             params=seq.params,
             history=seq.history,
+            num_drafts=num_drafts,
         )
 
     def _finish(self, seq: Sequence) -> None:
-        """End a running request; a PUSH request stays, with its blocks, until it is released."""
+        """End a running request; it stays, with its blocks, if the connector does not let them go yet."""
         seq.transition(EngineStatus.FINISHED)
-        if seq.kv_role is not KVRole.PUSH or seq.released:
+        if self.connector.release(seq):
             self._forget(seq)
 
     def _forget(self, seq: Sequence) -> None:
@@ -528,7 +548,3 @@ class Scheduler:
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival
-
-
-def _rank(seq: Sequence) -> tuple[bool, int]:
-    return not seq.in_batch, seq.arrival

@@ -69,7 +69,7 @@ def model_info(
 def _devices(kind: str) -> list[NativeDtypes]:
     from pathlib import Path
 
-    from engine.model.device_dtypes import native_dtypes
+    from engine.model.dtypes import native_dtypes
     from pdserve.core.errors import InvalidRequest
 
     if kind not in ("auto", "cpu", "cuda"):

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from engine.model.device_dtypes import native_dtypes
-from engine.model.dtypes import NativeDtypes
+from engine.model.dtypes import NativeDtypes, native_dtypes
 from engine.model.host_memory import available_bytes
 from engine.model.source import resolve_model
 from ops.doctor.source_hash import source_hash

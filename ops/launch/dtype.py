@@ -10,8 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine.model.device_dtypes import native_dtypes
-from engine.model.dtypes import DtypeChoice, NativeDtypes, choose_dtype
+from engine.model.dtypes import DtypeChoice, NativeDtypes, choose_dtype, native_dtypes
 from ops.launch.plan import Bundle, Node
 from pdserve.core.config import PdserveConfig
 

@@ -19,7 +19,7 @@ from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.model.source import resolve_model
 from engine.scheduling.batch import ScheduledSeq
-from engine.scheduling.history import TokenHistory
+from engine.scheduling.sequence import TokenHistory
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
 from pdserve.core import memory_file

@@ -7,29 +7,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.messages import Computed, Progress
-from engine.model.layer_groups import WORTH_BYTES
-from engine.model.layer_hook import LayerHook, LayerReports
-from engine.scheduling.batch import ScheduledSeq
+from engine.messages import Computed, KVRole, Progress
+from engine.scheduling.batch import LayerHook, ScheduledSeq
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.transfer_connector import WORTH_BYTES, TransferConnector
+from pdserve.core.clock import FakeClock
 from pdserve.core.kv_layout import KVLayout
-from tests.engine.harness import BLOCK, GREEDY, make_runner
+from tests.engine.harness import BLOCK, GREEDY, make_runner, submit
 from tests.random_models import save_random_model
 
 LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)  # 1.4 MiB a block
 
 
-def seq(name: str, start: int, tokens: int) -> ScheduledSeq:
-    return ScheduledSeq(name, [1] * tokens, start, [], False, GREEDY)
+def part(name: str, start: int, tokens: int, blocks: list[int]) -> ScheduledSeq:
+    return ScheduledSeq(name, [1] * tokens, start, blocks, False, GREEDY)
 
 
-def hook_of(groups: int, seqs: list[ScheduledSeq], pushes: list[Progress]) -> tuple[LayerHook | None, list[Computed]]:
+def hook_of(
+    groups: int, parts: list[ScheduledSeq], pushed: tuple[str, ...] = ("a",)
+) -> tuple[LayerHook | None, list[Computed]]:
+    """The hook of a step that computes ``parts``, of which ``pushed`` travel, and what it tells."""
+    connector = TransferConnector(FakeClock(), LAYOUT, groups)
+    for name in ("a", "b"):
+        role = KVRole.PUSH if name in pushed else KVRole.LOCAL
+        connector.allocate(Sequence.from_submit(submit(name, role, [1] * 4096, 9), 0, ()), 0)
     told: list[Computed] = []
-    return LayerReports(LAYOUT, groups, told.append).hook(seqs, pushes), told
+    return connector.layer_hook(parts, told.append), told
 
 
 def test_a_chunk_is_told_of_in_groups_of_layers_and_what_it_computes_only_once() -> None:
-    pushes = [Progress("a", 512, [1, 2])]
-    hook, told = hook_of(4, [seq("a", 0, 512), seq("b", 9, 1)], pushes)
+    hook, told = hook_of(4, [part("a", 0, 512, [1, 2]), part("b", 9, 1, [3])])
     assert hook is not None
     assert sorted(hook.after) == [7, 15, 22]
     for layers in (7, 15, 22):
@@ -43,18 +50,19 @@ def test_a_chunk_is_told_of_in_groups_of_layers_and_what_it_computes_only_once()
 
 def test_groups_are_worth_their_messages() -> None:
     assert LAYOUT.block_bytes > 5 * WORTH_BYTES
-    hook, _ = hook_of(30, [seq("a", 64, 1)], [Progress("a", 65, [1, 2])])
+    hook, _ = hook_of(30, [part("a", 64, 1, [1, 2])])
     assert hook is not None
     assert len(hook.after) + 1 == LAYOUT.block_bytes // WORTH_BYTES
-    hook, _ = hook_of(256, [seq("a", 0, 4096)], [Progress("a", 4096, [1, 2])])
+    hook, _ = hook_of(256, [part("a", 0, 4096, [1, 2])])
     assert hook is not None
     assert hook.after == frozenset(range(1, 30)), "at most one group per layer"
 
 
 @pytest.mark.parametrize("groups", [0, 1])
 def test_nothing_is_told_where_nobody_wants_it(groups: int) -> None:
-    assert hook_of(groups, [seq("a", 0, 512)], [Progress("a", 512, [1])])[0] is None
-    assert hook_of(8, [seq("a", 0, 512)], [])[0] is None
+    assert hook_of(groups, [part("a", 0, 512, [1])])[0] is None
+    assert hook_of(8, [part("a", 0, 512, [1])], pushed=())[0] is None
+    assert hook_of(8, [part("a", 0, 512, [1])], pushed=("b",))[0] is None
 
 
 def test_a_layer_that_was_told_of_does_not_change_any_more(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.messages import Abort, KVRole, Rejected, Submit
+from engine.messages import KVRole, Rejected, Submit
 from engine.model.runner import ModelRunner
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
+from engine.scheduling.batch import ScheduledSeq
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
+from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import BLOCK, make_runner, submit
 from tests.random_models import save_random_model
 
@@ -79,9 +81,9 @@ CONFIGS = st.builds(
     block_size=st.just(BLOCK),
     num_blocks=st.integers(10, 40),  # the longest request alone needs 10
     prefix_caching=st.booleans(),
-    batching=st.sampled_from(["continuous", "continuous", "static"]),
-    chunk_tokens=st.one_of(st.none(), st.just("off"), st.integers(1, 40)),
+    chunk_tokens=st.one_of(st.none(), st.integers(1, 40)),
 )
+KINDS = st.sampled_from([Scheduler, Scheduler, StaticBatching, WholePrompts, StaticWholePrompts])
 LONE = SchedulerConfig(
     max_num_batched_tokens=128,
     max_num_seqs=1,
@@ -92,9 +94,11 @@ LONE = SchedulerConfig(
 )
 
 
-def run(runner: ModelRunner, config: SchedulerConfig, plans: list[Plan]) -> tuple[dict[str, list[int]], Scheduler]:
+def run(
+    runner: ModelRunner, config: SchedulerConfig, plans: list[Plan], kind: type[Scheduler] = Scheduler
+) -> tuple[dict[str, list[int]], Scheduler]:
     """All tokens of the requests of ``plans``, and the scheduler as they leave it."""
-    scheduler = Scheduler(config, MonotonicClock())
+    scheduler = kind(config, MonotonicClock())
     tokens: dict[str, list[int]] = {}
     for tick in range(MAX_STEPS):
         for i, plan in enumerate(plans):
@@ -102,7 +106,7 @@ def run(runner: ModelRunner, config: SchedulerConfig, plans: list[Plan]) -> tupl
                 tokens[str(i)] = []
                 scheduler.submit(plan.submit(str(i)))
             if plan.aborted_after is not None and plan.tick + plan.aborted_after == tick:
-                scheduler.abort(Abort(str(i)))
+                scheduler.abort(str(i))
         assert not any(isinstance(event, Rejected) for event in scheduler.take_events())
         if not scheduler.has_work:
             if tick > 20:
@@ -129,11 +133,15 @@ def lone_runs(runner: ModelRunner) -> dict[tuple[object, ...], list[int]]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(config=CONFIGS, plans=PLANS)
+@given(config=CONFIGS, plans=PLANS, kind=KINDS)
 def test_tokens_are_those_of_the_lone_run(
-    runner: ModelRunner, lone_runs: dict[tuple[object, ...], list[int]], config: SchedulerConfig, plans: list[Plan]
+    runner: ModelRunner,
+    lone_runs: dict[tuple[object, ...], list[int]],
+    config: SchedulerConfig,
+    plans: list[Plan],
+    kind: type[Scheduler],
 ) -> None:
-    tokens, scheduler = run(runner, config, plans)
+    tokens, scheduler = run(runner, config, plans, kind)
     assert scheduler.blocks.free_blocks == config.num_blocks
     for i, plan in enumerate(plans):
         if plan.question not in lone_runs:
@@ -172,3 +180,9 @@ def test_what_an_overflowed_request_left_in_its_blocks_reaches_no_other(
     runner._pool.tensor.fill_(left_behind)
     tokens, _ = run(runner, config, plans)
     assert tokens == expected
+
+
+def test_a_part_with_drafts_is_refused(runner: ModelRunner) -> None:
+    part = ScheduledSeq("a", [1, 2, 3], 0, [0], True, SamplingParams(), num_drafts=1)
+    with pytest.raises(NotImplementedError, match="no draft tokens"):
+        runner.execute([part])

@@ -22,7 +22,7 @@ from transformers import (
 
 from engine.model.sampler import adjust, sample, weights
 from engine.scheduling.batch import SampledToken
-from engine.scheduling.history import TokenHistory
+from engine.scheduling.sequence import TokenHistory
 from pdserve.core.sampling import SamplingParams
 
 VOCABULARY = 200

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.messages import Abort, KVReady, KVRole, Release
-from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.messages import KVRole
+from engine.scheduling.baselines import ChunkTokens, scheduler_class
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine.scheduling.token_budget import TokenBudget
 from pdserve.core.errors import ConfigError
 from tests.engine.test_scheduler import EOS, Rig
@@ -45,7 +46,7 @@ def test_received_requests_stand_by_for_the_next_static_batch() -> None:
     rig.step()
     for name in "rst":
         rig.submit(name, 4, 2, RECEIVE)
-        rig.scheduler.kv_ready(KVReady(name, 50))
+        rig.scheduler.kv_ready(name, 50)
     assert (rig.scheduler.load().running, rig.scheduler.load().waiting) == (1, 3)
     assert rig.step()[0] == {"a": 1}
     assert rig.step()[0] == {"a": 1}
@@ -60,7 +61,7 @@ def test_who_stands_by_gives_way_to_the_batch_even_if_it_came_first() -> None:
     rig.submit("r", 4, 3, RECEIVE)
     rig.submit("a", 2, 4)
     assert rig.step()[0] == {"a": 2}
-    rig.scheduler.kv_ready(KVReady("r", 50))
+    rig.scheduler.kv_ready("r", 50)
     assert rig.step()[0] == {"a": 1}
     rig.step()
     output, parts = rig.schedule()
@@ -76,9 +77,9 @@ def test_an_aborted_batch_makes_room_for_the_next() -> None:
     rig.step()
     rig.submit("b", 4, 9)
     assert rig.step()[0] == {"a": 1}
-    rig.scheduler.abort(Abort("a"))
+    rig.scheduler.abort("a")
     assert rig.step()[0] == {"b": 4}
-    rig.scheduler.release(Release("p"))
+    rig.scheduler.release("p")
     assert rig.scheduler.load().free_blocks == 31
 
 
@@ -133,13 +134,16 @@ def test_a_static_batch_of_whole_prompts() -> None:
     assert not rig.busy()
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"chunk_tokens": 0}, "chunk_tokens: must be 'off' or at least 1, got 0"), ({"batching": "x"}, "batching: must")],
-)
-def test_options_out_of_range(fields: dict[str, int | str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        SchedulerConfig(8, 8, 8, 8, 8, **fields)  # type: ignore[arg-type]
+def test_options_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens: must be 'off' or at least 1, got 0"):
+        SchedulerConfig(8, 8, 8, 8, 8, chunk_tokens=0)
+    with pytest.raises(ConfigError, match="batching: must be continuous or static, got 'x'"):
+        scheduler_class("x", None)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 3])
+def test_the_serving_scheduler_is_the_default(chunk_tokens: ChunkTokens) -> None:
+    assert scheduler_class("continuous", chunk_tokens) is Scheduler
 
 
 def test_the_budget_keeps_the_decodes_tokens_back() -> None:
@@ -148,5 +152,4 @@ def test_the_budget_keeps_the_decodes_tokens_back() -> None:
     budget.spend(3, 3)
     assert (budget.offer(10, first=False), budget.offer(1, first=False)) == (0, 1)
     assert TokenBudget(2, 2, None).offer(10, first=True) == 1
-    assert TokenBudget(2, 2, "off").offer(10, first=True) == 0
-    assert TokenBudget(2, 2, "off").offer_new(2) == 2
+    assert TokenBudget(2, 2, None).offer_new(2) == 2

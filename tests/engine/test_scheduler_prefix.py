@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages import Abort, Computed, Finished, KVReady, KVRole, Progress, Release, Reserved
+from engine.messages import Computed, Finished, KVRole, Progress, Reserved
 from pdserve.core.handoff import FirstToken
 from tests.engine.test_scheduler import EOS, Rig
 
@@ -26,7 +26,7 @@ def test_a_later_prompt_computes_only_what_is_new() -> None:
     (part,) = output.seqs
     assert (part.start, list(part.token_ids), part.sample) == (8, [1008, 1009, 1010], True)
     assert list(part.block_ids) == [0, 1, 2]
-    assert rig.scheduler.take_events() == []
+    assert rig.take_events() == []
     (token,) = rig.finish(output).tokens
     assert token.cached_tokens == 8
     load = rig.scheduler.load()
@@ -96,18 +96,20 @@ def test_push_reports_the_blocks_it_found_with_its_first_progress() -> None:
     rig = warm(budget=4)
     rig.submit("p", 15, 4, PUSH)
     output, _ = rig.schedule()
-    assert rig.scheduler.take_events() == [Computed([Progress("p", 8, [0, 1])])]
-    assert rig.finish(output).progress == [Progress("p", 12, [0, 1, 2, 3])]
+    assert rig.take_events() == [Computed([Progress("p", 8, [0, 1])])]
+    rig.finish(output)
+    assert rig.progress == [Progress("p", 12, [0, 1, 2, 3])]
     first = FirstToken(rig.next_token, ends_here=False)
-    assert rig.step()[1].progress == [Progress("p", 15, [0, 1, 2, 3], first_token=first)]
-    rig.scheduler.release(Release("p"))
+    rig.step()
+    assert rig.progress == [Progress("p", 15, [0, 1, 2, 3], first_token=first)]
+    rig.scheduler.release("p")
     assert rig.free == 32
 
 
 def test_a_reservation_says_how_many_blocks_are_held() -> None:
     rig = warm()
     assert rig.submit("r", 15, 4, RECEIVE) == [Reserved("r", [0, 1, 2, 3], 2, rig.clock.now())]
-    rig.scheduler.kv_ready(KVReady("r", 50))
+    rig.scheduler.kv_ready("r", 50)
     assert rig.scheduler.load().cached_blocks == 3
     assert rig.step()[0] == {"r": 1}
 
@@ -115,7 +117,7 @@ def test_a_reservation_says_how_many_blocks_are_held() -> None:
 def test_all_blocks_of_a_reservation_may_be_held() -> None:
     rig = warm()
     assert rig.submit("r", 8, 4, RECEIVE) == [Reserved("r", [0, 1], 2, rig.clock.now())]
-    rig.scheduler.kv_ready(KVReady("r", 50))
+    rig.scheduler.kv_ready("r", 50)
     output, _ = rig.schedule()
     (part,) = output.seqs
     assert (part.start, list(part.token_ids), list(part.block_ids)) == (8, [50], [0, 1, 2])
@@ -125,7 +127,7 @@ def test_all_blocks_of_a_reservation_may_be_held() -> None:
 def test_a_hand_off_that_fails_leaves_nothing_to_find() -> None:
     rig = Rig(prefix_caching=True)
     rig.submit("r", 8, 4, RECEIVE)
-    rig.scheduler.abort(Abort("r"))
+    rig.scheduler.abort("r")
     assert rig.scheduler.load().cached_blocks == 0
     assert rig.submit("s", 8, 4, RECEIVE) == [Reserved("s", [0, 1], 0, rig.clock.now())]
 
@@ -133,8 +135,8 @@ def test_a_hand_off_that_fails_leaves_nothing_to_find() -> None:
 def test_a_request_whose_first_token_is_its_last_still_leaves_what_it_received() -> None:
     rig = Rig(prefix_caching=True)
     rig.submit("r", 8, 4, RECEIVE)
-    rig.scheduler.kv_ready(KVReady("r", EOS))
-    assert rig.scheduler.take_events() == [Finished("r", "stop")]
+    rig.scheduler.kv_ready("r", EOS)
+    assert rig.take_events() == [Finished("r", "stop")]
     assert rig.submit("s", 9, 4, RECEIVE) == [Reserved("s", [0, 1, 2], 2, rig.clock.now())]
 
 
@@ -143,7 +145,7 @@ def test_what_is_aborted_in_its_step_is_not_published() -> None:
     rig.submit("a", 12, 4)
     rig.step()
     output, _ = rig.schedule()
-    rig.scheduler.abort(Abort("a"))
+    rig.scheduler.abort("a")
     rig.finish(output)
     assert rig.scheduler.load().cached_blocks == 2
     assert rig.free == 32
@@ -157,13 +159,13 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     while "b" not in (output := rig.scheduler.schedule()).preempted:
         rig.finish(output)
     rig.finish(output)
-    rig.scheduler.abort(Abort("a"))
+    rig.scheduler.abort("a")
     output, _ = rig.schedule()
     (part,) = output.seqs
     assert part.attempt_id == "b"
     assert part.start > 0
     rig.finish(output)
-    assert rig.scheduler.take_events() == []
+    assert rig.take_events() == []
     assert rig.scheduler.load().prompt_tokens_cached == 0  # its prompt was looked up once
 
 
@@ -177,13 +179,13 @@ def test_nobody_is_preempted_who_has_no_block_to_give() -> None:
     rig.submit("x", 3, 1, PUSH, salt="x")
     rig.step()
     for name in ("r", "s"):
-        rig.scheduler.kv_ready(KVReady(name, 50))
+        rig.scheduler.kv_ready(name, 50)
     for _ in range(2):
         assert rig.step()[0] == {"r": 1}
     assert rig.free == 0
     assert not rig.busy()
     assert rig.scheduler.schedule().preempted == []
-    rig.scheduler.release(Release("p"))  # still shared by both
+    rig.scheduler.release("p")  # still shared by both
     assert not rig.busy()
-    rig.scheduler.release(Release("x"))
+    rig.scheduler.release("x")
     assert rig.step()[0] == {"r": 1, "s": 1}

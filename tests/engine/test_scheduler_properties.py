@@ -8,16 +8,19 @@ request that attends to anything but its own beginning, or to another tenant's, 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import Abort, Computed, Finished, KVReady, KVRole, Rejected, Release, Reserved
+from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
+from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
 from engine.scheduling.batch import SampledToken, ScheduledSeq
-from engine.scheduling.scheduler import Scheduler, SchedulerOutput
-from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.prefix_cache import PrefixDigests
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from tests.engine.harness import submit
 
@@ -75,18 +78,28 @@ class Live:
     num_cached_blocks: int = 0
     held: list[int] | None = None
     due: int = 0
-    computed: int = 0
+    computed: int = 0  # told of, of a PUSH request
     over: bool = False
 
 
 class World:
-    """A scheduler with everything around it, one tick at a time; a step makes ``burst`` tokens per request."""
+    """A scheduler with everything around it, one tick at a time; a step makes ``burst`` tokens per request. With
+    ``guesses``, requests get drafts that are wrong now and then, and the runner confirms some of those that are right.
+    """
 
-    def __init__(self, config: SchedulerConfig, burst: int = 1) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        burst: int = 1,
+        kind: type[Scheduler] = Scheduler,
+        guesses: random.Random | None = None,
+    ) -> None:
         self.config = config
         self.burst = burst
+        self.guesses = guesses
+        self.num_drafts = self.num_confirmed = 0
         self.clock = FakeClock(100.0)
-        self.scheduler = Scheduler(config, self.clock)
+        self.scheduler = kind(config, self.clock, TransferConnector(self.clock))
         self.pool: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (block, slot) → salt, tokens up to there
         self.batch: set[str] = set()
         self.live: dict[str, Live] = {}
@@ -119,7 +132,7 @@ class World:
             for block in request.reserved[request.num_cached_blocks :]:
                 self._put(block, 0, ("garbage", ()))
             request.reserved = None
-        self.scheduler.abort(Abort(attempt_id))
+        self.scheduler.abort(attempt_id)
         request.over = True
         self._hear()
 
@@ -128,8 +141,11 @@ class World:
         self.ticks += 1
         self.clock.advance(1.0)
         acted = self._peers_act()
+        if self.guesses is not None:
+            self._propose(self.guesses)
         had_work = self.scheduler.has_work
         output = self.scheduler.schedule()
+        self._hear()
         # After several tokens at once, more blocks may be wanted than there are: then a step may be foretold in vain.
         assert bool(output.seqs) == had_work or (had_work and self.burst > 1), "has_work must foretell schedule()"
         self._check_limits(output)
@@ -155,21 +171,27 @@ class World:
             request.finish_reason = token.finish_reason
             if token.finish_reason and request.plan.role is not KVRole.PUSH:
                 request.over = True
-        for progress in step.progress:
-            request = self.live[progress.attempt_id]
-            assert request.plan.role is KVRole.PUSH
-            assert progress.num_computed_tokens > request.computed
-            request.computed = progress.num_computed_tokens
-            self._check_content(request.plan, request.prompt[: request.computed], progress.block_ids)
-            assert (progress.first_token is None) == (request.computed < len(request.prompt))
-            if progress.first_token is not None:
-                (token_id,) = [t.token_id for t in step.tokens if t.attempt_id == progress.attempt_id]
-                assert progress.first_token.token_id == token_id
-                request.held = progress.block_ids
-                request.due = self.ticks + request.plan.patience
         self._hear()
         self.scheduler.check_integrity()
+        self._check_findable()
         return True
+
+    def _propose(self, guesses: random.Random) -> None:
+        for attempt_id, request in self.live.items():
+            tokens = request.prompt + request.tokens
+            drafts: list[int] = []
+            for _ in range(guesses.choice([0, 1, 2, 3, 8])):
+                drafts.append(draw(request.plan.topic, tokens + drafts))
+                if guesses.random() < 0.2:
+                    drafts[-1] = (drafts[-1] + 1) % VOCABULARY
+            self.scheduler.propose(attempt_id, drafts)
+
+    def _check_findable(self) -> None:
+        """Findable blocks hold what they are found by."""
+        size = self.config.block_size
+        for block, digest in self.scheduler.blocks._cache._digest_of.items():
+            salt, tokens = self.pool[block, size - 1]
+            assert PrefixDigests(salt, size).first(len(tokens) // size, tokens)[-1] == digest
 
     def _peers_act(self) -> bool:
         acted = False
@@ -185,7 +207,7 @@ class World:
                 self._write(request.plan, start, request.prompt, request.reserved)
                 request.reserved = None
                 request.tokens.append(draw(request.plan.topic, request.prompt))
-                self.scheduler.kv_ready(KVReady(attempt_id, request.tokens[0]))
+                self.scheduler.kv_ready(attempt_id, request.tokens[0])
                 self._hear()
                 assert request.over == (request.plan.outputs() == request.tokens), (
                     "the engine tells the end, or goes on"
@@ -193,7 +215,7 @@ class World:
                 acted = True
             elif request.held is not None and self.ticks >= request.due:
                 self._check_content(request.plan, request.prompt, request.held)
-                self.scheduler.release(Release(attempt_id))
+                self.scheduler.release(attempt_id)
                 request.over = True
                 acted = True
             elif request.reserved is not None or request.held is not None:
@@ -202,19 +224,25 @@ class World:
         self.scheduler.check_integrity()
         return acted
 
-    def _hear_found(self, event: Computed) -> None:
-        """Blocks of a prompt to be pushed were in the cache."""
-        (found,) = event.progress
-        request = self.live[found.attempt_id]
+    def _hear_progress(self, progress: Progress) -> None:
+        """Blocks of a prompt to be pushed were in the cache, or have been computed."""
+        request = self.live[progress.attempt_id]
         assert request.plan.role is KVRole.PUSH
-        assert 0 < found.num_computed_tokens < len(request.prompt)
-        assert found.num_computed_tokens == len(found.block_ids) * self.config.block_size
-        self._check_content(request.plan, request.prompt[: found.num_computed_tokens], found.block_ids)
+        assert progress.num_computed_tokens > request.computed
+        request.computed = progress.num_computed_tokens
+        self._check_content(request.plan, request.prompt[: request.computed], progress.block_ids)
+        assert (progress.first_token is None) == (request.computed < len(request.prompt))
+        if progress.first_token is not None:
+            (token_id,) = request.tokens
+            assert progress.first_token.token_id == token_id
+            request.held = progress.block_ids
+            request.due = self.ticks + request.plan.patience
 
     def _hear(self) -> None:
-        for event in self.scheduler.take_events():
+        for event in (*self.scheduler.connector.take_events(), *self.scheduler.take_events()):
             if isinstance(event, Computed):
-                self._hear_found(event)
+                for progress in event.progress:
+                    self._hear_progress(progress)
                 continue
             request = self.live[event.attempt_id]
             if isinstance(event, Rejected):
@@ -240,19 +268,20 @@ class World:
         config = self.config
         assert len(output.seqs) <= config.max_num_seqs
         num_tokens = sum(len(part.token_ids) for part in output.seqs)
-        if config.chunk_tokens == "off":
+        if isinstance(self.scheduler, WholePrompts):
             prompts = [part for part in output.seqs if part.start < len(self.live[part.attempt_id].prompt)]
             assert all(part.sample for part in prompts), "a prompt was cut"
             assert num_tokens <= config.max_num_batched_tokens or len(output.seqs) == 1
         else:
             assert num_tokens <= config.max_num_batched_tokens
-            assert all(len(part.token_ids) <= (config.chunk_tokens or num_tokens) for part in output.seqs)
+            most = config.chunk_tokens or num_tokens
+            assert all(len(part.token_ids) - part.num_drafts <= most for part in output.seqs)
         assert all(part.token_ids for part in output.seqs)
         names = [part.attempt_id for part in output.seqs]
         assert len(set(names)) == len(names)
         assert not set(names) & set(output.preempted)
         assert all(self.live[name].plan.role is not KVRole.PUSH for name in output.preempted)
-        if config.batching == "static":
+        if isinstance(self.scheduler, StaticBatching):
             batch = {seq.attempt_id for seq in self.scheduler._batch()}
             assert len(batch) <= config.max_num_seqs
             assert set(names) <= batch
@@ -262,12 +291,23 @@ class World:
     def _compute(self, part: ScheduledSeq) -> list[SampledToken]:
         request = self.live[part.attempt_id]
         known = request.prompt + request.tokens
-        end = part.start + len(part.token_ids)
-        assert list(part.token_ids) == known[part.start : end]
+        end = part.end - part.num_drafts
+        drafts = list(part.token_ids[end - part.start :])
+        assert list(part.token_ids) == known[part.start : end] + drafts
         assert part.sample == (end == len(known))
-        self._write(request.plan, part.start, known[:end], part.block_ids)
+        self._write(request.plan, part.start, known[:end] + drafts, part.block_ids)
         self._check_content(request.plan, known[:end], part.block_ids)
         tokens = known[:end]
+        if drafts:
+            assert self.guesses is not None
+            assert part.sample
+            assert len(request.tokens) + len(drafts) < request.plan.max_tokens, "a draft that can never be confirmed"
+            self.num_drafts += len(drafts)
+            for draft in drafts[: self.guesses.randint(0, len(drafts))]:
+                if draft != draw(request.plan.topic, tokens):
+                    break
+                tokens.append(draft)
+                self.num_confirmed += 1
         for _ in range(self.burst):
             tokens.append(draw(request.plan.topic, tokens))
         return [SampledToken(token) for token in tokens[end:]]
@@ -314,9 +354,9 @@ CONFIGS = st.builds(
     num_blocks=st.integers(4, 14),
     eos_token_ids=st.just((EOS,)),
     prefix_caching=st.sampled_from([True, True, True, False]),
-    batching=st.sampled_from(["continuous", "static"]),
-    chunk_tokens=st.one_of(st.none(), st.just("off"), st.integers(1, 6)),
+    chunk_tokens=st.one_of(st.none(), st.integers(1, 6)),
 )
+KINDS = st.sampled_from([Scheduler, Scheduler, StaticBatching, WholePrompts, StaticWholePrompts])
 
 
 def most_ticks(world: World) -> int:
@@ -346,10 +386,9 @@ def check_end(world: World) -> None:
     for name, request in world.live.items():
         is_push = request.plan.role is KVRole.PUSH
         total = request.plan.prompt_tokens + (1 if is_push else request.plan.max_tokens)
-        here = request.plan.prompt_tokens if is_push else total
         if not request.plan.prompt_tokens:
             assert world.rejected.get(name) == "InvalidRequest"
-        elif total > config.max_model_len or -(-here // config.block_size) > config.num_blocks:
+        elif total > config.max_model_len or -(-(total - 1) // config.block_size) > config.num_blocks:
             assert world.rejected.get(name) == "CapacityExceeded"
         else:
             assert name not in world.rejected
@@ -369,11 +408,11 @@ def check_end(world: World) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), st.integers(1, 3))
+@given(CONFIGS, st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12), st.integers(1, 3), KINDS)
 def test_everyone_finishes_with_exactly_their_tokens(
-    config: SchedulerConfig, arrivals: list[tuple[Plan, int]], burst: int
+    config: SchedulerConfig, arrivals: list[tuple[Plan, int]], burst: int, kind: type[Scheduler]
 ) -> None:
-    world = World(config, burst)
+    world = World(config, burst, kind)
     for plan, pause in arrivals:
         world.submit(plan)
         for _ in range(pause):
@@ -382,10 +421,51 @@ def test_everyone_finishes_with_exactly_their_tokens(
     check_end(world)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    CONFIGS,
+    st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=2, max_size=10),
+    st.integers(1, 2),
+    KINDS,
+    st.randoms(use_true_random=False),
+)
+def test_drafts_change_no_token(
+    config: SchedulerConfig,
+    arrivals: list[tuple[Plan, int]],
+    burst: int,
+    kind: type[Scheduler],
+    guesses: random.Random,
+) -> None:
+    world = World(config, burst, kind, guesses)
+    for plan, pause in arrivals:
+        world.submit(plan)
+        for _ in range(pause):
+            world.tick()
+    drain(world)
+    check_end(world)
+
+
+def test_drafts_save_steps() -> None:
+    """Else the test above would show nothing."""
+    config = SchedulerConfig(32, 4, 64, 4, 32, (EOS,))
+    ticks: list[int] = []
+    for guesses in (None, random.Random(5)):
+        world = World(config, guesses=guesses)
+        for topic in range(4):
+            world.submit(Plan(KVRole.LOCAL, 5, 40, True, (), 0, None, topic))
+        drain(world)
+        check_end(world)
+        ticks.append(world.ticks)
+    assert world.num_drafts > world.num_confirmed > 40
+    assert ticks[1] < ticks[0]
+
+
 @settings(max_examples=200, deadline=None)
-@given(CONFIGS, st.lists(PLANS, min_size=4, max_size=10), st.lists(st.integers(0, 9), min_size=2, max_size=8))
-def test_aborts_while_a_step_runs(config: SchedulerConfig, plans: list[Plan], victims: list[int]) -> None:
-    world = World(config)
+@given(CONFIGS, st.lists(PLANS, min_size=4, max_size=10), st.lists(st.integers(0, 9), min_size=2, max_size=8), KINDS)
+def test_aborts_while_a_step_runs(
+    config: SchedulerConfig, plans: list[Plan], victims: list[int], kind: type[Scheduler]
+) -> None:
+    world = World(config, kind=kind)
     for plan in plans:
         world.submit(plan)
     for victim in victims:

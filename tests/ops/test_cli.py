@@ -328,7 +328,7 @@ def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
 def plant_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, cpuinfo: str) -> None:
     """Have this host's CPU be another."""
     (folder / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr("engine.model.device_dtypes.CPUINFO", folder / "cpuinfo")
+    monkeypatch.setattr("engine.model.dtypes.CPUINFO", folder / "cpuinfo")
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
 

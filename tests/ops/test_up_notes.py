@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.device_dtypes import native_dtypes
+from engine.model.dtypes import native_dtypes
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig

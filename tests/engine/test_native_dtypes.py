@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.messages import KVRole, Step
-from engine.model import device_dtypes
-from engine.model.device_dtypes import native_dtypes
-from engine.model.dtypes import NativeDtypes
+from engine.model import dtypes
+from engine.model.dtypes import NativeDtypes, native_dtypes
 from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from tests.engine.harness import submit
@@ -33,7 +32,7 @@ def dummy(tmp_path: Path) -> str:
 def _plant(monkeypatch: pytest.MonkeyPatch, folder: Path, cpuinfo: str) -> None:
     path = folder / "cpuinfo"
     path.write_text(cpuinfo)
-    monkeypatch.setattr(device_dtypes, "CPUINFO", path)
+    monkeypatch.setattr(dtypes, "CPUINFO", path)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
 
