@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -15,9 +15,6 @@ from engine.model.kv_pool import KVPool
 from engine.model.sampler import sample
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from pdserve.core.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from engine.kernels.cuda_graphs import DecodeGraphs
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARMUP_TOKENS = 128
@@ -43,11 +40,23 @@ class _ComputedLayers:
             self._done(before)
 
 
+class RecordedSteps(Protocol):
+    """Steps that were recorded and are replayed (`engine.kernels.cuda_graphs.DecodeGraphs`)."""
+
+    def fits(self, seqs: Sequence[ScheduledSeq]) -> bool:
+        """Whether this step can be replayed."""
+        ...
+
+    def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+        """Replay it; logits ``[len(seqs), vocabulary]``."""
+        ...
+
+
 class ModelRunner:
     """Joins model, attention, pool and sampler; holds no state of requests. ``graphs`` take the steps that fit them."""
 
     def __init__(
-        self, model: LlamaDecoder, attention: Attention, pool: KVPool, graphs: DecodeGraphs | None = None
+        self, model: LlamaDecoder, attention: Attention, pool: KVPool, graphs: RecordedSteps | None = None
     ) -> None:
         self._graphs = graphs
         self._model = model
