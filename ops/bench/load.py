@@ -1,4 +1,4 @@
-"""Sends a load at the service and keeps what came of each request."""
+"""The benchmark load: sends requests, records the outcome of each, and counts leaked KV blocks."""
 
 from __future__ import annotations
 
@@ -191,3 +191,36 @@ async def _at_concurrency(load: Load, one: Callable[[int], Coroutine[Any, Any, N
     async with asyncio.TaskGroup() as group:
         for _ in range(min(load.concurrency, load.requests)):
             group.create_task(sender())
+
+
+async def settled(client: AsyncClient, timeout_s: float = 10.0) -> ServiceStatus:
+    """The service's status once it is idle and every worker has reported since this call; after ``timeout_s`` the
+    last one seen."""
+    return await _poll(client, lambda status: True, timeout_s)
+
+
+async def leaked_blocks(client: AsyncClient, before: ServiceStatus, timeout_s: float = 10.0) -> int:
+    """Blocks that were free at ``before`` and are not any more, waiting up to ``timeout_s`` for them to come back."""
+    after = await _poll(client, lambda status: _missing(before, status) == 0, timeout_s)
+    return _missing(before, after)
+
+
+async def _poll(client: AsyncClient, good: Callable[[ServiceStatus], bool], timeout_s: float) -> ServiceStatus:
+    started_s = time.monotonic()
+    while True:
+        status = await client.status()
+        elapsed_s = time.monotonic() - started_s
+        # A heartbeat from before this call may still say what was true then.
+        fresh = all(worker.heartbeat_age_s < elapsed_s for worker in status.workers if worker.state == "ready")
+        if (fresh and status.idle and good(status)) or elapsed_s >= timeout_s:
+            return status
+        await asyncio.sleep(0.1)
+
+
+def _missing(before: ServiceStatus, after: ServiceStatus) -> int:
+    free_before = {worker.worker_id: worker.free_blocks for worker in before.workers}
+    return sum(
+        max(0, free_before[worker.worker_id] - worker.free_blocks)
+        for worker in after.workers
+        if worker.worker_id in free_before
+    )

@@ -1,20 +1,107 @@
-"""What a bench run amounts to."""
+"""Results of a benchmark run: distributions, service-level objectives, and the report."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ops.bench.load import Outcome
-from ops.bench.slo import SLO
-from ops.bench.statistics import Distribution
 from pdserve.client.generation import Generation
-from pdserve.core.errors import CapacityExceeded, NotReady
+from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """The ``q``-th percentile (0 to 100) of ascending values, interpolated linearly; ValueError if there are none."""
+    if not ordered:
+        raise ValueError("no values")
+    place = (len(ordered) - 1) * q / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How a figure is spread, in the figure's own unit."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Distribution | None:
+        """The distribution of ``values``; None if there are none."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        return cls(
+            mean=math.fsum(ordered) / len(ordered),
+            p50=percentile(ordered, 50),
+            p90=percentile(ordered, 90),
+            p99=percentile(ordered, 99),
+            count=len(ordered),
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain values."""
+        return asdict(self)
+
+
+KEYS = ("ttft", "ttft_decode", "itl", "tpot")
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Limits in milliseconds by figure. ``itl`` holds for 99 % of a request's own gaps, ``tpot`` for their mean; a
+    figure that a request does not have (one token has no gaps) is met."""
+
+    limits_ms: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> SLO:
+        """``ttft=200,itl=50`` (milliseconds; ``200ms`` and ``0.2s`` are understood); `InvalidRequest` otherwise."""
+        limits_ms: dict[str, float] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            key, _, value = part.partition("=")
+            if key not in KEYS:
+                raise InvalidRequest(f"slo: {key!r} is none of {', '.join(KEYS)}")
+            limits_ms[key] = _milliseconds(value.strip(), part)
+        if not limits_ms:
+            raise InvalidRequest("slo: is empty; write for example ttft=200,itl=50")
+        return cls(limits_ms)
+
+    def met_by(self, generation: Generation) -> bool:
+        """Whether the request met every limit."""
+        figures = {
+            "ttft": generation.ttft_ms,
+            "ttft_decode": generation.ttft_decode_ms,
+            "itl": percentile(sorted(generation.itl_ms), 99) if generation.itl_ms else None,
+            "tpot": generation.tpot_ms,
+        }
+        return all((value := figures[key]) is None or value <= limit for key, limit in self.limits_ms.items())
+
+
+def _milliseconds(value: str, part: str) -> float:
+    number, factor = value, 1.0
+    if value.endswith("ms"):
+        number = value[:-2]
+    elif value.endswith("s"):
+        number, factor = value[:-1], 1e3
+    try:
+        limit_ms = float(number) * factor
+    except ValueError:
+        limit_ms = 0.0
+    if not 0 < limit_ms < float("inf"):
+        raise InvalidRequest(f"slo: {part!r} has no positive limit; write for example ttft=200,itl=50 (milliseconds)")
+    return limit_ms
 
 
 @dataclass(frozen=True, slots=True)

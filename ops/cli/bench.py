@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+from ops.cli.options import (
+    DEFAULT_TARGET,
+    JsonOption,
+    TargetOption,
+    plain_table,
+    print_json,
+    stderr_console,
+    stdout_console,
+)
 from pdserve.core.errors import PdserveError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ops.bench.load import Load
-    from ops.bench.report import BenchReport
-    from ops.bench.slo import SLO
-    from ops.bench.statistics import Distribution
+    from ops.bench.report import SLO, BenchReport, Distribution
 
 _ROWS = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT"}
 
@@ -45,8 +51,7 @@ def bench(
     finished (marked as partial, exit code 130); a second one does not wait for the service's blocks.
     """
     from ops.bench.load import Load
-    from ops.bench.slo import SLO
-    from ops.cli.console import stdout_console
+    from ops.bench.report import SLO
 
     load = Load(
         requests=requests,
@@ -61,9 +66,7 @@ def bench(
     load.validate()
     report = asyncio.run(_run(target, load, SLO.parse(slo) if slo is not None else None))
     if as_json:
-        import json
-
-        typer.echo(json.dumps(report.to_dict()))
+        print_json(report.to_dict())
     else:
         console = stdout_console()
         console.print(_latencies(report))
@@ -78,10 +81,8 @@ def bench(
 async def _run(target: str, load: Load, slo: SLO | None) -> BenchReport:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from ops.bench.leaks import leaked_blocks, settled
-    from ops.bench.load import run_load
+    from ops.bench.load import leaked_blocks, run_load, settled
     from ops.bench.report import BenchReport
-    from ops.cli.console import stderr_console
     from pdserve.client.async_client import AsyncClient
 
     columns = (
@@ -153,15 +154,9 @@ async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int
 
 
 def _latencies(report: BenchReport) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("ms")
     modes = [None, *report.modes] if len(report.modes) > 1 else [None]
-    if len(modes) > 1:
-        table.add_column("mode")
-    for column in ("mean", "p50", "p90", "p99", "count"):
-        table.add_column(column, justify="right")
+    left = ("ms", "mode") if len(modes) > 1 else ("ms",)
+    table = plain_table(left, ("mean", "p50", "p90", "p99", "count"))
     for key, name in _ROWS.items():
         for mode in modes:
             distribution = report.distributions(mode)[key]

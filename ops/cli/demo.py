@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ops.cli.options import print_json, print_note, stderr_console, stdout_console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -26,16 +28,14 @@ def demo(
     No request finds anything in a prefix cache: each has a salt of its own.
     """
     import asyncio
-    import json
 
-    from ops.cli.console import stderr_console, stdout_console
     from ops.demo.run import run_demo
     from ops.waterfall.picture import check_picture
 
     check_picture("--png", png)
     with _service(target, model, stderr_console()) as address:
         report = asyncio.run(run_demo(address, png, stdout_console(), rounds))
-    typer.echo(json.dumps(report.to_dict()))
+    print_json(report.to_dict())
     if not report.ok:
         raise typer.Exit(1)
 
@@ -45,8 +45,6 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     if target is not None:
         yield target
         return
-    from rich.markup import escape
-
     from ops.launch.detach import start_detached, stop_detached
     from pdserve.core.config import PdserveConfig
 
@@ -55,10 +53,7 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     def show(stage: str) -> None:
         console.print(f"  {stage}", style="dim")
 
-    def note(text: str) -> None:
-        console.print("  [yellow]note[/]:", escape(text), soft_wrap=True)
-
-    port = start_detached(settings, show, note)
+    port = start_detached(settings, show, lambda text: print_note(console, text))
     try:
         yield f"localhost:{port}"
     finally:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption, print_json, stdout_console
 
 if TYPE_CHECKING:
-    from pdserve.client.generation import Generation
+    from rich.table import Table
+
+    from pdserve.client.generation import Generation, Token
     from pdserve.client.request import GenerateOptions, Prompt
 
 
@@ -74,21 +79,16 @@ def generate(
         "salt": salt,
     }
     if as_json:
-        import json
-
         generation = _stream(target, prompt, options, show=False)
-        typer.echo(json.dumps(generation.to_dict()))
+        print_json(generation.to_dict())
     else:
         generation = _stream(target, prompt, options, show=True)
-        from ops.cli.console import stdout_console
         from ops.waterfall.terminal import waterfall
 
         console = stdout_console()
         console.print()
         if logprobs is not None:
-            from ops.cli.logprobs import logprobs_table
-
-            console.print(logprobs_table(generation.tokens))
+            console.print(_logprobs_table(generation.tokens))
         console.print(waterfall(generation))
     if png is not None:
         from ops.waterfall.bars import longest
@@ -143,3 +143,31 @@ def _biases(entries: list[str]) -> dict[int, float]:
         except ValueError:
             raise InvalidRequest(f"logit_bias: {entry!r} is not of the form ID=BIAS, like 42=-100") from None
     return biases
+
+
+def _logprobs_table(tokens: Sequence[Token]) -> Table:
+    """One row per token: its log-probability and probability, and the likeliest tokens at its position."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("token", "id", "logprob", "p"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    table.add_column("likeliest tokens")
+    for token in tokens:
+        if token.logprob is None:
+            continue
+        likeliest = (f"{_shown(top.text, top.token_id)} {math.exp(top.logprob):.1%}" for top in token.top_logprobs)
+        table.add_row(
+            Text(_shown(token.text, token.token_id)),
+            str(token.token_id),
+            f"{token.logprob:.3f}",
+            f"{math.exp(token.logprob):.1%}",
+            Text("  ".join(likeliest)),
+        )
+    return table
+
+
+def _shown(text: str, token_id: int) -> str:
+    """Text with visible spaces and line ends, or the id of a token without text."""
+    return json.dumps(text, ensure_ascii=False) if text else f"#{token_id}"

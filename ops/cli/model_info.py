@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import JsonOption
+from ops.cli.options import JsonOption, plain_table, print_json, print_note, stdout_console
 
 if TYPE_CHECKING:
     from engine.model.dtypes import NativeDtypes
@@ -59,9 +59,7 @@ def model_info(
     facts = _facts(source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
     facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
     if as_json:
-        import json
-
-        typer.echo(json.dumps(facts))
+        print_json(facts)
     else:
         _show(facts)
 
@@ -120,10 +118,6 @@ def _facts(
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ops.cli.console import stdout_console
     from ops.waterfall.bars import human_bytes
 
     console, shape, per_token = stdout_console(), facts["shape"], facts["kv_bytes_per_token"]
@@ -144,10 +138,7 @@ def _show(facts: dict[str, Any]) -> None:
         f"KV cache     {human_bytes(per_token)} a token, {human_bytes(facts['kv_bytes_context'])} for a context of "
         f"{facts['context']}\n"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title="the KV cache with another attention")
-    table.title_justify = "left"
-    for column in ("attention", "bytes/token", "x", "context"):
-        table.add_column(column, justify="left" if column == "attention" else "right")
+    table = plain_table(("attention",), ("bytes/token", "x", "context"), "the KV cache with other kinds of attention")
     table.add_column("what")
     for variant in facts["kv_variants"]:
         size = variant["bytes_per_token"]
@@ -178,7 +169,7 @@ def _show(facts: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     for note in facts["notes"]:
-        console.print("[yellow]note[/]:", escape(note), soft_wrap=True)
+        print_note(console, note)
 
 
 def _peculiarities(shape: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ops.bench.leaks import leaked_blocks, settled
+from ops.bench.load import leaked_blocks, settled
 from ops.demo.live import LiveTexts
 from ops.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
 from ops.demo.report import DemoReport, Pair

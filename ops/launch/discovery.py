@@ -1,4 +1,4 @@
-"""Which Ray `cluster.address: auto` means."""
+"""Decisions made before Ray is imported: its environment variables, and the address to join."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ import psutil
 
 from ops.launch.leftovers import is_private_ray
 from pdserve.core.errors import LaunchError
+
+TOKEN_FILE = Path.home() / ".ray" / "auth_token"
+
+
+def prepare_environment(address: str) -> None:
+    """Set what is not set yet for a service on the Ray at ``address``."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not start a Ray of its own
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # every fork is followed by exec; else gRPC remarks on each
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new behaviour, without its warning
+    if address != "local" and TOKEN_FILE.exists():
+        # `ray start` uses the token as soon as there is one, a driver only when told to.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")

@@ -1,4 +1,4 @@
-"""The workers of a running service, as Ray has them: a placement group and an actor each."""
+"""The workers of a running service: one placement group and one actor each."""
 
 from __future__ import annotations
 
@@ -12,21 +12,49 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from decode_worker.actor import DecodeWorkerActor
-from ops.launch.placement import node_of, reserve_slot, wait_placed
-from ops.launch.plan import Bundle, Node, plan
+from ops.launch.plan import Bundle, Node, plan, shared_bundles
 from ops.launch.ports import first_port
 from ops.launch.ray_session import one_line
-from ops.launch.slots import shared_bundles
-from pdserve.core.config import PdserveConfig
+from pdserve.core.config import PdserveConfig, PlacementPolicy
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 from prefill_worker.actor import PrefillWorkerActor
 from worker.spec import WorkerSpec
+
+
+def reserve_slot(
+    bundle: Bundle, target: Node | None, policy: PlacementPolicy, taken: Collection[str]
+) -> PlacementGroup:
+    """Ask Ray for ``bundle``, on ``target`` if it has room. Under ``strict_spread`` never on the nodes ``taken`` (ids).
+    Returns at once: the group may have to wait for a node."""
+    others = sorted(set(taken) - ({target.node_id} if target else set()))
+    # Selectors are hard, targets are not: after a node's death any other may do.
+    selector = [{"ray.io/node-id": f"!in({','.join(others)})"}] if policy == "strict_spread" and others else None
+    return placement_group(
+        [dict(bundle)],
+        strategy="STRICT_PACK",
+        _soft_target_node_id=target.node_id if target else None,
+        bundle_label_selector=selector,
+    )
+
+
+def node_of(group: PlacementGroup) -> str:
+    """The id of the node that has the group's bundle now; empty while none has."""
+    table = placement_group_table(group)
+    return str(table["bundles_to_node_id"].get(0, "")) if table["state"] == "CREATED" else ""
+
+
+def wait_placed(groups: Sequence[PlacementGroup], timeout_s: float) -> list[PlacementGroup]:
+    """Wait until every group has a node, at most ``timeout_s``; returns those that have none."""
+    asked = {group.ready(): group for group in groups}
+    _, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    return [asked[reference] for reference in waiting]
+
 
 STOP_TIMEOUT_S = 10.0
 ACTORS: dict[Role, Any] = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}

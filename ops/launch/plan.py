@@ -1,15 +1,14 @@
-"""Which node each worker should go to, as arithmetic over the nodes' resources.
-
-Ray places and re-places; this says what to ask it for, because Ray knows nothing of pairs.
-"""
+"""Placement: device slots, and the node for each worker. Pure arithmetic over the resources of Ray nodes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 
-from pdserve.core.config import PlacementPolicy
+from pdserve.core.config import ClusterConfig, PlacementPolicy
+from pdserve.core.errors import LaunchError
 from pdserve.core.worker import Role
 
 Bundle = Mapping[str, float]
@@ -112,3 +111,104 @@ def _tightest(rooms: Sequence[_Room], role: Role, bundles: Mapping[Role, Bundle]
 
 def _emptiest(rooms: Sequence[_Room], role: Role) -> _Room:
     return min(rooms, key=lambda room: (room.roles[role], room.roles[_other(role)]))
+
+
+SHARED_MEMORY_BYTES = 1 << 20
+"""A bundle must not be empty. Every node has memory, and this much of it is always free."""
+
+
+def resolve_device(config: ClusterConfig, nodes: Sequence[Node]) -> str:
+    """``cpu`` or ``cuda``: what was asked for, or (auto) cuda where Ray sees GPUs. LaunchError if cuda has none."""
+    num_gpus = sum(node.num_gpus for node in nodes)
+    if config.device == "auto":
+        return "cuda" if num_gpus >= 1 else "cpu"
+    if config.device == "cuda" and num_gpus < 1 and not config.worker_resources and not config.autoscale:
+        raise LaunchError(
+            "cluster.device: cuda was asked for, but Ray sees no GPU; use --device cpu, or check the node"
+        )
+    return config.device
+
+
+def count_slots(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> int:
+    """Device slots of all nodes."""
+    if device == "cuda":
+        return sum(int(node.num_gpus) for node in nodes)
+    return sum(int(node.num_cpus // config.cores_per_worker) for node in nodes)
+
+
+def roles_of(config: ClusterConfig) -> list[Role]:
+    """One role for each worker that is asked for; LaunchError if it is none at all."""
+    if not config.prefill + config.decode:
+        raise LaunchError("cluster.prefill and cluster.decode are both 0; start at least one worker")
+    return [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+
+
+def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> dict[Role, Bundle]:
+    """What a worker of each role asks Ray for. LaunchError if the workers do not fit onto the nodes, were they all
+    free; with `ClusterConfig.autoscale` they need not."""
+    roles = roles_of(config)
+    kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
+    whole = _bundles(config, kind, size)
+    idle = [replace(node, available=node.resources) for node in nodes]
+    may_wait = config.autoscale and config.placement != "strict_spread"  # which cannot be promised of nodes to come
+    if may_wait or _all_fit(config, roles, whole, idle):
+        return whole
+    if config.oversubscribe and not config.worker_resources:
+        for parts in range(2, len(roles) * max(1, ceil(size)) + 1):
+            share = int(size / parts * 10_000) / 10_000
+            if _all_fit(config, roles, shared := _bundles(config, kind, share), idle):
+                return shared
+    raise LaunchError(_why_not(config, device, whole, nodes))
+
+
+def shared_bundles(config: ClusterConfig, device: str) -> dict[Role, Bundle]:
+    """What a worker asks Ray for that joins later and shares a slot: next to nothing, because the slots that it shares
+    are taken. Empty where that cannot be: a GPU's memory is divided when the service starts, and resources of the
+    user's own mean what they say."""
+    if device == "cuda" or config.worker_resources or config.placement == "strict_spread":
+        return {}
+    return _bundles(config, "memory", float(SHARED_MEMORY_BYTES))
+
+
+def in_words(resources: Bundle) -> str:
+    """Resources for a message, without those that every node has."""
+    shown = {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith(("node:", "memory", "object_store_memory"))
+    }
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in shown.items()) + "}"
+
+
+def _bundles(config: ClusterConfig, kind: str, amount: float) -> dict[Role, Bundle]:
+    slot = config.worker_resources or {kind: amount}
+    return {
+        Role.PREFILL: {**slot, **config.prefill_resources},
+        Role.DECODE: {**slot, **config.decode_resources},
+    }
+
+
+def _all_fit(config: ClusterConfig, roles: Sequence[Role], bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> bool:
+    return None not in plan(roles, bundles, nodes, config.placement)
+
+
+def _why_not(config: ClusterConfig, device: str, bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> str:
+    workers, slots = config.prefill + config.decode, count_slots(config, device, nodes)
+    if not config.worker_resources and workers > slots and not config.oversubscribe:
+        unit = "GPUs" if device == "cuda" else f"slots of {config.cores_per_worker} core(s)"
+        return (
+            f"cluster.prefill + cluster.decode: {workers} workers, but the cluster has {slots} {unit}; "
+            "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with --autoscale"
+        )
+    if config.placement == "strict_spread" and workers > len(nodes):
+        return (
+            f"cluster.placement: strict_spread wants a node for each of {workers} workers, and there are {len(nodes)}; "
+            "ask for fewer, or use spread"
+        )
+    wanted = " and ".join(
+        f"{count} x {in_words(bundles[role])} for {role}"
+        for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+        if count
+    )
+    have = "; ".join(f"{node.ip} has {in_words(node.resources)}" for node in nodes)
+    return f"the workers do not fit onto the cluster (cluster.placement: {config.placement}): {wanted}; {have}"

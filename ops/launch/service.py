@@ -20,12 +20,12 @@ from engine.model.source import ModelSource, resolve_model
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
-from ops.launch.log_files import LogPart, LogPlace, locate, log_of, read_part
+from ops.launch.log_files import LogPlace, locate, log_of, read_part
 from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
-from ops.launch.plan import Bundle, Node
+from ops.launch.operator import LogPart
+from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import free_port, port_base
 from ops.launch.ray_session import RaySession, one_line
-from ops.launch.slots import in_words, resolve_device, roles_of, worker_bundles
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ops.launch.ray_environment import prepare_environment
+from ops.launch.discovery import prepare_environment
 from ops.launch.shutdown import Shutdown
 from ops.launch.state import ServiceState, clear_dead_services
 from pdserve.core.config import PdserveConfig

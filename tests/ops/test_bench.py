@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 
-from ops.bench.leaks import leaked_blocks, settled
-from ops.bench.load import Load, Outcome, arrivals, run_load, token_ids
-from ops.bench.report import BenchReport
-from ops.bench.slo import SLO
-from ops.bench.statistics import Distribution, percentile
+from ops.bench.load import Load, Outcome, arrivals, leaked_blocks, run_load, settled, token_ids
+from ops.bench.report import SLO, BenchReport, Distribution, percentile
 from pdserve import AsyncClient, ServiceStatus, ServiceWorker
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
 from pdserve.core.request import Mode

@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from ops.launch.members import Members
-from ops.launch.plan import Node
+from ops.launch.plan import Node, worker_bundles
 from ops.launch.ports import first_port, port_base
 from ops.launch.service import _to_leave
-from ops.launch.slots import worker_bundles
 from ops.launch.state import ServiceState
 from pdserve.core.config import ClusterConfig, PdserveConfig
 from pdserve.core.errors import LaunchError
