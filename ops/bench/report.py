@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from ops.bench.load import Outcome
 from pdserve.client.generation import Generation
@@ -16,19 +17,9 @@ from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
 
-def percentile(ordered: Sequence[float], q: float) -> float:
-    """The ``q``-th percentile (0 to 100) of ascending values, interpolated linearly; ValueError if there are none."""
-    if not ordered:
-        raise ValueError("no values")
-    place = (len(ordered) - 1) * q / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How a figure is spread, in the figure's own unit."""
+    """Statistics of a figure, in its own unit. Percentiles are interpolated linearly."""
 
     mean: float
     p50: float
@@ -39,16 +30,11 @@ class Distribution:
     @classmethod
     def of(cls, values: Iterable[float]) -> Distribution | None:
         """The distribution of ``values``; None if there are none."""
-        ordered = sorted(values)
-        if not ordered:
+        measured = np.fromiter(values, float)
+        if not measured.size:
             return None
-        return cls(
-            mean=math.fsum(ordered) / len(ordered),
-            p50=percentile(ordered, 50),
-            p90=percentile(ordered, 90),
-            p99=percentile(ordered, 99),
-            count=len(ordered),
-        )
+        p50, p90, p99 = (float(value) for value in np.percentile(measured, (50, 90, 99)))
+        return cls(float(measured.mean()), p50, p90, p99, measured.size)
 
     def to_dict(self) -> dict[str, float]:
         """Plain values."""
@@ -60,14 +46,14 @@ KEYS = ("ttft", "ttft_decode", "itl", "tpot")
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Limits in milliseconds by figure. ``itl`` holds for 99 % of a request's own gaps, ``tpot`` for their mean; a
-    figure that a request does not have (one token has no gaps) is met."""
+    """A service-level objective: limits in milliseconds by figure. ``itl`` limits the 99th percentile of a request's
+    own gaps, ``tpot`` their mean. Figures that a request does not have (a single token has no gaps) count as met."""
 
     limits_ms: Mapping[str, float]
 
     @classmethod
     def parse(cls, text: str) -> SLO:
-        """``ttft=200,itl=50`` (milliseconds; ``200ms`` and ``0.2s`` are understood); `InvalidRequest` otherwise."""
+        """Parse ``ttft=200,itl=50`` (milliseconds; ``200ms`` and ``0.2s`` are accepted); `InvalidRequest` otherwise."""
         limits_ms: dict[str, float] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             key, _, value = part.partition("=")
@@ -75,7 +61,7 @@ class SLO:
                 raise InvalidRequest(f"slo: {key!r} is none of {', '.join(KEYS)}")
             limits_ms[key] = _milliseconds(value.strip(), part)
         if not limits_ms:
-            raise InvalidRequest("slo: is empty; write for example ttft=200,itl=50")
+            raise InvalidRequest("slo: is empty; write, for example, ttft=200,itl=50")
         return cls(limits_ms)
 
     def met_by(self, generation: Generation) -> bool:
@@ -83,7 +69,7 @@ class SLO:
         figures = {
             "ttft": generation.ttft_ms,
             "ttft_decode": generation.ttft_decode_ms,
-            "itl": percentile(sorted(generation.itl_ms), 99) if generation.itl_ms else None,
+            "itl": float(np.percentile(generation.itl_ms, 99)) if generation.itl_ms else None,
             "tpot": generation.tpot_ms,
         }
         return all((value := figures[key]) is None or value <= limit for key, limit in self.limits_ms.items())
@@ -100,14 +86,14 @@ def _milliseconds(value: str, part: str) -> float:
     except ValueError:
         limit_ms = 0.0
     if not 0 < limit_ms < float("inf"):
-        raise InvalidRequest(f"slo: {part!r} has no positive limit; write for example ttft=200,itl=50 (milliseconds)")
+        raise InvalidRequest(f"slo: {part!r} has no positive limit; write, for example, ttft=200,itl=50 (milliseconds)")
     return limit_ms
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """A run's outcomes and how long it took; everything else is read from them. ``leaked_blocks`` is None if it was not
-    waited for. ``planned`` is the number of requests of a run that was interrupted, and None of a whole one."""
+    """A run's outcomes and duration, from which everything else follows. ``leaked_blocks`` is None if it is unknown.
+    ``planned`` is the number of requests of an interrupted run, None for a complete one."""
 
     outcomes: Sequence[Outcome]
     duration_s: float
@@ -117,7 +103,7 @@ class BenchReport:
 
     @property
     def partial(self) -> bool:
-        """Whether the run was interrupted: the outcomes are those of the requests that had finished."""
+        """Whether the run was interrupted, so that only requests that had finished have an outcome."""
         return self.planned is not None
 
     @property
@@ -127,30 +113,30 @@ class BenchReport:
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many requests failed, by error."""
+        """Number of failed requests by error."""
         return dict(Counter(type(outcome.error).__name__ for outcome in self.outcomes if outcome.error is not None))
 
     @property
     def refusals(self) -> list[CapacityExceeded | NotReady]:
-        """The errors of requests that the service did not take (or no longer had room for)."""
+        """The errors of requests that the service refused."""
         errors = (outcome.error for outcome in self.outcomes)
         return [error for error in errors if isinstance(error, CapacityExceeded | NotReady)]
 
     @property
     def retry_after_ms(self) -> float | None:
-        """Median of what refusals said when to come back; None if none did."""
+        """Median of the refusals' retry delays; None if there are none."""
         waits_s = [error.retry_after_s for error in self.refusals if error.retry_after_s is not None]
         return statistics.median(waits_s) * 1e3 if waits_s else None
 
     @property
     def good_share(self) -> float | None:
-        """The share of all requests that met the SLO; None without one, or if no request has finished."""
+        """Share of all requests that met the SLO; None without an SLO or without outcomes."""
         good = self.good_requests
         return None if good is None or not self.outcomes else good / len(self.outcomes)
 
     @property
     def modes(self) -> list[str]:
-        """The modes that were really used."""
+        """The modes in which requests ran."""
         return sorted({generation.mode for generation in self.generations})
 
     def distributions(self, mode: str | None = None) -> dict[str, Distribution | None]:
@@ -183,7 +169,7 @@ class BenchReport:
         return None if self.slo is None else sum(self.slo.met_by(generation) for generation in self.generations)
 
     def added_ms(self, figure: Figure) -> float | None:
-        """Median over prompts sent in both modes of pd minus colocated; None where there is no such pair."""
+        """Median of pd minus colocated over the prompts that were sent in both modes; None without any."""
         by_prompt: dict[int, dict[Mode, float]] = {}
         for outcome in self.outcomes:
             value = outcome.generation.figure_ms(figure) if outcome.generation else None

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 def demo(
     target: Annotated[
-        str | None, typer.Option(help="host:port of a running service (default: start one, and end it afterwards)")
+        str | None, typer.Option(help="host:port of a running service (default: start a service and end it afterwards)")
     ] = None,
-    model: Annotated[str, typer.Option(help="model of the service that is started")] = "tiny",
-    png: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/demo/waterfall.png"),
+    model: Annotated[str, typer.Option(help="model of the started service")] = "tiny",
+    png: Annotated[Path, typer.Option(help="path of the picture")] = Path("out/demo/waterfall.png"),
     rounds: Annotated[int, typer.Option(min=1, max=100, help="rounds of the paired comparison")] = 5,
 ) -> None:
-    """Send 8 prompts of very different lengths at once, show each one's waterfall, and what the hand-off cost.
+    """Send 8 prompts of very different lengths at once, show the waterfall of each, and measure what the hand-off
+    costs.
 
-    No request finds anything in a prefix cache: each has a salt of its own.
-    """
+    Each request has its own salt, so that no prefix cache holds any of its KV."""
     import asyncio
 
     from ops.demo.run import run_demo

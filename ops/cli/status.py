@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """Show the service's workers, their load and their KV blocks."""
+    """Show the service's workers, their load, and their KV blocks."""
     from pdserve.client.sync_client import Client
 
     with Client(target) as client:

@@ -135,12 +135,12 @@ class ProbeProcess(ProbeHandle):
 
 def main() -> None:
     """Run a probe in this process."""
-    from ops.doctor.probe import Probe
+    from ops.doctor.probe import WorkerProbe
 
     logging.basicConfig(level=logging.ERROR)
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # keeps output of libraries out of the answers
-    probe = Probe()
+    probe = WorkerProbe()
     for line in sys.stdin:
         what, arguments = json.loads(line)
         answers.write(json.dumps(probe.call(what, arguments)) + "\n")

@@ -44,7 +44,7 @@ _BY_TCP = ("tcp", "grpc_stream", "torch_dist")
 T = TypeVar("T")
 
 
-class Probe:
+class WorkerProbe:
     """Executes one `call` at a time, until `close`."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The doctor's interface to its probes: how a probe is called, and what it answers.
 
-A probe runs on the node of a worker and answers in plain values, which `Probe.call` makes from the types below and
-`ProbeHandle.call` turns back into them.
+A probe runs on the node of a worker and answers in plain values: `WorkerProbe.call` makes them from the types below,
+and `ProbeHandle.call` turns them back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ProbeHandle(ABC):
-    """A `Probe` in another process. Concurrent calls are serialized."""
+    """A `WorkerProbe` in another process. Concurrent calls are serialized."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,7 +42,7 @@ class ProbeHandle(ABC):
 
     @abstractmethod
     def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
-        """The answer of `Probe.call`."""
+        """The answer of `WorkerProbe.call`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A small pool of the model's own layout, where the worker's would lie: in a memory file, or on its GPU."""
+"""A small pool with the model's KV layout for a probe, where the worker's pool would be: in a memory file, or on its
+GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from pdserve.core.kv_layout import MAX_BLANK_BYTES, KVLayout, blank_memory
 if TYPE_CHECKING:
     import torch
 
-_NUM_BLOCKS = 2  # nothing lands here
+_NUM_BLOCKS = 2  # no blocks are received
 _TIMEOUT_S = 10.0
 
 
 class ProbePool:
-    """``store`` is the pool; ``device`` is ``cpu`` or ``cuda:0`` and so on. `LaunchError` if that cannot hold it."""
+    """``store`` is the pool; ``device`` is ``cpu`` or ``cuda:N``. `LaunchError` if the device cannot hold it."""
 
     def __init__(self, layout: KVLayout, device: str) -> None:
         self._device = device
@@ -44,7 +45,7 @@ class ProbePool:
 
 
 class _GpuStore:
-    """Blocks on a GPU, among which nothing ever lands, and the zeros that probes send."""
+    """Blocks on a GPU that are never written, and the zeros that probes send."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: str) -> None:
         import torch
@@ -78,7 +79,7 @@ class _GpuStore:
         return [*parts] if on_device else [part.cpu().numpy().data for part in parts]
 
     def land(self, block_ids: Sequence[int], layers: range, *, on_device: bool) -> Landing:
-        """Nothing is handed over to a probe."""
+        """Not supported: probes receive no blocks."""
         raise NotImplementedError("a probe's pool takes no blocks")
 
     def blank(self, start: int, size: int, *, on_device: bool) -> Stretch:

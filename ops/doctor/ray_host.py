@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ops.doctor.probe import Probe
+from ops.doctor.probe import WorkerProbe
 from ops.doctor.probe_api import ProbeHandle
 from ops.launch.plan import Node
 from ops.launch.ray_session import RaySession, one_line
@@ -60,15 +60,15 @@ class RayHost:
 
 @ray.remote
 class ProbeActor:
-    """A `Probe` in an actor without resources, so that it fits beside anything that runs on the node."""
+    """A `WorkerProbe` in an actor without resources, so that it fits beside anything that runs on the node."""
 
     def __init__(self) -> None:
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             del os.environ["CUDA_VISIBLE_DEVICES"]  # older versions of Ray set it for actors without GPUs
-        self._probe = Probe()
+        self._probe = WorkerProbe()
 
     def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Probe.call`."""
+        """See `WorkerProbe.call`."""
         return self._probe.call(what, arguments)
 
 

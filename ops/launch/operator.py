@@ -24,7 +24,7 @@ from pdserve.pb import operator_pb2_grpc
 
 if TYPE_CHECKING:
     from ops.launch.service import Service
-    from ops.launch.shutdown import Shutdown
+    from ops.launch.shutdown import ServiceShutdown
 
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 60.0
@@ -52,7 +52,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
     its terminal). ``on_scaled`` is called after scaling, before the caller gets the answer."""
 
     def __init__(
-        self, service: Service, shutdown: Shutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
+        self, service: Service, shutdown: ServiceShutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
     ) -> None:
         self._service, self._shutdown, self._log = service, shutdown, log
         self._on_scaled = on_scaled

@@ -1,4 +1,8 @@
-"""Placement: device slots, and the node for each worker. Pure arithmetic over the resources of Ray nodes."""
+"""Placement: device slots, and the node for each worker. Pure arithmetic over the resources of Ray nodes.
+
+A device slot is one GPU, or ``cores_per_worker`` CPU cores. More workers than slots are an error, unless the user asked
+for oversubscription (workers then share slots, as fractions of Ray resources) or for more nodes. Ray places the
+workers; `plan` chooses the nodes to ask it for, because Ray does not know about prefill-decode pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _SLACK = 1e-6  # Ray counts in 1/10000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A host of the Ray cluster: all its logical resources, and those that nobody has now."""
+    """A node of the Ray cluster: all its logical resources, and those that are free."""
 
     node_id: str
     ip: str
@@ -62,12 +66,12 @@ def plan(
     policy: PlacementPolicy,
     present: Iterable[tuple[str, Role]] = (),
 ) -> list[Node | None]:
-    """A node for each of ``roles``, in order; None where no node has room. ``present`` are the service's workers that
-    are there already (node id and role); what they use is not in ``available`` any more.
+    """A node for each of ``roles``, in order; None where no node has room. ``present`` are the service's existing
+    workers (node id and role); ``available`` does not include what they use.
 
-    ``pack`` fills few nodes and completes pairs first; ``spread`` takes the node with the fewest workers of the same
-    role (so that no node's loss takes all of them), then the fewest of the other; ``strict_spread`` one without any.
-    """
+    ``pack`` fills few nodes and completes pairs first. ``spread`` prefers the node with the fewest workers of the same
+    role, so that the loss of one node does not take all of them, then the fewest of the other role. ``strict_spread``
+    takes only nodes without a worker."""
     rooms = [_Room(node, dict(node.available), Counter()) for node in nodes]
     by_id = {room.node.node_id: room for room in rooms}
     for node_id, role in present:
@@ -88,7 +92,7 @@ def plan(
 
 
 def _in_pairs(roles: Sequence[Role]) -> list[int]:
-    """The indexes, prefill and decode by turns as far as they go."""
+    """The indexes of ``roles``, alternating between prefill and decode as far as possible."""
     of_role = {role: [index for index, each in enumerate(roles) if each is role] for role in Role}
     longest = max((len(indexes) for indexes in of_role.values()), default=0)
     return [indexes[turn] for turn in range(longest) for indexes in of_role.values() if turn < len(indexes)]
@@ -114,18 +118,17 @@ def _emptiest(rooms: Sequence[_Room], role: Role) -> _Room:
 
 
 SHARED_MEMORY_BYTES = 1 << 20
-"""A bundle must not be empty. Every node has memory, and this much of it is always free."""
+"""Every node has this much memory free; a bundle must not be empty."""
 
 
 def resolve_device(config: ClusterConfig, nodes: Sequence[Node]) -> str:
-    """``cpu`` or ``cuda``: what was asked for, or (auto) cuda where Ray sees GPUs. LaunchError if cuda has none."""
+    """``cpu`` or ``cuda``: the configured device, or for auto cuda if Ray has GPUs. LaunchError if cuda is configured
+    and Ray has no GPU."""
     num_gpus = sum(node.num_gpus for node in nodes)
     if config.device == "auto":
         return "cuda" if num_gpus >= 1 else "cpu"
     if config.device == "cuda" and num_gpus < 1 and not config.worker_resources and not config.autoscale:
-        raise LaunchError(
-            "cluster.device: cuda was asked for, but Ray sees no GPU; use --device cpu, or check the node"
-        )
+        raise LaunchError("cluster.device: cuda is configured, but Ray has no GPU; use --device cpu, or check the node")
     return config.device
 
 
@@ -137,20 +140,20 @@ def count_slots(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> in
 
 
 def roles_of(config: ClusterConfig) -> list[Role]:
-    """One role for each worker that is asked for; LaunchError if it is none at all."""
+    """The role of each configured worker; LaunchError if there are none."""
     if not config.prefill + config.decode:
         raise LaunchError("cluster.prefill and cluster.decode are both 0; start at least one worker")
     return [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
 
 
 def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> dict[Role, Bundle]:
-    """What a worker of each role asks Ray for. LaunchError if the workers do not fit onto the nodes, were they all
-    free; with `ClusterConfig.autoscale` they need not."""
+    """The Ray resources for a worker of each role. LaunchError if the workers would not fit onto the nodes even if
+    those were empty, unless `ClusterConfig.autoscale` allows them to wait."""
     roles = roles_of(config)
     kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
     whole = _bundles(config, kind, size)
     idle = [replace(node, available=node.resources) for node in nodes]
-    may_wait = config.autoscale and config.placement != "strict_spread"  # which cannot be promised of nodes to come
+    may_wait = config.autoscale and config.placement != "strict_spread"  # unknown for nodes to come
     if may_wait or _all_fit(config, roles, whole, idle):
         return whole
     if config.oversubscribe and not config.worker_resources:
@@ -162,9 +165,9 @@ def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) ->
 
 
 def shared_bundles(config: ClusterConfig, device: str) -> dict[Role, Bundle]:
-    """What a worker asks Ray for that joins later and shares a slot: next to nothing, because the slots that it shares
-    are taken. Empty where that cannot be: a GPU's memory is divided when the service starts, and resources of the
-    user's own mean what they say."""
+    """The Ray resources for a worker that is added later and shares a slot: a minimal amount of memory, because the
+    slots are taken. Empty where sharing is impossible: a GPU's memory is divided when the service starts, and custom
+    resources are taken literally."""
     if device == "cuda" or config.worker_resources or config.placement == "strict_spread":
         return {}
     return _bundles(config, "memory", float(SHARED_MEMORY_BYTES))

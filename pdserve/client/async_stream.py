@@ -88,7 +88,7 @@ class AsyncStream:
         self._result: Generation | None = None
 
     def __aiter__(self) -> AsyncIterator[Token]:
-        return _Loop(self)
+        return _AsyncStreamLoop(self)
 
     async def __anext__(self) -> Token:
         token = await self._advance()
@@ -176,7 +176,7 @@ class AsyncStream:
         await self.aclose()
 
 
-class _Loop:
+class _AsyncStreamLoop:
     """The iterator that an ``async for`` loop holds while it runs; the request is cancelled if it goes before the
     end."""
 

@@ -77,7 +77,7 @@ class Stream:
         self._result: Generation | None = None
 
     def __iter__(self) -> Iterator[Token]:
-        return _Loop(self)
+        return _StreamLoop(self)
 
     def __next__(self) -> Token:
         token = self._advance()
@@ -171,7 +171,7 @@ class Stream:
         self.close()
 
 
-class _Loop:
+class _StreamLoop:
     """The iterator that a ``for`` loop holds while it runs; the request is cancelled if it goes before the end."""
 
     def __init__(self, stream: Stream) -> None:

@@ -13,7 +13,7 @@ import pytest
 from ops.doctor.local_host import ProbeProcess
 from ops.doctor.network import Obstacle, PingServer, dial, read_clock, split_address
 from ops.doctor.node_report import NodeReport
-from ops.doctor.probe import Probe
+from ops.doctor.probe import WorkerProbe
 from ops.doctor.probe_api import Endpoints, Meeting
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import DeadlineExceeded, WorkerLost
@@ -29,8 +29,8 @@ def spec(worker_id: str, role: Role, **transfer: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def probing(worker_id: str, role: Role, **transfer: Any) -> Iterator[tuple[Probe, Endpoints]]:
-    probe = Probe()
+def probing(worker_id: str, role: Role, **transfer: Any) -> Iterator[tuple[WorkerProbe, Endpoints]]:
+    probe = WorkerProbe()
     try:
         opened = probe.call("open", {"spec": spec(worker_id, role, **transfer), "device": "cpu"})
         yield probe, msgspec.convert(opened["value"], Endpoints)
@@ -39,7 +39,7 @@ def probing(worker_id: str, role: Role, **transfer: Any) -> Iterator[tuple[Probe
         probe.close()
 
 
-def meet(probe: Probe, transport: str, address: str, **changes: Any) -> Meeting:
+def meet(probe: WorkerProbe, transport: str, address: str, **changes: Any) -> Meeting:
     arguments = {
         "worker_id": "decode-0",
         "endpoints": [{"transport": transport, "address": address}],
@@ -70,7 +70,7 @@ def test_two_meet_and_measure(transport: str) -> None:
 
 def test_another_layout_is_told() -> None:
     with probing("prefill-0", Role.PREFILL) as (prefill, _):
-        decode = Probe()
+        decode = WorkerProbe()
         try:
             config = PdserveConfig.parse({"engine": {"block_size": 16}})
             told = WorkerSpec("decode-0", Role.DECODE, HOST, HOST, "cpu", "", "", config=config).to_wire()
