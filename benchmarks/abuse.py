@@ -91,7 +91,7 @@ def _abuse(console: Console, rounds: int, window_s: float) -> dict[str, Any]:
 def _window_beside(
     abused: str | None, kind: str, target: str, window_s: float
 ) -> tuple[float, list[tuple[tuple[int, ...], int]]]:
-    """A window while a client behaves badly towards the server at ``abused`` (None: nobody does)."""
+    """A window while a misbehaving client uses the server at ``abused`` (None: no such client)."""
     if abused is None:
         return asyncio.run(_window(target, window_s))
     abuser = subprocess.Popen([sys.executable, "-m", "benchmarks.abuse_client", kind, abused])
@@ -150,7 +150,7 @@ def _bursts(console: Console) -> dict[str, Any]:
 async def _burst(target: str) -> dict[str, Any]:
     clients = [AsyncClient(target) for _ in range(CONNECTIONS)]
     gateway = psutil.Process((await clients[0].status()).pid)
-    for client in clients:  # every connection is there, and the gateway has its buffers
+    for client in clients:  # all connections exist, and the gateway has its buffers
         await asyncio.gather(*(client.generate(PROMPT, max_tokens=2).result() for _ in range(16)))
     before = gateway.memory_info().rss
     figures = await _streams(clients)
@@ -162,7 +162,7 @@ async def _burst(target: str) -> dict[str, Any]:
 
 
 def _floor() -> dict[str, Any]:
-    """What the same burst gets from a server that does nothing but refuse, on a machine that does nothing else."""
+    """The same burst against a server that only refuses, on an otherwise idle machine."""
     with _refusing_server() as target:
         return asyncio.run(_refused_at_once(target))
 
@@ -210,7 +210,7 @@ async def _streams(clients: list[AsyncClient]) -> dict[str, Any]:
     for index in range(STREAMS):
         tasks.append(asyncio.create_task(one(index)))
         if index % 8 == 7:
-            await asyncio.sleep(0)  # else this process would measure how long it takes to make its tasks
+            await asyncio.sleep(0)  # keeps the creation of tasks out of the measurement
     await asyncio.gather(*tasks)
     for client in clients:
         await client.close()

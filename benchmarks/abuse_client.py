@@ -1,4 +1,4 @@
-"""A client that behaves badly until it is ended: `python -m benchmarks.abuse_client KIND TARGET`."""
+"""A client that misbehaves until it is ended: `python -m benchmarks.abuse_client KIND TARGET`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESETS = 200
 
 
 def main(kind: str, target: str) -> None:
-    """Behave badly."""
+    """Misbehave."""
     with grpc.insecure_channel(target, options=OPTIONS) as channel:
         generate: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
         if kind == "never-reads":

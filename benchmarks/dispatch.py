@@ -58,7 +58,7 @@ def idle(target: str, pairs: int = PAIRS) -> dict[str, float]:
     with Client(target) as client:
         processes = _processes(client)
         before_s = tokens = 0.0
-        for number in range(-10, pairs):  # the first are no measurement
+        for number in range(-10, pairs):  # the first ones are warm-up
             if number == 0:
                 before_s, tokens = _cpu_s(processes), 0
             ids = prompt(draw, PROMPT_TOKENS)

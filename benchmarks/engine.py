@@ -69,7 +69,7 @@ def run(model: str, device: str, quick: bool, rounds: int) -> None:
                 progress.update(task, description=f"{'warm-up' if not turn else f'round {turn}'} {case.name:>14}")
                 for name, side in sides.items():
                     seconds = side.measure_s(case)
-                    if turn:  # what a case needs only once belongs to no round
+                    if turn:  # the first round is warm-up
                         times.setdefault((name, case.name), []).append(seconds)
                 progress.advance(task)
     result = _result(cases, times)
@@ -120,7 +120,7 @@ def _result(cases: Sequence[Any], times: dict[tuple[str, str], list[float]]) -> 
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the rounds' ratios: what slows a whole round down falls out of it."""
+    """The median of the rounds' ratios, which cancels what slows a whole round down."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -138,7 +138,7 @@ def _table(result: dict[str, Any]) -> Any:
 
 
 def _pin(core: int | None, cuda: bool) -> None:
-    """Start this program anew with the settings of an engine process, which must be there before Python starts."""
+    """Restart this program with the settings of an engine process, which Python reads when it starts."""
     if os.environ.get(_CORES):
         return
     from engine.process.client import ALLOCATOR_SETTINGS

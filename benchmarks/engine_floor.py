@@ -1,10 +1,9 @@
-"""What no engine of the same arithmetic can beat on this machine, measured in the same run.
+"""Lower bounds of the time on this machine for any engine with the same arithmetic, measured in the same run.
 
 A decode step has to read all weights and the whole KV cache once: all packed linears at that batch size, plus the KV
-bytes over the measured read bandwidth. A prefill has to compute: the packed linears at the rows of its steps, plus the
-attention's operations (of the causal half) at the rate of a bare product. On a GPU a decode step's products are
-bounded by the bytes of the weights over the measured read bandwidth instead.
-"""
+bytes over the measured read bandwidth. A prefill has to compute the packed linears at the rows of its steps, plus the
+attention's operations (of the causal half) at the rate of a bare product. On a GPU a decode step's products are bounded
+by the bytes of the weights over the measured read bandwidth instead."""
 
 from __future__ import annotations
 

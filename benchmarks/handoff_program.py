@@ -47,7 +47,7 @@ class BlockBuffer(Buffer):
         random.Random(filled).shuffle(self._order)
 
     def blocks(self, num_bytes: int) -> list[int]:
-        """Those of a hand-off of so many bytes."""
+        """The blocks of a hand-off of ``num_bytes``."""
         return self._order[: -(-num_bytes // self._layout.block_bytes)]
 
     def clear(self, num_bytes: int) -> None:
@@ -56,7 +56,7 @@ class BlockBuffer(Buffer):
             self.memory.view(region)[:] = bytes(region.size)
 
     def digest(self, num_bytes: int) -> str:
-        """Of the blocks of a hand-off."""
+        """Digest of the blocks of a hand-off."""
         digest = hashlib.sha256()
         for region in self.pool.regions(self.blocks(num_bytes)):
             digest.update(self.memory.view(region))
@@ -108,8 +108,8 @@ class HandoffEndpoint(LoopEndpoint):
             self.on_loop(self._sender.connect("target", "e", endpoints))
 
     def transfer(self, num_bytes: int) -> float:
-        """One hand-off, whose destination the target says and the source is told: when the source began, or when the
-        target had verified everything, by the host's clock."""
+        """One hand-off to the destination that the target sends. Returns when the source started, or when the target
+        had verified everything, on the host's clock."""
         self._count += 1
         blocks = self.buffer.blocks(num_bytes)
         if self.role == "target":

@@ -74,7 +74,7 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         host="127.0.0.1",
         node="127.0.0.1",
         device="cpu",
-        registry_address="127.0.0.1:9",  # nobody is there: a worker goes on without a gateway
+        registry_address="127.0.0.1:9",  # nothing listens there; a worker runs without a gateway
         version="benchmark",
         cores=tuple(cores[:1]),
         config=PdserveConfig.parse({"model": {"path": model, "dtype": "bfloat16"}}),
@@ -174,7 +174,7 @@ async def _decode_for_ever(stub: Any) -> None:
 
 
 async def _hammer(address: str, until_s: float) -> int:
-    """Pings over a stream of its own until then; tells how many were answered."""
+    """Send pings over one stream until the given time; returns the number of answers."""
     answered = 0
     room = asyncio.Semaphore(PINGS_IN_FLIGHT)
 
@@ -206,7 +206,7 @@ class _RecordingClient(EngineClient):
 
 
 def _serve(spec: WorkerSpec) -> None:
-    logging.basicConfig(level=logging.ERROR)  # no gateway is there to answer its heartbeats, and it would say so
+    logging.basicConfig(level=logging.ERROR)  # suppresses warnings about the missing gateway
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     leave_engine_cores(spec)
     host = WorkerHost(spec, ROLES)

@@ -1,4 +1,4 @@
-"""An endpoint of ours: an event loop in a thread of its own, as a worker's KV ends have it."""
+"""An endpoint with an event loop in a thread, like a worker's KV ends."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class LoopEndpoint(Endpoint):
     """Base of our programs; ``transport_name`` is the transport that was asked for."""
 
     def start_loop(self) -> None:
-        """Before anything is run."""
+        """Start the loop; call it before `on_loop`."""
         pin(self.role)
         self.transport_name = os.environ[TRANSPORT_VARIABLE]
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result."""
+        """Run a coroutine on the loop and return its result."""
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, TIMEOUT_S), self._loop).result()

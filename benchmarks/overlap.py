@@ -1,8 +1,7 @@
-"""What a hand-off costs beside a prefill: a service of one prefill and one decode worker, on this host.
+"""The cost of a hand-off beside a prefill, in a service of one prefill and one decode worker on this host.
 
-Each round sends the same prompts (each with a salt of its own, so that no prefix cache helps) with the hand-off and,
-for comparison, wanting one token only: then the prefill worker does the same work and nothing travels.
-"""
+Each round sends the same prompts, with a new salt each so that no prefix cache helps, once with the hand-off and once
+for one token only. The second request is the same work for the prefill worker without a transfer."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ async def _rounds(target: str) -> dict[str, float]:
                 salt = f"{turn}/{max_tokens}"
                 request = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, mode="pd", salt=salt)
                 generation = await request.result()
-                if turn:  # the first of each is no measurement
+                if turn:  # the first one is warm-up
                     into.append(generation)
     prefill_ms = [g.breakdowns[Figure.TTFT].stages_ms["prefill"] for g in pushed]
     alone_ms = [g.breakdowns[Figure.TTFT].stages_ms["prefill"] for g in alone]

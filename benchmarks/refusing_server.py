@@ -1,7 +1,5 @@
-"""The floor of a refusal: a gRPC server that refuses every request at once: `python -m benchmarks.refusing_server`.
-
-It prints its port.
-"""
+"""The lower bound for a refusal: a gRPC server that refuses every request at once (`python -m
+benchmarks.refusing_server`). It prints its port."""
 
 from __future__ import annotations
 

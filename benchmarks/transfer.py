@@ -67,7 +67,9 @@ def main(
     ]
     raw = RawTcp()
     raw.name = "raw tcp"
-    bare = Run([*pairs, raw, *peers], dict.fromkeys([pair.name for pair in [*pairs, raw, *peers]], sizes), console)
+    bare = TransferRun(
+        [*pairs, raw, *peers], dict.fromkeys([pair.name for pair in [*pairs, raw, *peers]], sizes), console
+    )
     bare.measure(1 if quick else rounds)
     console.print(bare.table("buffer to buffer, GB/s", [f"{mb} MB" for mb in megabytes]))
 
@@ -91,7 +93,7 @@ def main(
     sys.stdout.write(json.dumps(result) + "\n")
 
 
-class Run:
+class TransferRun:
     """Pairs that are measured in turns; ``sizes`` in bytes, by the pair's name."""
 
     def __init__(self, pairs: Sequence[Pair], sizes: Mapping[str, Sequence[int]], console: Console) -> None:
@@ -157,7 +159,7 @@ def _end_to_end(
     """Hand-offs of a shape's real blocks beside the bare transport, at the same numbers of bytes."""
     blocks, bare = HandoffPair(shape, transport), TransportPair(transport)
     sizes = [blocks.layout.expected_bytes(count) for count in tokens]
-    run = Run([blocks, bare], {blocks.name: sizes, bare.name: sizes}, console)
+    run = TransferRun([blocks, bare], {blocks.name: sizes, bare.name: sizes}, console)
     run.measure(rounds)
     console.print(run.table(f"{shape} over {transport}, GB/s", [f"{count} tokens" for count in tokens]))
     return {

@@ -40,7 +40,7 @@ class HandoffPair(ProcessPair):
         self.layout = layout_of(shape)
 
     def unchecked(self, num_bytes: int) -> float:
-        """As `seconds`, but nobody touches the target's blocks before the first."""
+        """`seconds`, without touching the target's blocks before."""
         return self._move(num_bytes)
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:

@@ -1,4 +1,5 @@
-"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS`: a gateway without Ray. Ends on SIGTERM, and with its parent."""
+"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS` runs a gateway without Ray. It ends on SIGTERM and with its
+parent."""
 
 from __future__ import annotations
 

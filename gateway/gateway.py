@@ -1,4 +1,4 @@
-"""The front door as one object: public server, internal server, router, and what keeps the registry true."""
+"""The gateway: public and internal gRPC servers, the router, and the maintenance of the worker registry."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from router.waiting_line import WaitMode
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 5.0  # how long running requests may go on once the gateway stops
+DRAIN_S = 5.0  # time for running requests when the gateway stops
 STOPPING = "the service is being stopped; send the request to another one"
 
 MAX_PENDING_CALLS = 1_000_000
 MAX_PENDING_S = 3600
 INTERNAL_MESSAGE_BYTES = 2**20
-"""Of one heartbeat."""
+"""Size limit of one heartbeat."""
 
 
 def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # else a second gateway would silently share the port
+        ("grpc.so_reuseport", 0),  # a second gateway must not silently share the port
         ("grpc.max_send_message_length", 64 * 2**20),
         ("grpc.max_receive_message_length", max_receive_bytes),
-        # By default gRPC drops calls at random once 1000 wait for a handler, and all that wait for 30 s; what refuses
-        # here is the router's queue.
+        # By default gRPC drops calls at random once 1000 wait for a handler, and those that wait for 30 s. Here the
+        # router's queue refuses requests.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
@@ -57,9 +57,9 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
 
 
 class Gateway:
-    """``connect`` opens the control connection to a worker that has reported; ``registry_address`` is the internal
-    ``host:port`` that workers report to (port 0 picks one); ``context_length`` is the model's. `ModelError` if the
-    folder's tokenizer is broken."""
+    """``connect`` opens the control connection to a worker that has registered. ``registry_address`` is the internal
+    ``host:port`` that workers report to (port 0: any). ``context_length`` is the model's. `ModelError` if the folder's
+    tokenizer is broken."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Gateway:
         self._service = service
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
-        # Workers' silence counts only while this loop reads what they say.
+        # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
         self.registry = WorkerRegistry(RunningAwakeClock(), config.router.heartbeat_timeout_s, config.router.forget_s)
         both_roles = config.cluster.prefill and config.cluster.decode
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
@@ -126,25 +126,25 @@ class Gateway:
 
     @property
     def registry_address(self) -> str:
-        """Where workers report to."""
+        """The address that workers report to."""
         return f"{self._registry_host}:{self._registry_port}"
 
     @property
     def problem(self) -> PdserveError | None:
-        """Why requests cannot be served now; None: they can."""
+        """The reason why requests cannot be served now; None if they can."""
         if self._inference.draining is not None:
             return self._inference.draining
         mode = self.router.auto_mode
         if mode is Mode.AUTO and not self.registry.was_available(Mode.PD):
-            mode = Mode.PD  # a service that starts is ready when it is complete
+            mode = Mode.PD  # a starting service is ready when it is complete
         return self.registry.unavailable(mode)
 
     async def start(self) -> None:
-        """Listen. `LaunchError` if a port is in use; nothing is left listening then."""
+        """Listen on both ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
         public = grpc.aio.server(options=_options(self._max_message_bytes))
         internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
-        # The stubs know the threaded servicer only.
+        # The type stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -160,10 +160,13 @@ class Gateway:
         await public.start()
         self._servers = [public, internal]
         self.registry.subscribe(self._changed.set)
-        self._tasks = [asyncio.create_task(self._tell_health(checks)), asyncio.create_task(self._watch_heartbeats())]
+        self._tasks = [
+            asyncio.create_task(self._maintain_health(checks)),
+            asyncio.create_task(self._watch_heartbeats()),
+        ]
 
     async def wait_serving(self, timeout_s: float) -> None:
-        """Return once requests can be served; after ``timeout_s`` raise what is in the way."""
+        """Return once requests can be served. After ``timeout_s``, raise the reason why not."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._serving.wait()
@@ -171,21 +174,21 @@ class Gateway:
             raise self.problem or NotReady(f"not ready within {timeout_s:.0f} s") from None
 
     def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
-        """Who belongs to the service: what is not registered of them is shown as awaited. ``notes`` are shown with the
-        status."""
+        """Set the members of the service; those that have not registered are shown as awaited. ``notes`` are shown with
+        the status."""
         self._report.expected = dict(members)
         self._report.notes = tuple(notes)
 
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
-        """Give these workers nothing more; returns when they have finished and are forgotten, after ``drain_s`` at the
-        latest (requests that are still there go on elsewhere)."""
+        """Send these workers no more requests. Returns when they have finished and are removed, at the latest after
+        ``drain_s``; remaining requests continue on other workers."""
         for worker_id in worker_ids:
             self._report.expected.pop(worker_id, None)
         await self._directory.retire(worker_ids, drain_s)
 
     def drain(self) -> int:
-        """Refuse new requests (UNAVAILABLE) from now on. Returns how many are still in progress: they go on, with
-        retries, until `stop`."""
+        """Refuse new requests (UNAVAILABLE). Returns the number of requests in progress, which go on, with retries,
+        until `stop`."""
         if self._inference.draining is None:
             log.info("draining: %d requests are in progress", self._inference.in_progress)
             self._inference.draining = NotReady(STOPPING)
@@ -193,11 +196,11 @@ class Gateway:
         return self._inference.in_progress
 
     async def serve_until_stopped(self) -> None:
-        """Return once `stop` is done."""
+        """Return once `stop` has finished."""
         await self._stopped.wait()
 
     async def stop(self, grace_s: float = DRAIN_S) -> None:
-        """Take no more requests, let running ones go on for ``grace_s``, then abort them and close everything."""
+        """Refuse new requests, let running ones go on for ``grace_s``, then abort them and close everything."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -210,14 +213,14 @@ class Gateway:
         await self._directory.close()
         self._stopped.set()
 
-    async def _tell_health(self, checks: Any) -> None:
+    async def _maintain_health(self, checks: Any) -> None:
         while True:
             self._changed.clear()
-            with _told_if_it_fails("telling the service's health"):
-                await self._tell_if_changed(checks)
+            with _logging_failures("updating the service's health"):
+                await self._update_health(checks)
             await self._changed.wait()
 
-    async def _tell_if_changed(self, checks: Any) -> None:
+    async def _update_health(self, checks: Any) -> None:
         serving = health_pb2.HealthCheckResponse
         ready = self.problem is None
         if ready == self._serving.is_set():
@@ -232,13 +235,13 @@ class Gateway:
     async def _watch_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4))
-            with _told_if_it_fails("watching heartbeats"):
+            with _logging_failures("watching heartbeats"):
                 self._directory.expire()
 
 
 @contextlib.contextmanager
-def _told_if_it_fails(doing: str) -> Iterator[None]:
-    """Nobody awaits the gateway's own loops: a bug in one is logged, and its next round tries again."""
+def _logging_failures(doing: str) -> Iterator[None]:
+    """Log an unexpected error of a maintenance loop, so that its next round can try again."""
     try:
         yield
     except Exception:

@@ -1,4 +1,5 @@
-"""Runs a `Gateway` over real workers on a thread and event loop of its own: what a Ray actor (or a process) holds."""
+"""Runs a `Gateway` with connections to real workers on a thread and event loop of its own, in a Ray actor or a
+process."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ DRAIN_TIMEOUT_S = 5.0
 
 
 class GatewayHost:
-    """A gateway in this process. `start` raises LaunchError or ModelError if it cannot be had."""
+    """A gateway in this process. LaunchError or ModelError if it cannot start."""
 
     def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:
         model = resolve_model(config.model.path)
@@ -40,24 +41,24 @@ class GatewayHost:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
 
     def start(self) -> None:
-        """Listen; returns when both servers do."""
+        """Start the thread; returns when both servers listen."""
         self._thread.start()
         self._on_loop(self._gateway.start(), START_TIMEOUT_S)
 
     def wait_serving(self, timeout_s: float) -> None:
-        """Return once requests can be served; after ``timeout_s`` raise what is in the way."""
+        """See `Gateway.wait_serving`."""
         self._on_loop(self._gateway.wait_serving(timeout_s), timeout_s + 5.0)
 
     def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
-        """Who belongs to the service, and what its users have to know."""
+        """See `Gateway.expect`."""
         self._loop.call_soon_threadsafe(self._gateway.expect, members, notes)
 
     def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
-        """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
+        """See `Gateway.retire`."""
         self._on_loop(self._gateway.retire(worker_ids, drain_s), drain_s + 5.0)
 
     def drain(self) -> int:
-        """Refuse new requests from now on; returns how many are still in progress."""
+        """See `Gateway.drain`."""
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(lambda: future.set_result(self._gateway.drain()))
         try:
@@ -66,7 +67,7 @@ class GatewayHost:
             raise LaunchError(f"the gateway did not answer within {DRAIN_TIMEOUT_S:.0f} s") from None
 
     def stop(self, grace_s: float = 1.0) -> None:
-        """Let running requests go on for ``grace_s``, then close everything."""
+        """See `Gateway.stop`."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(LaunchError):

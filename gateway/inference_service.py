@@ -1,4 +1,4 @@
-"""The public service: a message in, tokens out, and one account at the end."""
+"""The public gRPC service: requests in, tokens and a final completion out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 
 import grpc
 
-from gateway.completion import completion_to_proto
 from gateway.late_writes import late_writes
 from gateway.output_text import OutputText
+from gateway.responses import completion_to_proto, token_to_proto
 from gateway.statuses import status_of
-from gateway.token_message import token_to_proto
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
     Limits,
@@ -42,8 +41,8 @@ from router.router import Router
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-TELL_S = 5.0
-"""How long a client may take to be told why its request failed."""
+SEND_FAILURE_S = 5.0
+"""Time for sending a failure's reason to the client."""
 
 Context = grpc.aio.ServicerContext[bytes, Any]
 
@@ -51,9 +50,9 @@ _EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
 
 
 class InferenceService:
-    """``limits`` tells what the workers allow (None: none has registered yet), ``status`` makes the status message.
-    ``delay_s`` plants delays for tests: ``gateway`` before the tokens go to the router, ``network`` before tokens 1
-    and 2 reach the wire."""
+    """``limits`` gives the workers' limits (None: none has registered yet), ``status`` the status message. ``delay_s``
+    plants delays for tests: ``gateway`` before the tokens go to the router, ``network`` before tokens 1 and 2 are
+    written."""
 
     def __init__(
         self,
@@ -74,14 +73,14 @@ class InferenceService:
         self._delay_s = delay_s
         self._in_use: set[str] = set()
         self.draining: NotReady | None = None
-        """What new requests are refused with; None: they are served."""
-        self._being_read = 0  # requests whose prompt is being tokenized, or waits to be
+        """The error that refuses new requests; None if they are served."""
+        self._being_read = 0  # requests whose prompt is being tokenized or waits for it
         self.in_progress = 0
-        """Requests that have begun and not ended."""
+        """Requests that have started and not ended."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve from ``server``. Requests reach `Generate` as bytes, so that one that cannot be read is refused like
-        any other that is wrong."""
+        """Register with ``server``. `Generate` gets requests as bytes, so that a malformed one is refused like any
+        other invalid request."""
         handlers: dict[str, grpc.RpcMethodHandler[bytes, Any]] = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
@@ -93,11 +92,11 @@ class InferenceService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def GetStatus(self, request: bytes, context: Context) -> pb.GetStatusResponse:
-        """The service's workers, their load and their blocks."""
+        """The service's workers, their load, and their blocks."""
         return self._status()
 
     async def Generate(self, data: bytes, context: Context) -> None:
-        """One `Token` message per token, then one `Completion`; errors as statuses."""
+        """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
         received_s = self._clock.now()
         left_s = context.time_remaining()
         timeout_s = self._default_timeout_s if left_s is None else left_s
@@ -113,7 +112,7 @@ class InferenceService:
                 written = late_writes(responses, network_s, first=len(_EMITTED)) if network_s else responses
                 async with aclosing(written):
                     async for response in written:
-                        # A client that stops reading holds up the write: its deadline ends the request all the same.
+                        # Bounded, because a client that stops reading blocks the write.
                         has_begun = True
                         await deadline.bound(context.write(response), "the client was reading the answer")
             return
@@ -125,14 +124,14 @@ class InferenceService:
         finally:
             self.in_progress -= 1
         if not has_begun:
-            await self._tell(failure, context)
-        telling = asyncio.create_task(self._tell(failure, context))
-        if await wait_awake(telling, TELL_S):
-            telling.result()
-        else:  # a client that does not read cannot be told
-            telling.cancel()
+            await self._send_failure(failure, context)
+        sending = asyncio.create_task(self._send_failure(failure, context))
+        if await wait_awake(sending, SEND_FAILURE_S):
+            sending.result()
+        else:  # the client does not read
+            sending.cancel()
 
-    async def _tell(self, failure: Exception, context: Context) -> NoReturn:
+    async def _send_failure(self, failure: Exception, context: Context) -> NoReturn:
         kind, message = to_wire(failure)
         metadata = [(ERROR_KIND_KEY, kind)]
         if isinstance(failure, CapacityExceeded | NotReady) and failure.retry_after_s is not None:

@@ -1,4 +1,4 @@
-"""A planted network delay: the first messages of a stream reach the wire late; the service goes on as it would."""
+"""Delays the first messages of a stream, for tests that plant a network delay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def late_writes(source: AsyncIterator[T], delay_s: float, first: int) -> AsyncGenerator[T, None]:
-    """``source``, its ``first`` items ``delay_s`` after they were made; order is kept. Like a long wire, not like a
-    slow writer: what follows is made meanwhile."""
+    """Yield the items of ``source`` in order, the ``first`` ones ``delay_s`` after they were produced. Later items are
+    produced meanwhile, as on a long wire."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[T, float] | BaseException | None] = asyncio.Queue()
 
@@ -22,7 +22,7 @@ async def late_writes(source: AsyncIterator[T], delay_s: float, first: int) -> A
                 queue.put_nowait((item, loop.time() + (delay_s if left > 0 else 0.0)))
                 left -= 1
             queue.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - it is raised again where the items are read
+        except Exception as error:  # noqa: BLE001 - raised again where the items are consumed
             queue.put_nowait(error)
 
     task = asyncio.create_task(pump())

@@ -1,38 +1,94 @@
-"""The text of one output: detokenized, searched for stop strings, with the tokens it is made of."""
+"""The text of one output: detokenized, searched for stop strings, with the tokens it consists of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.detokenizer import Detokenizer
-from gateway.stop_strings import StopStrings
+from gateway.tokenizer import Detokenizer
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in pieces. The first stop string that is complete ends the text; of
+    several that are complete at the same character, the longest. The result does not depend on how the text is divided.
+
+    Uses one Knuth-Morris-Pratt automaton per string, so the cost per character does not grow with their length."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.hit: str | None = None
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._fallbacks = [_fallback(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """The text that may be shown now. Empty after a `hit`."""
+        if self.hit is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        for position in range(len(self._held), len(text)):
+            for index, stop in enumerate(self._stops):
+                if self._advance(index, text[position]) == len(stop):
+                    self.hit, self._held = stop, ""
+                    return text[: position + 1 - len(stop)]
+        keep = max(self._matched)
+        self._held = text[len(text) - keep :] if keep else ""
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text that was held back as a possible stop string, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, index: int, character: str) -> int:
+        stop, fallback, matched = self._stops[index], self._fallbacks[index], self._matched[index]
+        while matched and stop[matched] != character:
+            matched = fallback[matched - 1]
+        if stop[matched] == character:
+            matched += 1
+        self._matched[index] = matched
+        return matched
+
+
+def _fallback(stop: str) -> list[int]:
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(stop)
+    matched = 0
+    for i in range(1, len(stop)):
+        while matched and stop[i] != stop[matched]:
+            matched = table[matched - 1]
+        if stop[i] == stop[matched]:
+            matched += 1
+        table[i] = matched
+    return table
 
 
 class OutputText:
-    """Feed it tokens; it gives the text each of them releases. Without a detokenizer there is no text at all."""
+    """Gives the text that each token releases. Without a detokenizer there is no text."""
 
     def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._token_ids: list[int] = []
-        self._starts: list[int] = []  # characters that were there before each token
+        self._starts: list[int] = []  # number of characters before each token
         self._num_characters = 0
         self._shown: list[str] = []
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
+        """Whether a stop string ended the text."""
         return self._stops.hit is not None
 
     @property
     def text(self) -> str:
-        """All that was shown."""
+        """All text that was shown."""
         return "".join(self._shown)
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of `text`: after a stop string, those that begin before its place. Always the first ones of all
-        that were added, so that what was said of the i-th token (its logprobs) stays the i-th's."""
+        """The tokens of `text`; after a stop string, only those that begin before it. Always a prefix of the added
+        tokens, so that per-token data such as log-probabilities stays aligned."""
         if not self.stopped:
             return self._token_ids
         end = sum(map(len, self._shown))

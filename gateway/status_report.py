@@ -1,4 +1,4 @@
-"""The service's account of itself, read from the registry and the router."""
+"""The service's status, from the registry and the router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.router import Router
 
 
 class StatusReport:
-    """What `GetStatus` answers, and the limits that requests are checked against."""
+    """The answer of `GetStatus`, and the limits that requests are checked against."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class StatusReport:
         self._started_s = clock.now()
         self._limits: Limits | None = None
         self.expected: dict[str, Role] = {}
-        """The service's workers by name, registered or not."""
+        """The service's workers by id, registered or not."""
         self.notes: tuple[str, ...] = ()
-        """What the launcher has found out about the service's hosts."""
+        """Notes from the launcher about the service's hosts."""
 
     def limits(self) -> Limits | None:
-        """What the workers that are there allow, or allowed while there were some; None if there never was one."""
+        """The limits of the present workers, or of the last ones; None if there never was a worker."""
         infos = [w.info for w in self._registry.workers if not w.lost] or [w.info for w in self._registry.workers]
         if infos:
             self._limits = Limits(
@@ -56,7 +56,7 @@ class StatusReport:
         return self._limits
 
     def message(self) -> pb.GetStatusResponse:
-        """The status now."""
+        """The current status."""
         registered = {worker.worker_id for worker in self._registry.workers}
         awaited = [
             pb.WorkerStatus(worker_id=worker_id, role=role, state="awaited")
@@ -118,6 +118,6 @@ class StatusReport:
 
 
 def _link(worker_id: str, load: WorkerLoad) -> pb.PeerLink:
-    """All that is known of the link to a peer; of one that no heartbeat has told of yet, only that it is there."""
+    """What is known about the link to a peer; only its worker id until a heartbeat describes it."""
     known = next((link for link in load.links if link.worker_id == worker_id), None)
     return pb.PeerLink(worker_id=worker_id) if known is None else pb.PeerLink(**asdict(known))

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses: the one table."""
+"""The table of errors and gRPC statuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATUSES: Mapping[type[BaseException], grpc.StatusCode] = {
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """The status for an error: its own class's, or the nearest base class's; INTERNAL for unexpected ones."""
+    """The status for an error: that of its class or nearest base class; INTERNAL for unexpected errors."""
     for kind in type(error).__mro__:
         if kind in STATUSES:
             return STATUSES[kind]

@@ -1,35 +1,120 @@
-"""A Hugging Face folder's tokenizer: text to ids, and detokenizers for ids to text."""
+"""Tokenizers: text to token ids, and token ids to text one at a time."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from gateway.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_of_character
 from pdserve.core.errors import InvalidRequest, ModelError
 
+REPLACEMENT = "�"
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one output into text, one at a time. A character spread over several tokens is emitted when
+    it is complete, never as U+FFFD before. `flush` gives what is still incomplete at the end, as decoding the whole
+    output would."""
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of the output."""
+        ...
+
+
+def byte_of_character() -> dict[str, int]:
+    """Inverse of the table by which byte-level BPE (GPT-2) represents bytes as printable characters."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE, where every token is a run of bytes and an incremental UTF-8 decoder suffices."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token_id: int) -> str:
+        """The characters this token completes."""
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        """U+FFFD if the last character is incomplete."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For other tokenizers, such as sentencepiece, where a token's text depends on its predecessors: decodes a short
+    window with and without the new tokens and emits the difference."""
+
+    MAX_HELD = 4  # a character has at most 4 bytes, so older tokens cannot become complete
+    MAX_WINDOW = 32
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+        """``context`` are the last tokens of the prompt, so that a first token that begins a word keeps its space."""
+        self._decode = decode
+        self._window = list(context)
+        self._given = decode(self._window)  # the window's text that was emitted
+        if self._given.endswith(REPLACEMENT):
+            self._window, self._given = [], ""
+        self._num_given = len(self._window)  # tokens of the window whose text was emitted
+
+    def add(self, token_id: int) -> str:
+        """The text this token completes."""
+        self._window.append(token_id)
+        held = len(self._window) - self._num_given
+        text = self._decode(self._window)
+        incomplete = text.endswith(REPLACEMENT) and held < self.MAX_WINDOW
+        if incomplete and held < self.MAX_HELD:
+            return ""
+        end = len(text) - (self._may_change(text) if incomplete else 0)
+        new = text[len(self._given) : end]
+        if incomplete:
+            self._given += new
+        elif new:  # the new tokens become the context of the next
+            del self._window[: self._num_given]
+            self._given, self._num_given = self._decode(self._window), len(self._window)
+        elif held >= self.MAX_WINDOW:  # only special tokens
+            del self._window[self._num_given :]
+        return new
+
+    def flush(self) -> str:
+        """The text of the tokens that were held back."""
+        return self._decode(self._window)[len(self._given) :]
+
+    @classmethod
+    def _may_change(cls, text: str) -> int:
+        """Number of final characters that the next token may still change."""
+        return min(len(text) - len(text.rstrip(REPLACEMENT)), cls.MAX_HELD - 1)
+
+
 IN_THREAD_CHARACTERS = 2048
-"""Shorter texts are encoded on the event loop, which they hold up for some 2 ms at most."""
+"""Shorter texts are encoded on the event loop, which blocks it for about 2 ms at most."""
 NUM_THREADS = 2
-"""Threads that encode longer texts; one text takes one thread."""
+"""Threads that encode longer texts, one text each."""
 WORD_BEGIN = "\u2581"  # how sentencepiece writes the space before a word
-CONTEXT_TOKENS = 4  # of the prompt, before an output whose first token's text depends on them
+CONTEXT_TOKENS = 4  # tokens of the prompt that the text of the first output token depends on
 
 
 class Tokenizer:
-    """Reads ``tokenizer.json`` and what ``tokenizer_config.json`` says of the beginning-of-sequence token."""
+    """Reads ``tokenizer.json``, and the beginning-of-sequence settings of ``tokenizer_config.json``."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         try:
             self._tokenizer: Any = HFTokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises plain Exception, whatever is wrong
+        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
             raise ModelError(f"{path}: not a readable tokenizer: {error}") from None
         config = _read_json(folder / "tokenizer_config.json")
         bos = config.get("bos_token")
@@ -50,8 +135,8 @@ class Tokenizer:
         )
 
     def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
-        """The ids of a prompt, with the special tokens the model expects around it. `InvalidRequest` if they are more
-        than ``max_tokens``. Blocks for long texts, but does not hold the GIL meanwhile."""
+        """Token ids of a prompt, with the special tokens that the model expects. `InvalidRequest` if there are more
+        than ``max_tokens``. Blocks for long texts, but releases the GIL."""
         special = self._add_bos is not False
         if len(text) < IN_THREAD_CHARACTERS:
             encoding = self._tokenizer.encode(text, add_special_tokens=special)
@@ -65,24 +150,24 @@ class Tokenizer:
         return tuple(ids)
 
     async def encode_async(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
-        """The same, without holding up the event loop for long texts."""
+        """`encode` without blocking the event loop for long texts."""
         if len(text) < IN_THREAD_CHARACTERS:
             return self.encode(text, max_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode, text, max_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text of some tokens, without special ones."""
+        """The text of tokens, without special ones."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        """A fresh detokenizer for the output that follows ``prompt``."""
+        """A new detokenizer for the output that follows ``prompt``."""
         if self._is_byte_level:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode, prompt[-CONTEXT_TOKENS:])
 
     def token_text(self, token_id: int) -> str:
-        """What one token looks like by itself: a special one its name, an incomplete character U+FFFD."""
+        """The text of a single token: the name of a special token, U+FFFD for an incomplete character."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
@@ -106,8 +191,8 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
-    """The folder's tokenizer; None for a model without a folder or without ``tokenizer.json`` (it then takes token ids
-    only). `ModelError` if the file is broken."""
+    """The folder's tokenizer. None without a folder or ``tokenizer.json``; the model then takes token ids only.
+    `ModelError` if the file is broken."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     return Tokenizer(folder)

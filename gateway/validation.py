@@ -1,4 +1,4 @@
-"""Checks the parts of a message of the public API. Every refusal names the field, the problem, the remedy."""
+"""Validation of requests of the public API. Every refusal names the field, the problem, and the remedy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers allow: prompt plus output (``context_length``) and what a KV pool holds (``pool_tokens``), both
-    on the worker that takes the most, and token ids below ``vocab_size``."""
+    """Limits of the workers, from the worker that takes the most: prompt plus output (``context_length``), what a KV
+    pool holds (``pool_tokens``), and the bound of token ids (``vocab_size``)."""
 
     context_length: int
     pool_tokens: int
@@ -44,20 +44,20 @@ class Limits:
 
 
 def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
-    """The longest request that is read at all: twice what the longest valid one has, so that one that is a little too
-    long is still told which field is."""
+    """The size limit of request messages: twice the longest valid one, so that a request that is slightly too long
+    still gets an error that names the field."""
     token_bytes = max(MAX_ID_BYTES, tokenizer.longest_token_bytes if tokenizer is not None else 0)
     others = MAX_STOPS * 4 * MAX_STOP_CHARACTERS + MAX_STOP_TOKEN_IDS * MAX_ID_BYTES + MAX_BIASES * 4 * MAX_ID_BYTES
     return max(MIN_MESSAGE_BYTES, 2 * (context_length * token_bytes + others))
 
 
 def read_message(data: bytes) -> pb.GenerateRequest:
-    """The request in ``data``; `InvalidRequest` if it is none, or has text that is not UTF-8."""
+    """Parse a request; `InvalidRequest` if it is malformed or contains text that is not UTF-8."""
     try:
         return pb.GenerateRequest.FromString(data)
     except DecodeError as error:
         raise InvalidRequest(
-            f"message: it is no GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by "
+            f"message: it is not a GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by "
             "proto/pdserve/pb/inference.proto"
         ) from None
 
@@ -78,14 +78,14 @@ def read_request_id(message: pb.GenerateRequest, in_use: Container[str]) -> str:
 
 
 def read_mode(message: pb.GenerateRequest) -> Mode:
-    """The mode asked for."""
+    """The requested mode."""
     if message.mode not in MODES:
         raise InvalidRequest(f"mode: {message.mode} is unknown; use MODE_AUTO, MODE_PD or MODE_COLOCATED")
     return MODES[message.mode]
 
 
 def read_salt(message: pb.GenerateRequest) -> str:
-    """The salt of its cached KV; empty is one as well."""
+    """The salt of the request's cached KV, which may be empty."""
     if len(message.salt) > MAX_SALT_CHARACTERS:
         raise InvalidRequest(
             f"salt: {len(message.salt)} characters are more than {MAX_SALT_CHARACTERS}; send a digest of it instead"
@@ -94,9 +94,9 @@ def read_salt(message: pb.GenerateRequest) -> str:
 
 
 def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The sampling asked for, with defaults and a seed; ``max_tokens`` is checked against nothing yet."""
+    """The requested sampling with defaults and a seed. Does not check ``max_tokens`` against the context."""
     asked = message.sampling
-    # Counted before they are copied.
+    # Checked before they are copied.
     for name, most in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_BIASES)):
         if (count := len(getattr(asked, name))) > most:
             raise InvalidRequest(f"{name}: {count} entries are more than {most}; send fewer")
@@ -125,12 +125,12 @@ def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> S
 
 
 async def read_prompt(message: pb.GenerateRequest, tokenizer: Tokenizer | None, limits: Limits) -> tuple[int, ...]:
-    """The prompt's token ids, each of them in the vocabulary. What cannot fit the context is refused before it is
+    """The prompt's token ids, all within the vocabulary. Prompts that exceed the context are refused before they are
     tokenized or copied."""
     context_length, vocab_size = limits.context_length, limits.vocab_size
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequest("prompt: there is none; set text or token_ids")
+        raise InvalidRequest("prompt: it is missing; set text or token_ids")
     if kind == "text":
         if tokenizer is None:
             raise InvalidRequest("prompt: this model has no tokenizer; send token_ids")
@@ -160,8 +160,7 @@ async def read_prompt(message: pb.GenerateRequest, tokenizer: Tokenizer | None, 
 def fit_max_tokens(
     message: pb.GenerateRequest, prompt_tokens: int, limits: Limits, sampling: SamplingParams
 ) -> SamplingParams:
-    """``sampling`` with the tokens that may be made: as asked, or (when the client did not say) the default as far as
-    there is room."""
+    """``sampling`` with the requested ``max_tokens``, or the default limited to what fits."""
     if prompt_tokens >= limits.context_length:
         raise InvalidRequest(
             f"prompt: {prompt_tokens} tokens leave no room in the context of {limits.context_length}; shorten it"
@@ -185,14 +184,14 @@ def fit_max_tokens(
 
 
 def check_stop_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    """Refuse ids that can never come."""
+    """Refuse ids outside the vocabulary."""
     for token_id in sampling.stop_token_ids:
         if token_id >= vocab_size:
             raise InvalidRequest(f"stop_token_ids: {token_id} is not below the vocabulary's {vocab_size}; leave it out")
 
 
 def check_logit_bias(sampling: SamplingParams, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary, and biases that leave no token at all."""
+    """Refuse ids outside the vocabulary, and biases that forbid every token."""
     for token_id in sampling.logit_bias:
         if token_id >= vocab_size:
             raise InvalidRequest(

@@ -6,7 +6,8 @@ import importlib
 
 
 def main() -> None:
-    """Run the command line. SystemExit with what to install where only the client is (``pip install pdserve``)."""
+    """Run the command line. In a client-only installation (``pip install pdserve``), SystemExit with what to
+    install."""
     try:
         command = importlib.import_module("ops.cli.main")
     except ModuleNotFoundError as error:

@@ -1,7 +1,5 @@
-"""What a model costs in memory and arithmetic, from its shape alone: `pdserve model-info` prints it.
-
-All of it is counting, none of it is measured; each function says what it counts. Bytes are bytes, GB are 10^9.
-"""
+"""Memory and arithmetic of a model, calculated from its shape: `pdserve model-info` and the doctor's memory check.
+Nothing here is measured. Bytes are bytes, GB are 10^9."""
 
 from __future__ import annotations
 
@@ -9,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.model.shape import ModelShape
-from pdserve.core.kv_layout import DTYPE_BYTES
+from engine.model.source import ModelSource
+from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
+from pdserve.core.config import PdserveConfig
+from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout, probe_area
 
 
 @dataclass(frozen=True, slots=True)
 class KVVariant:
-    """What one way of attention would make of the KV cache: bytes of one token in all layers."""
+    """Size of the KV cache with one kind of attention, in bytes per token over all layers."""
 
     name: str
     bytes_per_token: int
@@ -23,7 +24,7 @@ class KVVariant:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a device's memory leaves for KV: ``tokens`` in all, or ``requests`` of the full context."""
+    """Memory of a device that is left for KV: in bytes, in ``tokens``, and in ``requests`` of the full context."""
 
     memory_bytes: int
     kv_bytes: int
@@ -57,23 +58,23 @@ def mla_dims(shape: ModelShape) -> tuple[int, int]:
 
 
 def window_kv_bytes(shape: ModelShape, dtype: str, context: int, windows: Sequence[int | None]) -> int:
-    """KV bytes of one request of ``context`` tokens if each layer kept only its window of them (None: all); one entry
-    of ``windows`` per layer. pdserve's pool keeps all tokens in all layers: this is what a window could save."""
+    """KV bytes of one request of ``context`` tokens if each layer kept only its window of them (None: all). ``windows``
+    has one entry per layer. pdserve's pool keeps all tokens in all layers; this is what a window could save."""
     per_layer = shape.kv_bytes_per_token(dtype) // shape.num_layers
     return per_layer * sum(context if window is None else min(context, window) for window in windows)
 
 
 def activation_bytes(shape: ModelShape, dtype: str, tokens: int, sampled: int = 1) -> int:
-    """Peak activations of one step over ``tokens`` tokens: residual and normed input, beside them the larger one of
-    attention (q, k, v, output) and MLP (gate, up, product); plus float32 logits of ``sampled`` rows. Counted with an
-    attention that never materialises its scores, and without the allocator's slack."""
+    """Peak activation bytes of one step over ``tokens`` tokens: residual and normed input, plus the larger of attention
+    (q, k, v, output) and MLP (gate, up, product), plus float32 logits of ``sampled`` rows. Assumes an attention that
+    never materialises its scores; excludes the allocator's slack."""
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     widest = max(2 * q_size + 2 * kv_size, 3 * shape.intermediate_size)
     return tokens * (2 * shape.hidden_size + widest) * DTYPE_BYTES[dtype] + sampled * shape.vocab_size * 4
 
 
 def fit(shape: ModelShape, dtype: str, memory_bytes: int, tokens: int, context: int) -> Fit:
-    """What is left for KV once weights and the activations of a ``tokens`` budget are in ``memory_bytes``; all zero if
+    """What is left for KV in ``memory_bytes`` after weights and the activations of a ``tokens`` budget; all zero if
     those alone do not fit."""
     left = memory_bytes - shape.weight_bytes(dtype) - activation_bytes(shape, dtype, tokens)
     kv_bytes = max(0, left)
@@ -93,14 +94,71 @@ def prefill_flops_per_token(shape: ModelShape, prompt_tokens: int) -> float:
 
 
 def _mean_seen(prompt_tokens: int, window: int | None) -> float:
-    """Tokens that a prompt's token sees on average, itself included."""
+    """Mean number of tokens that a prompt token attends to, including itself."""
     seen = prompt_tokens if window is None else min(window, prompt_tokens)
     return (seen * (seen + 1) / 2 + (prompt_tokens - seen) * seen) / prompt_tokens
 
 
 def phi_gbps_per_tflops(shape: ModelShape, dtype: str, prompt_tokens: int) -> float:
-    """Φ, the bandwidth at which layer-wise overlap hides the whole hand-off, in Gbit/s for each TFLOP/s that prefill
-    really reaches: KV bytes of the prompt over its prefill time. Twice the compute asks for twice the link."""
+    """Φ = KV bytes / prefill time, in Gbit/s per TFLOP/s that prefill achieves. At this bandwidth layer-wise overlap
+    hides the whole hand-off; twice the compute needs twice the bandwidth."""
     bits = 8.0 * shape.kv_bytes_per_token(dtype)
     seconds_at_one_tflops = prefill_flops_per_token(shape, prompt_tokens) / 1e12
     return bits / seconds_at_one_tflops / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Memory of one worker in bytes. ``pool_bytes`` is 0 for a GPU pool without a configured size, which takes the
+    memory that is left."""
+
+    weight_bytes: int
+    pool_bytes: int
+    activation_bytes: int
+
+    @property
+    def blank_bytes(self) -> int:
+        """The zeros behind the pool."""
+        return probe_area(self.pool_bytes).size
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.pool_bytes + self.blank_bytes + self.activation_bytes
+
+
+def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
+    """The KV layout of the workers' pools; dtype ``auto`` counts as the checkpoint's. `ModelError` if the weights
+    cannot be read."""
+    return KVLayout.uniform(
+        model_hash=source.model_hash(),
+        dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
+        block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,
+        num_layers=source.shape.num_layers,
+        num_kv_heads=source.shape.num_kv_heads,
+        head_dim=source.shape.head_dim,
+    )
+
+
+def need_of(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: str) -> MemoryNeed:
+    """Memory for weights, pool, and the activations of a full step that samples a token for each of its requests."""
+    engine, dtype = config.engine, layout.dtype
+    tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs)
+    if engine.num_blocks is not None:
+        pool_bytes = engine.num_blocks * layout.block_bytes
+    elif engine.kv_memory_mb is not None:
+        pool_bytes = engine.kv_memory_mb * 2**20
+    else:
+        pool_bytes = DEFAULT_CPU_KV_BYTES if device == "cpu" else 0
+    return MemoryNeed(
+        source.shape.weight_bytes(dtype),
+        pool_bytes,
+        activation_bytes(source.shape, dtype, tokens, engine.max_num_seqs),
+    )
+
+
+def longest_prompt(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: str) -> int:
+    """The most tokens of one request: the engine's limit or the model's context, at most what the pool holds."""
+    longest = config.engine.max_model_len or source.shape.max_position_embeddings
+    pool_bytes = need_of(source, config, layout, device).pool_bytes
+    return min(longest, pool_bytes // layout.token_bytes) if pool_bytes else longest

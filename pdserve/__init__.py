@@ -1,4 +1,4 @@
-"""pdserve: LLM serving with prefill and decode apart, that shows for every request what the hand-off cost.
+"""pdserve: LLM serving with prefill and decode on separate workers, which shows the hand-off's cost for every request.
 
     from pdserve import Client
 
@@ -7,8 +7,7 @@
             print(token.text, end="")
         print(stream.result().breakdowns)
 
-Names are loaded on first use, so that importing the package costs nothing.
-"""
+Names are loaded on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of this installation, told by every worker and by `pdserve status`."""
+"""The version of this installation, reported by every worker and by `pdserve status`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     VERSION = version("pdserve")
-except PackageNotFoundError:  # run from a folder that was never installed
+except PackageNotFoundError:  # not installed
     VERSION = "0+unknown"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Regenerate pdserve/pb/ from proto/. Usage: scripts/gen_proto.sh [OUT]  (OUT defaults to the repository root).
-# The generator is pinned old on purpose: code made by a new one refuses to import under an older protobuf runtime,
+# The generator is deliberately old: code made by a new one cannot be imported under an older protobuf runtime,
 # while code made by 1.71 imports under protobuf 5.29 to 7. It gets an environment of its own, because its protobuf
 # is older than the one the product runs on.
 set -euo pipefail

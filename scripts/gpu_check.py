@@ -1,10 +1,9 @@
-"""What a machine with a GPU says of engine and hand-off: their tests there, then the benchmark; needs no Ray.
+"""Checks engine and hand-off on a machine with a GPU: runs their tests there, then the benchmark. Needs no Ray.
 
-    python scripts/gpu_check.py
+python scripts/gpu_check.py
 
-The last line is one JSON object: versions, date, what passed, and the benchmark's own last line if that is JSON. The
-exit status is 1 if anything failed, 2 without a GPU.
-"""
+The last line is one JSON object: versions, date, passed checks, and the benchmark's own last line if it is JSON. The
+exit status is 1 after a failure, and 2 without a GPU."""
 
 from __future__ import annotations
 

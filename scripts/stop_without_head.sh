@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Runs on a worker of cluster.yaml: stops Ray there once the head's has been stopped, which `ray down` does not do.
 #   stop_without_head.sh HEAD
-# A head that refuses connections is there without its Ray. One that does not answer may come back: that is left to Ray.
-# A worker that has been given to another head is watched for that one alone.
+# A head that refuses connections runs without Ray. One that does not answer may come back, which Ray handles.
+# A worker that was assigned to another head is watched for that head only.
 set -u
 head=$1 refusals=0 watched=~/.ray/watched_head
 echo "$head" >"$watched"
 exec 9>"$watched.$head"
-flock -n 9 || exit 0 # the one of an earlier `ray up` still watches
+flock -n 9 || exit 0 # an earlier instance is still watching
 while [ $refusals -lt 5 ]; do
   sleep 3
   [ "$(cat "$watched")" = "$head" ] || { rm -f "$watched.$head"; exit 0; }

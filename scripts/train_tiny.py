@@ -64,7 +64,7 @@ PROMPTS = ("def read_lines(path):\n", "import os\n", "The following example show
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """A stretch of the training at one sequence length."""
 
     share: float  # of all steps
@@ -73,7 +73,7 @@ class Stage:
 
 
 # Mostly short rows, because they are fast; then longer ones, so that every position up to the limit has been trained.
-STAGES = (Stage(0.82, 16, 256), Stage(0.11, 4, 1024), Stage(0.07, 2, 2048))
+STAGES = (TrainingStage(0.82, 16, 256), TrainingStage(0.11, 4, 1024), TrainingStage(0.07, 2, 2048))
 
 
 # --- corpus -----------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[tor
     ]
 
 
-class Stream:
+class TokenStream:
     """An endless stream of tokens: the documents in a new order each epoch."""
 
     def __init__(self, documents: list[torch.Tensor], seed: int) -> None:
@@ -293,7 +293,9 @@ def lr_factor(step: int, steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def step_function(model: LlamaForCausalLM, stage: Stage, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def step_function(
+    model: LlamaForCausalLM, stage: TrainingStage, compiled: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """The loss for a stage's rows, in the form that is fastest on a CPU core.
 
     Short rows: plain attention, compiled. Long rows: fused causal attention as it is, since under compilation
@@ -455,7 +457,7 @@ def main(
     model = build_model(end)
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
     optimizer = Optimizer(model, lr)
-    stream = Stream(train, seed)
+    stream = TokenStream(train, seed)
     console.log(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
 
     recent: list[float] = []

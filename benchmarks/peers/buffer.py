@@ -16,7 +16,7 @@ rule."""
 
 
 class Buffer:
-    """``num_bytes`` of memory with all its pages there already. ``filled``: with random bytes, else with zeros."""
+    """``num_bytes`` of memory whose pages are all present. ``filled``: with random bytes, else with zeros."""
 
     def __init__(self, num_bytes: int, *, filled: bool) -> None:
         self.array = _private(num_bytes) if os.environ.get(MEMORY_VARIABLE) == "private" else _shared(num_bytes)
@@ -28,12 +28,12 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """Address of the first byte."""
         return self.array.ctypes.data
 
     @property
     def view(self) -> memoryview:
-        """All of it, to be read and written."""
+        """The whole buffer, readable and writable."""
         return self.array.data
 
     def clear(self, num_bytes: int) -> None:
@@ -41,7 +41,7 @@ class Buffer:
         self.array[:num_bytes] = 0
 
     def digest(self, num_bytes: int) -> str:
-        """Of the first bytes, in hexadecimal."""
+        """Digest of the first bytes, in hexadecimal."""
         return hashlib.sha256(self.view[:num_bytes]).hexdigest()
 
 

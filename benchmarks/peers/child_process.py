@@ -1,4 +1,4 @@
-"""A process that is talked to in JSON lines, and never outlives whoever started it."""
+"""A child process that exchanges JSON lines with its parent and ends with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ChildProcess:
         return self._process.pid
 
     def ask(self, timeout_s: float, **command: Any) -> dict[str, Any]:
-        """Send a command, return its answer; PairFailed as `send` and `receive` say."""
+        """Send a command and return its answer; raises as `send` and `receive` do."""
         self.send(**command)
         return self.receive(timeout_s)
 
@@ -60,7 +60,7 @@ class ChildProcess:
             raise self._ended() from None
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line it says; PairFailed if it ended, said no JSON object, or nothing within that time."""
+        """The next JSON object; PairFailed if the process ended, printed anything else, or timed out."""
         deadline_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
@@ -86,7 +86,7 @@ class ChildProcess:
         return "; its log ends with:\n" + "\n".join(lines) if lines else ""
 
     def close(self) -> None:
-        """Have it end, or end it."""
+        """Let the process end, or kill it."""
         self._stdin.close()
         try:
             self._process.wait(_END_S)

@@ -1,8 +1,7 @@
-"""One side of a pair, as a program of its own. Nothing but the standard library and numpy is needed to import it.
+"""One side of a pair, as a separate program. It needs only the standard library and numpy.
 
 The program gets its role and the size of its buffer as arguments. It answers ``{"address": ...}`` once it is ready (or
-``{"unavailable": reason}``), then one JSON line per JSON line of its input, and ends with its input.
-"""
+``{"unavailable": reason}``), then one JSON line per JSON line of its input, and ends with its input."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ class CannotRun(RuntimeError):
 
 
 class Endpoint(ABC):
-    """A buffer and a way to move it; ``role`` is "source" (its bytes are the ones to move) or "target"."""
+    """A buffer and a way to transfer it; ``role`` is "source" (its bytes are transferred) or "target"."""
 
     def __init__(self, role: str, max_bytes: int) -> None:
         self.role = role
@@ -31,7 +30,7 @@ class Endpoint(ABC):
     @property
     @abstractmethod
     def address(self) -> dict[str, Any]:
-        """What the other side has to know, as JSON."""
+        """The address for the other side, as JSON."""
 
     @abstractmethod
     def connect(self, address: dict[str, Any]) -> None:
@@ -42,14 +41,14 @@ class Endpoint(ABC):
         """This side's part of a transfer, and its seconds."""
 
     def serve(self) -> None:  # noqa: B027 - most endpoints have nothing to do
-        """Do what the other side's transfer needs of this one, until the next command is there."""
+        """Do what the other side's transfer requires, until the next command."""
 
     def commanded(self) -> bool:
-        """Is there a next command?"""
+        """Whether there is a next command."""
         return not self._commands.empty()
 
     def told(self) -> dict[str, Any]:
-        """The next line of the input, for a transfer that needs to know more."""
+        """The next line of the input, for a transfer that needs more data."""
         command: dict[str, Any] = json.loads(self._commands.get())
         return command
 
@@ -71,7 +70,7 @@ class Endpoint(ABC):
             endpoint = cls(sys.argv[1], int(sys.argv[2]))
         except (ImportError, CannotRun) as error:
             os.write(cls._answers, json.dumps({"unavailable": str(error)}).encode() + b"\n")
-            cls._commands.get()  # the end of the input, which ends the program
+            cls._commands.get()  # the end of the input ends the program
             return
         endpoint.say(address=endpoint.address)
         while True:
@@ -99,8 +98,8 @@ class Endpoint(ABC):
 
 
 def _read(commands: queue.SimpleQueue[str]) -> None:
-    """Pass the lines of the input on. At its end the program ends at once, whatever it waits for: whoever started it
-    is done with it, or gone. Some peers crash when an interpreter with them in it ends in order."""
+    """Queue the lines of the input. When the input ends, the program exits at once, because some libraries crash while
+    the interpreter is finalized."""
     rest = b""
     while chunk := os.read(0, 2**16):
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""A virtual environment for other people's libraries, which have no place in pdserve's own."""
+"""A virtual environment for the peers' libraries, separate from pdserve's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pair of processes that run somebody else's library, which may be missing or not work on this machine."""
+"""A pair of processes that run a third-party library, which may be missing or not work on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LibraryPair(ProcessPair):
         self._environment = environment
 
     def start(self, max_bytes: int) -> None:
-        """As `Pair` says: whatever keeps the library from its first transfer makes the pair unavailable."""
+        """See `Pair`. Any failure up to the library's first transfer makes the pair unavailable."""
         try:
             super().start(max_bytes)
         except (PairFailed, PairUnavailable) as error:

@@ -10,9 +10,9 @@ from benchmarks.peers.process_pair import TIMEOUT_S
 
 
 class Nixl(LibraryPair):
-    """``tcp_only``: as between two hosts without RDMA; else UCX takes the best that it finds, on one host that is
-    shared memory or one process reading the other's. Its sockets are the loopback interface's in both cases.
-    ``private_memory``: between buffers in processes' own memory, instead of memory files as all others have."""
+    """``tcp_only`` forces TCP, as between two hosts without RDMA; otherwise UCX takes the best transport, which on one
+    host is shared memory or reading the other process's memory. Sockets use the loopback interface. ``private_memory``
+    uses buffers in private memory instead of memory files."""
 
     module = "benchmarks.peers.nixl_program"
     requirement = "nixl-cu12==1.5.1"

@@ -13,9 +13,8 @@ _TIMEOUT_S = 50.0
 
 
 class NixlEndpoint(Endpoint):
-    """An agent with one registered buffer. Its metadata go the way of the commands: no agent listens for others. It has
-    no thread for progress, which would take a core even while nothing is to be done, and be slower on few cores: both
-    sides poll, while there is a transfer."""
+    """An agent with one registered buffer. Metadata travel with the commands, so no agent listens. There is no progress
+    thread, which would occupy a core and be slower on few cores; both sides poll during a transfer."""
 
     def __init__(self, role: str, max_bytes: int) -> None:
         nixl = importlib.import_module("nixl_cu12._api")
@@ -56,7 +55,7 @@ class NixlEndpoint(Endpoint):
         return seconds
 
     def serve(self) -> None:
-        """Looking for notifications is what makes an agent answer."""
+        """Poll for notifications, which makes an agent answer."""
         while not self.commanded():
             self._agent.get_new_notifs()
 

@@ -1,4 +1,4 @@
-"""What every peer is to a benchmark: two buffers, and a way for bytes to get from one into the other."""
+"""The interface of all peers: two buffers, and a way to transfer bytes from one to the other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Self
 
 
 class PairUnavailable(RuntimeError):
-    """This pair cannot run on this machine; the message says why. A benchmark reports it and goes on without."""
+    """The pair cannot run on this machine; the message says why. Benchmarks report it and skip the pair."""
 
 
 class PairFailed(RuntimeError):
-    """A pair that did run gave up: a process of it ended, did not answer in time, or moved wrong bytes."""
+    """A running pair failed: a process ended, timed out, or transferred wrong bytes."""
 
 
 class Pair(ABC):

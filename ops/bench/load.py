@@ -1,4 +1,4 @@
-"""Sends a load at the service and keeps what came of each request."""
+"""The benchmark load: sends requests, records the outcome of each, and counts leaked KV blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """``requests`` of random tokens, either ``concurrency`` at a time or at ``rate`` a second (Poisson arrivals).
-    ``mode`` is auto, pd, colocated, or both: then each prompt is sent in either mode, one after the other. Each request
-    has a salt of its own, so that none finds KV in a prefix cache: not of its pair, nor of an earlier run."""
+class BenchLoad:
+    """``requests`` of random tokens, either ``concurrency`` at a time or ``rate`` per second (Poisson arrivals).
+    ``mode`` is auto, pd, colocated, or both, which sends each prompt in either mode, one after the other. Each request
+    has its own salt, so that no prefix cache holds any of its KV."""
 
     requests: int
     input_len: int
@@ -52,8 +52,8 @@ class Load:
             raise InvalidRequest(f"mode: {self.mode!r} is none of {', '.join((*Mode, BOTH))}")
 
     def check_fits(self, status: ServiceStatus) -> None:
-        """Raise the error that every single request would fail with: `InvalidRequest` or `CapacityExceeded` if one
-        does not fit the service, `NotReady` if no worker has registered."""
+        """Raise the error that every request would fail with: `InvalidRequest` or `CapacityExceeded` if a request does
+        not fit the service, `NotReady` if no worker has registered."""
         if not status.vocab_size:
             raise NotReady("no worker has registered with the service; wait until `pdserve status` shows some")
         tokens = self.input_len + self.output_len
@@ -81,13 +81,13 @@ class Load:
         return (Mode.PD, Mode.COLOCATED)[(index + index // 2) % 2]
 
     def prompt_of(self, index: int) -> int:
-        """Which prompt request ``index`` has: its own, or with ``both`` one for two."""
+        """The prompt of request ``index``: its own, or with ``both`` one for two requests."""
         return index // 2 if self.mode == BOTH else index
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of request ``index``: its generation or its error."""
+    """The result of request ``index``: its generation or its error."""
 
     index: int
     prompt: int
@@ -97,13 +97,13 @@ class Outcome:
 
 
 def token_ids(seed: int, index: int, length: int, vocab_size: int) -> list[int]:
-    """A prompt of random tokens that depends on ``seed`` and ``index`` alone."""
+    """A prompt of random tokens, determined by ``seed`` and ``index``."""
     draw = random.Random(f"{seed}/{index}")
     return [draw.randrange(vocab_size) for _ in range(length)]
 
 
 def arrivals(rate: float, count: int, seed: int) -> Iterator[float]:
-    """Seconds from the start at which ``count`` requests leave: a Poisson process, the first at once."""
+    """Start times of ``count`` requests, in seconds: a Poisson process that starts at 0."""
     draw = random.Random(f"arrivals/{seed}")
     at_s = 0.0
     for _ in range(count):
@@ -113,13 +113,13 @@ def arrivals(rate: float, count: int, seed: int) -> Iterator[float]:
 
 async def run_load(
     client: AsyncClient,
-    load: Load,
+    load: BenchLoad,
     vocab_size: int,
     on_done: Callable[[Outcome], None],
     stop: asyncio.Event | None = None,
 ) -> tuple[list[Outcome], float]:
-    """Send ``load``; returns the outcomes in order and the seconds from first to last. A failed request is an outcome,
-    not an exception. Once ``stop`` is set, requests under way are cancelled and those that have finished returned."""
+    """Send ``load``. Returns the outcomes in order, and the seconds from first to last. A failed request is an outcome,
+    not an exception. Once ``stop`` is set, running requests are cancelled and the outcomes so far returned."""
     load.validate()
     await client.connect()
     prompts: dict[int, list[int]] = {}
@@ -147,7 +147,7 @@ async def run_load(
         nonlocal started_s
         for prompt in {load.prompt_of(index) for index in range(load.requests)}:
             prompts[prompt] = token_ids(load.seed, prompt, load.input_len, vocab_size)
-            await asyncio.sleep(0)  # a long load can be stopped before it begins
+            await asyncio.sleep(0)  # keeps a long load interruptible
         started_s = time.monotonic()
         if load.rate is not None:
             await _at_rate(load, one, started_s)
@@ -159,7 +159,7 @@ async def run_load(
 
 
 async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
-    """Run ``work`` to its end; once ``stop`` is set, cancel it."""
+    """Run ``work`` until it ends or ``stop`` is set, which cancels it."""
     tasks = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +172,7 @@ async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
         tasks[0].result()
 
 
-async def _at_rate(load: Load, one: Callable[[int], Coroutine[Any, Any, None]], started_s: float) -> None:
+async def _at_rate(load: BenchLoad, one: Callable[[int], Coroutine[Any, Any, None]], started_s: float) -> None:
     assert load.rate is not None
     async with asyncio.TaskGroup() as group:
         for index, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
@@ -180,7 +180,7 @@ async def _at_rate(load: Load, one: Callable[[int], Coroutine[Any, Any, None]], 
             group.create_task(one(index))
 
 
-async def _at_concurrency(load: Load, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+async def _at_concurrency(load: BenchLoad, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
     assert load.concurrency is not None
     indices = itertools.count()
 
@@ -191,3 +191,36 @@ async def _at_concurrency(load: Load, one: Callable[[int], Coroutine[Any, Any, N
     async with asyncio.TaskGroup() as group:
         for _ in range(min(load.concurrency, load.requests)):
             group.create_task(sender())
+
+
+async def settled(client: AsyncClient, timeout_s: float = 10.0) -> ServiceStatus:
+    """The service's status once it is idle and every worker has reported since this call, or the last one after
+    ``timeout_s``."""
+    return await _poll(client, lambda status: True, timeout_s)
+
+
+async def leaked_blocks(client: AsyncClient, before: ServiceStatus, timeout_s: float = 10.0) -> int:
+    """KV blocks that were free at ``before`` and are not any more, after waiting up to ``timeout_s`` for them."""
+    after = await _poll(client, lambda status: _missing(before, status) == 0, timeout_s)
+    return _missing(before, after)
+
+
+async def _poll(client: AsyncClient, good: Callable[[ServiceStatus], bool], timeout_s: float) -> ServiceStatus:
+    started_s = time.monotonic()
+    while True:
+        status = await client.status()
+        elapsed_s = time.monotonic() - started_s
+        # Heartbeats from before this call may be outdated.
+        fresh = all(worker.heartbeat_age_s < elapsed_s for worker in status.workers if worker.state == "ready")
+        if (fresh and status.idle and good(status)) or elapsed_s >= timeout_s:
+            return status
+        await asyncio.sleep(0.1)
+
+
+def _missing(before: ServiceStatus, after: ServiceStatus) -> int:
+    free_before = {worker.worker_id: worker.free_blocks for worker in before.workers}
+    return sum(
+        max(0, free_before[worker.worker_id] - worker.free_blocks)
+        for worker in after.workers
+        if worker.worker_id in free_before
+    )

@@ -1,26 +1,99 @@
-"""What a bench run amounts to."""
+"""Results of a benchmark run: distributions, service-level objectives, and the report."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from ops.bench.load import Outcome
-from ops.bench.slo import SLO
-from ops.bench.statistics import Distribution
 from pdserve.client.generation import Generation
-from pdserve.core.errors import CapacityExceeded, NotReady
+from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
 
 @dataclass(frozen=True, slots=True)
+class Distribution:
+    """Statistics of a figure, in its own unit. Percentiles are interpolated linearly."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Distribution | None:
+        """The distribution of ``values``; None if there are none."""
+        measured = np.fromiter(values, float)
+        if not measured.size:
+            return None
+        p50, p90, p99 = (float(value) for value in np.percentile(measured, (50, 90, 99)))
+        return cls(float(measured.mean()), p50, p90, p99, measured.size)
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain values."""
+        return asdict(self)
+
+
+KEYS = ("ttft", "ttft_decode", "itl", "tpot")
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """A service-level objective: limits in milliseconds by figure. ``itl`` limits the 99th percentile of a request's
+    own gaps, ``tpot`` their mean. Figures that a request does not have (a single token has no gaps) count as met."""
+
+    limits_ms: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> SLO:
+        """Parse ``ttft=200,itl=50`` (milliseconds; ``200ms`` and ``0.2s`` are accepted); `InvalidRequest` otherwise."""
+        limits_ms: dict[str, float] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            key, _, value = part.partition("=")
+            if key not in KEYS:
+                raise InvalidRequest(f"slo: {key!r} is none of {', '.join(KEYS)}")
+            limits_ms[key] = _milliseconds(value.strip(), part)
+        if not limits_ms:
+            raise InvalidRequest("slo: is empty; write, for example, ttft=200,itl=50")
+        return cls(limits_ms)
+
+    def met_by(self, generation: Generation) -> bool:
+        """Whether the request met every limit."""
+        figures = {
+            "ttft": generation.ttft_ms,
+            "ttft_decode": generation.ttft_decode_ms,
+            "itl": float(np.percentile(generation.itl_ms, 99)) if generation.itl_ms else None,
+            "tpot": generation.tpot_ms,
+        }
+        return all((value := figures[key]) is None or value <= limit for key, limit in self.limits_ms.items())
+
+
+def _milliseconds(value: str, part: str) -> float:
+    number, factor = value, 1.0
+    if value.endswith("ms"):
+        number = value[:-2]
+    elif value.endswith("s"):
+        number, factor = value[:-1], 1e3
+    try:
+        limit_ms = float(number) * factor
+    except ValueError:
+        limit_ms = 0.0
+    if not 0 < limit_ms < float("inf"):
+        raise InvalidRequest(f"slo: {part!r} has no positive limit; write, for example, ttft=200,itl=50 (milliseconds)")
+    return limit_ms
+
+
+@dataclass(frozen=True, slots=True)
 class BenchReport:
-    """A run's outcomes and how long it took; everything else is read from them. ``leaked_blocks`` is None if it was not
-    waited for. ``planned`` is the number of requests of a run that was interrupted, and None of a whole one."""
+    """A run's outcomes and duration, from which everything else follows. ``leaked_blocks`` is None if it is unknown.
+    ``planned`` is the number of requests of an interrupted run, None for a complete one."""
 
     outcomes: Sequence[Outcome]
     duration_s: float
@@ -30,7 +103,7 @@ class BenchReport:
 
     @property
     def partial(self) -> bool:
-        """Whether the run was interrupted: the outcomes are those of the requests that had finished."""
+        """Whether the run was interrupted, so that only requests that had finished have an outcome."""
         return self.planned is not None
 
     @property
@@ -40,30 +113,30 @@ class BenchReport:
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many requests failed, by error."""
+        """Number of failed requests by error."""
         return dict(Counter(type(outcome.error).__name__ for outcome in self.outcomes if outcome.error is not None))
 
     @property
     def refusals(self) -> list[CapacityExceeded | NotReady]:
-        """The errors of requests that the service did not take (or no longer had room for)."""
+        """The errors of requests that the service refused."""
         errors = (outcome.error for outcome in self.outcomes)
         return [error for error in errors if isinstance(error, CapacityExceeded | NotReady)]
 
     @property
     def retry_after_ms(self) -> float | None:
-        """Median of what refusals said when to come back; None if none did."""
+        """Median of the refusals' retry delays; None if there are none."""
         waits_s = [error.retry_after_s for error in self.refusals if error.retry_after_s is not None]
         return statistics.median(waits_s) * 1e3 if waits_s else None
 
     @property
     def good_share(self) -> float | None:
-        """The share of all requests that met the SLO; None without one, or if no request has finished."""
+        """Share of all requests that met the SLO; None without an SLO or without outcomes."""
         good = self.good_requests
         return None if good is None or not self.outcomes else good / len(self.outcomes)
 
     @property
     def modes(self) -> list[str]:
-        """The modes that were really used."""
+        """The modes in which requests ran."""
         return sorted({generation.mode for generation in self.generations})
 
     def distributions(self, mode: str | None = None) -> dict[str, Distribution | None]:
@@ -96,7 +169,7 @@ class BenchReport:
         return None if self.slo is None else sum(self.slo.met_by(generation) for generation in self.generations)
 
     def added_ms(self, figure: Figure) -> float | None:
-        """Median over prompts sent in both modes of pd minus colocated; None where there is no such pair."""
+        """Median of pd minus colocated over the prompts that were sent in both modes; None without any."""
         by_prompt: dict[int, dict[Mode, float]] = {}
         for outcome in self.outcomes:
             value = outcome.generation.figure_ms(figure) if outcome.generation else None

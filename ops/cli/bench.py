@@ -10,28 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+from ops.cli.options import (
+    DEFAULT_TARGET,
+    JsonOption,
+    TargetOption,
+    plain_table,
+    print_json,
+    stderr_console,
+    stdout_console,
+)
 from pdserve.core.errors import PdserveError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ops.bench.load import Load
-    from ops.bench.report import BenchReport
-    from ops.bench.slo import SLO
-    from ops.bench.statistics import Distribution
+    from ops.bench.load import BenchLoad
+    from ops.bench.report import SLO, BenchReport, Distribution
 
 _ROWS = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT"}
 
 
 def bench(
     requests: Annotated[int, typer.Option(help="how many requests")] = 64,
-    concurrency: Annotated[int | None, typer.Option(help="requests under way at a time (default: 8)")] = None,
-    rate: Annotated[float | None, typer.Option(help="requests per second, Poisson arrivals, instead")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="requests running at a time (default: 8)")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second (Poisson arrivals)")] = None,
     input_len: Annotated[int, typer.Option(help="tokens of each prompt (random ids)")] = 256,
     output_len: Annotated[int, typer.Option(help="tokens to generate for each")] = 32,
-    seed: Annotated[int, typer.Option(help="makes prompts and arrivals repeatable")] = 0,
-    mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both: each prompt once in either")] = "auto",
+    seed: Annotated[int, typer.Option(help="seed of prompts and arrivals")] = 0,
+    mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both: each prompt once in each")] = "auto",
     slo: Annotated[
         str | None, typer.Option(help="limits in ms for goodput: ttft=200,itl=50 (ttft_decode, tpot)")
     ] = None,
@@ -39,16 +45,14 @@ def bench(
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a load on the service and report latencies, throughput, goodput, failures and leaked blocks.
+    """Put a load on the service and report latencies, throughput, goodput, failures, and leaked KV blocks.
 
-    No request finds anything in a prefix cache: each has a salt of its own. Ctrl-C ends the run and reports what had
-    finished (marked as partial, exit code 130); a second one does not wait for the service's blocks.
-    """
-    from ops.bench.load import Load
-    from ops.bench.slo import SLO
-    from ops.cli.console import stdout_console
+    Each request has its own salt, so that no prefix cache holds any of its KV. Ctrl-C ends the run and reports the
+    requests that had finished (marked as partial, exit code 130); a second Ctrl-C skips the count of leaked blocks."""
+    from ops.bench.load import BenchLoad
+    from ops.bench.report import SLO
 
-    load = Load(
+    load = BenchLoad(
         requests=requests,
         input_len=input_len,
         output_len=output_len,
@@ -61,9 +65,7 @@ def bench(
     load.validate()
     report = asyncio.run(_run(target, load, SLO.parse(slo) if slo is not None else None))
     if as_json:
-        import json
-
-        typer.echo(json.dumps(report.to_dict()))
+        print_json(report.to_dict())
     else:
         console = stdout_console()
         console.print(_latencies(report))
@@ -75,13 +77,11 @@ def bench(
         raise typer.Exit(1)
 
 
-async def _run(target: str, load: Load, slo: SLO | None) -> BenchReport:
+async def _run(target: str, load: BenchLoad, slo: SLO | None) -> BenchReport:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from ops.bench.leaks import leaked_blocks, settled
-    from ops.bench.load import run_load
+    from ops.bench.load import leaked_blocks, run_load, settled
     from ops.bench.report import BenchReport
-    from ops.cli.console import stderr_console
     from pdserve.client.async_client import AsyncClient
 
     columns = (
@@ -117,7 +117,7 @@ async def _run(target: str, load: Load, slo: SLO | None) -> BenchReport:
 
 @contextmanager
 def _interrupts(first: Callable[[], None], second: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C calls ``first``, the next one ``second``, and a third one ends the command as usual."""
+    """Call ``first`` on the first Ctrl-C and ``second`` on the next one; a third ends the command as usual."""
     loop, usual, calls = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT), iter((first, second))
 
     def back_to_usual() -> None:
@@ -138,8 +138,8 @@ def _interrupts(first: Callable[[], None], second: Callable[[], None]) -> Iterat
 
 
 async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int | None:
-    """``leaked``; None once ``hurry`` is set, or if the service does not answer any more: what was measured must not be
-    lost with it."""
+    """The number of leaked blocks; None once ``hurry`` is set, or if the service no longer answers. The measurements
+    are kept in both cases."""
     counting, skip = asyncio.create_task(leaked), asyncio.create_task(hurry.wait())
     try:
         await asyncio.wait((counting, skip), return_when=asyncio.FIRST_COMPLETED)
@@ -153,15 +153,9 @@ async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int
 
 
 def _latencies(report: BenchReport) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("ms")
     modes = [None, *report.modes] if len(report.modes) > 1 else [None]
-    if len(modes) > 1:
-        table.add_column("mode")
-    for column in ("mean", "p50", "p90", "p99", "count"):
-        table.add_column(column, justify="right")
+    left = ("ms", "mode") if len(modes) > 1 else ("ms",)
+    table = plain_table(left, ("mean", "p50", "p90", "p99", "count"))
     for key, name in _ROWS.items():
         for mode in modes:
             distribution = report.distributions(mode)[key]
@@ -202,15 +196,11 @@ def _summary(report: BenchReport) -> list[str]:
     errors = {str(outcome.error) for outcome in report.outcomes if outcome.error is not None}
     lines.extend(f"            {message}" for message in sorted(errors)[:3])
     if report.refusals:
-        wait = (
-            ""
-            if report.retry_after_ms is None
-            else f"; to be tried again after {report.retry_after_ms:.0f} ms (median)"
-        )
+        wait = "" if report.retry_after_ms is None else f"; retry after {report.retry_after_ms:.0f} ms (median)"
         lines.append(f"refused     {len(report.refusals)} requests{wait}")
     wrong = [g for g in report.generations if g.kv_bytes != g.kv_bytes_expected]
     if wrong:
-        lines.append(f"kv bytes    {len(wrong)} requests moved other bytes than expected")
-    leaked = "not known" if report.leaked_blocks is None else f"{report.leaked_blocks} blocks"
+        lines.append(f"kv bytes    {len(wrong)} requests transferred a different number of bytes than expected")
+    leaked = "unknown" if report.leaked_blocks is None else f"{report.leaked_blocks} blocks"
     lines.append(f"leaked      {leaked}")
     return lines

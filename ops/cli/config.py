@@ -17,11 +17,11 @@ def config() -> None:
 
 
 def documented_defaults() -> str:
-    """The configuration file that says nothing but the defaults; `PdserveConfig.parse` reads it back."""
+    """The default configuration as a commented file; `PdserveConfig.parse` reads it back."""
     from pdserve.core.config import PdserveConfig
 
     lines = [
-        "# The configuration of `pdserve up -c FILE`: every key and its default. Leave out what you do not change."
+        "# The configuration of `pdserve up -c FILE`: all keys with their defaults. Omit the ones you do not change."
     ]
     for name, section in PdserveConfig.model_fields.items():
         lines += ["", f"# {section.description}", f"{name}:"]

@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ops.cli.options import print_json, print_note, stderr_console, stdout_console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def demo(
     target: Annotated[
-        str | None, typer.Option(help="host:port of a running service (default: start one, and end it afterwards)")
+        str | None, typer.Option(help="host:port of a running service (default: start a service and end it afterwards)")
     ] = None,
-    model: Annotated[str, typer.Option(help="model of the service that is started")] = "tiny",
-    png: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/demo/waterfall.png"),
+    model: Annotated[str, typer.Option(help="model of the started service")] = "tiny",
+    png: Annotated[Path, typer.Option(help="path of the picture")] = Path("out/demo/waterfall.png"),
     rounds: Annotated[int, typer.Option(min=1, max=100, help="rounds of the paired comparison")] = 5,
 ) -> None:
-    """Send 8 prompts of very different lengths at once, show each one's waterfall, and what the hand-off cost.
+    """Send 8 prompts of very different lengths at once, show the waterfall of each, and measure what the hand-off
+    costs.
 
-    No request finds anything in a prefix cache: each has a salt of its own.
-    """
+    Each request has its own salt, so that no prefix cache holds any of its KV."""
     import asyncio
-    import json
 
-    from ops.cli.console import stderr_console, stdout_console
     from ops.demo.run import run_demo
     from ops.waterfall.picture import check_picture
 
     check_picture("--png", png)
     with _service(target, model, stderr_console()) as address:
         report = asyncio.run(run_demo(address, png, stdout_console(), rounds))
-    typer.echo(json.dumps(report.to_dict()))
+    print_json(report.to_dict())
     if not report.ok:
         raise typer.Exit(1)
 
@@ -45,8 +45,6 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     if target is not None:
         yield target
         return
-    from rich.markup import escape
-
     from ops.launch.detach import start_detached, stop_detached
     from pdserve.core.config import PdserveConfig
 
@@ -55,10 +53,7 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
     def show(stage: str) -> None:
         console.print(f"  {stage}", style="dim")
 
-    def note(text: str) -> None:
-        console.print("  [yellow]note[/]:", escape(text), soft_wrap=True)
-
-    port = start_detached(settings, show, note)
+    port = start_detached(settings, show, lambda text: print_note(console, text))
     try:
         yield f"localhost:{port}"
     finally:

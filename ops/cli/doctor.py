@@ -4,80 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
-from ops.cli.options import (
-    AddressOption,
-    AutoscaleOption,
-    ConfigOption,
-    DecodeOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    NodesOption,
-    OversubscribeOption,
-    PlacementOption,
-    PortOption,
-    PrefillOption,
-    TransportOption,
-    service_settings,
-)
+from ops.cli.options import JsonOption, plain_table, print_json, stderr_console, stdout_console, with_service_options
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ops.doctor.finding import Finding
-    from ops.doctor.ping import ClockReading
-    from ops.doctor.report import ExaminedNode, ExaminedPair, Report
+    from ops.doctor.network import ClockReading
+    from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Report
+    from pdserve.core.config import PdserveConfig
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def doctor(
-    config: ConfigOption = None,
-    model: ModelOption = None,
-    prefill: PrefillOption = None,
-    decode: DecodeOption = None,
-    device: DeviceOption = None,
-    oversubscribe: OversubscribeOption = False,
-    placement: PlacementOption = None,
-    nodes: NodesOption = None,
-    autoscale: AutoscaleOption = False,
-    dtype: DtypeOption = None,
-    transport: TransportOption = None,
-    port: PortOption = None,
-    address: AddressOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_service_options
+def doctor(settings: PdserveConfig, as_json: JsonOption = False) -> None:
     """Examine the hosts that `up` with the same options would use: versions, devices, ports, clocks, links, memory.
     Exits with 1 if a service would not start or not serve."""
-    from ops.cli.console import stderr_console, stdout_console
-
-    settings = service_settings(
-        config,
-        model=model,
-        prefill=prefill,
-        decode=decode,
-        device=device,
-        oversubscribe=oversubscribe,
-        placement=placement,
-        nodes=nodes,
-        autoscale=autoscale,
-        dtype=dtype,
-        transport=transport,
-        port=port,
-        address=address,
-    )
-    from ops.doctor.diagnose import diagnose
+    from ops.doctor.examine import diagnose
 
     with stderr_console().status("examining") as status:
         report = diagnose(settings, status.update)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(report.to_dict()))
+        print_json(report.to_dict())
     else:
         _show(stdout_console(), report)
     raise SystemExit(1 if report.failed else 0)
@@ -99,23 +48,19 @@ def _show(console: Console, report: Report) -> None:
         console.print()
     for finding in report.findings:
         _show_finding(console, finding)
-    from ops.doctor.finding import Level
+    from ops.doctor.report import Level
 
-    counts = f"{report.count(Level.FAIL)} would fail, {report.count(Level.WARN)} to be warned of"
+    counts = f"{report.count(Level.FAIL)} would fail, {report.count(Level.WARN)} warnings"
     verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
     console.print(f"{verdict}: {len(report.nodes)} nodes, {len(report.pairs)} pairs examined; {counts}")
 
 
 def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
-    from rich.table import Table
-
     from ops.waterfall.bars import human_bytes
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("node", "workers", "python · torch · ray · pdserve", "model", "devices", "KV over"):
-        table.add_column(column, no_wrap=column != "workers")
-    for column in ("memory", "clock ms", "wall s"):
-        table.add_column(column, justify="right", no_wrap=True)
+    left = ("node", "workers", "python · torch · ray · pdserve", "model", "devices", "KV over")
+    table = plain_table(left, ("memory", "clock ms", "wall s"))
+    table.columns[left.index("workers")].no_wrap = False
     for node in nodes:
         report, workers = node.report, ", ".join(seat.worker_id for seat in node.seats)
         if report is None:
@@ -131,8 +76,8 @@ def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
 
 
 def _over(node: ExaminedNode) -> str:
-    """Devices, and addresses that are not the node's."""
-    interfaces = {each.interface for each in node.endpoints if each.interface is not None}
+    """Interfaces that KV travels over; addresses only where they differ from the node's."""
+    interfaces = {each.interface for each in node.endpoints.values() if each.interface is not None}
     names = {f"{each.device} {each.address if each.address != node.name else ''}".strip() for each in interfaces}
     return ", ".join(sorted(name or node.name for name in names)) or ("[red]none[/]" if node.seats else "–")
 
@@ -146,14 +91,9 @@ def _clock(clock: ClockReading | None) -> tuple[str, str]:
 
 
 def _pairs(pairs: tuple[ExaminedPair, ...]) -> Table:
-    from rich.table import Table
-
     prompts = sorted({each.tokens for pair in pairs for each in pair.predictions})
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("pair", "from → to", "by"):
-        table.add_column(column, no_wrap=True)
-    for column in ("Gbit/s", "RTT ms", *(f"ms for {tokens}" for tokens in prompts), "hides tok/s"):
-        table.add_column(column, justify="right")
+    right = ("Gbit/s", "RTT ms", *(f"ms for {tokens}" for tokens in prompts), "hides tok/s")
+    table = plain_table(("pair", "from → to", "by"), right)
     for pair in pairs:
         figures = pair.meeting.figures
         ends = f"{pair.prefill.node.ip} → {pair.decode.node.ip}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption, print_json, stdout_console
 
 if TYPE_CHECKING:
-    from pdserve.client.generation import Generation
+    from rich.table import Table
+
+    from pdserve.client.generation import Generation, Token
     from pdserve.client.request import GenerateOptions, Prompt
 
 
@@ -18,38 +23,38 @@ def generate(
     text: Annotated[str | None, typer.Argument(help="the prompt (or give --token-ids)")] = None,
     token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
     target: TargetOption = DEFAULT_TARGET,
-    mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode apart) or colocated")] = "auto",
-    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most (default: 128)")] = None,
+    mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode on separate workers) or colocated")] = "auto",
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate (default: 128)")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: 0)")] = None,
-    top_k: Annotated[int | None, typer.Option(help="only the k likeliest tokens; 0 is off (default: 0)")] = None,
-    top_p: Annotated[float | None, typer.Option(help="only the likeliest p of all mass (default: 1)")] = None,
+    top_k: Annotated[int | None, typer.Option(help="sample from the k likeliest tokens; 0 is off (default: 0)")] = None,
+    top_p: Annotated[float | None, typer.Option(help="sample from the likeliest share p (default: 1)")] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="only tokens p times as likely as the likeliest (default: 0)")
+        float | None, typer.Option(help="sample from tokens at least p times as likely as the likeliest (default: 0)")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="above 1: tokens of prompt and output less likely (default: 1)")
+        float | None, typer.Option(help="above 1: makes tokens of prompt and output less likely (default: 1)")
     ] = None,
     presence_penalty: Annotated[
-        float | None, typer.Option(help="-2 to 2, taken from tokens of the output once (default: 0)")
+        float | None, typer.Option(help="-2 to 2, subtracted once from tokens in the output (default: 0)")
     ] = None,
     frequency_penalty: Annotated[
-        float | None, typer.Option(help="-2 to 2, taken each time a token came in the output (default: 0)")
+        float | None, typer.Option(help="-2 to 2, subtracted for each occurrence in the output (default: 0)")
     ] = None,
     logit_bias: Annotated[
-        list[str] | None, typer.Option(help="ID=BIAS: added to a token's logit, -100 forbids it (repeatable)")
+        list[str] | None, typer.Option(help="ID=BIAS, added to a token's logit; -100 forbids it (repeatable)")
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="show each token's log-probability and that many likeliest (0 to 20)")
+        int | None, typer.Option(help="show log-probabilities of each token and the N likeliest ones (0 to 20)")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="makes the draw repeatable (default: random)")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the sampling (default: random)")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text (repeatable)")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="generate up to --max-tokens")] = False,
     timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
-    salt: Annotated[str | None, typer.Option(help="share cached KV only with requests of the same salt")] = None,
+    salt: Annotated[str | None, typer.Option(help="share cached KV with requests of the same salt only")] = None,
     as_json: JsonOption = False,
-    png: Annotated[Path | None, typer.Option(help="save the waterfall as a picture as well")] = None,
+    png: Annotated[Path | None, typer.Option(help="also save the waterfall as a picture")] = None,
 ) -> None:
-    """Generate text, streamed as it comes, then show where the time to first token went."""
+    """Generate text, streamed as it arrives, then show where the time to first token went."""
     prompt = _prompt(text, token_ids)
     if png is not None:
         from ops.waterfall.picture import check_picture
@@ -74,21 +79,16 @@ def generate(
         "salt": salt,
     }
     if as_json:
-        import json
-
         generation = _stream(target, prompt, options, show=False)
-        typer.echo(json.dumps(generation.to_dict()))
+        print_json(generation.to_dict())
     else:
         generation = _stream(target, prompt, options, show=True)
-        from ops.cli.console import stdout_console
         from ops.waterfall.terminal import waterfall
 
         console = stdout_console()
         console.print()
         if logprobs is not None:
-            from ops.cli.logprobs import logprobs_table
-
-            console.print(logprobs_table(generation.tokens))
+            console.print(_logprobs_table(generation.tokens))
         console.print(waterfall(generation))
     if png is not None:
         from ops.waterfall.bars import longest
@@ -114,7 +114,7 @@ def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -
                     sys.stdout.flush()
         finally:
             if show:
-                typer.echo()  # an error's line must not go on where the text stopped
+                typer.echo()  # an error message starts on a line of its own
         return stream.result()
 
 
@@ -122,7 +122,7 @@ def _prompt(text: str | None, token_ids: str | None) -> Prompt:
     from pdserve.core.errors import InvalidRequest
 
     if (text is None) == (token_ids is None):
-        raise InvalidRequest("prompt: give either a text or --token-ids")
+        raise InvalidRequest("prompt: give either text or --token-ids")
     if token_ids is None:
         assert text is not None
         return text
@@ -143,3 +143,31 @@ def _biases(entries: list[str]) -> dict[int, float]:
         except ValueError:
             raise InvalidRequest(f"logit_bias: {entry!r} is not of the form ID=BIAS, like 42=-100") from None
     return biases
+
+
+def _logprobs_table(tokens: Sequence[Token]) -> Table:
+    """One row per token: its log-probability and probability, and the likeliest tokens at its position."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("token", "id", "logprob", "p"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    table.add_column("likeliest tokens")
+    for token in tokens:
+        if token.logprob is None:
+            continue
+        likeliest = (f"{_shown(top.text, top.token_id)} {math.exp(top.logprob):.1%}" for top in token.top_logprobs)
+        table.add_row(
+            Text(_shown(token.text, token.token_id)),
+            str(token.token_id),
+            f"{token.logprob:.3f}",
+            f"{math.exp(token.logprob):.1%}",
+            Text("  ".join(likeliest)),
+        )
+    return table
+
+
+def _shown(text: str, token_id: int) -> str:
+    """Text with visible spaces and line ends, or the id of a token without text."""
+    return json.dumps(text, ensure_ascii=False) if text else f"#{token_id}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ops.cli.options import JsonOption
+from ops.cli.options import JsonOption, plain_table, print_json, stdout_console
 
 if TYPE_CHECKING:
     from ops.launch.state import ServiceState
@@ -15,26 +13,20 @@ ASK_TIMEOUT_S = 2.0
 
 
 def list_services(as_json: JsonOption = False) -> None:
-    """Show your services on this host: running, starting, ending, and what killed ones have left."""
+    """Show your services on this host: running, starting, stopping, and killed ones that left something behind."""
     from ops.launch.state import ServiceState
 
     services = [_describe(state) for state in ServiceState.all()]
     if as_json:
-        import json
-
-        typer.echo(json.dumps({"services": services}))
+        print_json({"services": services})
         return
-    from rich.table import Table
-
-    from ops.cli.console import stdout_console
-
     console = stdout_console()
     if not services:
         console.print("no service of yours runs on this host")
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("target", "pid", "model", "workers", "state", "ray", "since"):
-        table.add_column(column, no_wrap=column != "state")
+    columns = ("target", "pid", "model", "workers", "state", "ray", "since")
+    table = plain_table(columns)
+    table.columns[columns.index("state")].no_wrap = False
     for service in services:
         color = {"ready": "green", "killed": "red"}.get(service["state"], "yellow")
         table.add_row(
@@ -43,7 +35,7 @@ def list_services(as_json: JsonOption = False) -> None:
         )  # fmt: skip
     console.print(table)
     if any(service["state"] == "killed" for service in services):
-        console.print("[yellow]killed: `pdserve down --target …`, or the next `pdserve up`, removes what is left[/]")
+        console.print("[yellow]killed: `pdserve down --target …`, or the next `pdserve up`, removes the remains[/]")
 
 
 def _describe(state: ServiceState) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: one file per command; what is heavy is imported inside the commands."""
+"""The command line, with one file per command. Expensive imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 
 app = typer.Typer(
     name="pdserve",
-    help="Serve an LLM on Ray with prefill and decode apart, and see for every request what the hand-off cost.",
+    help="Serve an LLM on Ray with prefill and decode on separate workers, and see the hand-off's cost per request.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -34,10 +34,10 @@ app.command("doctor")(doctor.doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command (default: the process's own arguments). Ends with SystemExit: 0, 1 (it failed; one line on
-    stderr says why), 2 (it was asked wrongly) or 130 (Ctrl-C)."""
+    """Run a command (default: from the process's arguments). Ends with SystemExit: 0, 1 (failure, with one line on
+    stderr), 2 (invalid usage) or 130 (Ctrl-C)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?' for what it cannot show
+        sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 show '?' instead
     try:
         app(args=None if arguments is None else list(arguments))
     except PdserveError as error:

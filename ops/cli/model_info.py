@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ops.cli.options import JsonOption
+from ops.cli.options import JsonOption, plain_table, print_json, print_note, stdout_console
 
 if TYPE_CHECKING:
     from engine.model.dtypes import NativeDtypes
@@ -21,25 +21,24 @@ def model_info(
         str, typer.Argument(help="a model folder, 'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json'")
     ],
     dtype: Annotated[
-        str, typer.Option(help="auto (what the device computes natively), float32, bfloat16 or float16")
+        str, typer.Option(help="auto (a type that the device computes natively), float32, bfloat16 or float16")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="of this host, for --dtype auto: auto (its GPUs if any), cpu or cuda")] = (
-        "auto"
-    ),
+    device: Annotated[str, typer.Option(help="device for --dtype auto: auto (GPUs if any), cpu or cuda")] = ("auto"),
     memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of one device (default: 16, 24 and 80)")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="token budget of one step, for the activations")] = 512,
     context: Annotated[
-        int | None, typer.Option(min=1, help="tokens of one request (default: the model's context)")
+        int | None, typer.Option(min=1, help="tokens of one request (default: the model's context length)")
     ] = None,
     window: Annotated[
         int | None,
         typer.Option(
-            min=1, help="a sliding window to compare with (default: the model's, else 4096 or a quarter of the context)"
+            min=1, help="sliding window to compare with (default: the model's, else 4096 or a quarter of the context)"
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Count a model's parameters, its KV cache (as it is, and as MHA, GQA, MQA, MLA or a window), and what fits."""
+    """Count a model's parameters, the size of its KV cache (as it is, and with MHA, GQA, MQA, MLA or a window), and
+    what fits into memory."""
     from engine.model.dtypes import choose_dtype
     from engine.model.folder import tokenizer_note
     from engine.model.source import resolve_model
@@ -59,9 +58,7 @@ def model_info(
     facts = _facts(source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
     facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
     if as_json:
-        import json
-
-        typer.echo(json.dumps(facts))
+        print_json(facts)
     else:
         _show(facts)
 
@@ -74,11 +71,11 @@ def _devices(kind: str) -> list[NativeDtypes]:
 
     if kind not in ("auto", "cpu", "cuda"):
         raise InvalidRequest(f"device: {kind!r} is none of auto, cpu, cuda")
-    # Only where there may be GPUs: asking for them brings in torch.
+    # Looks for GPUs only where there may be any, because that imports torch.
     if kind == "cuda" or (kind == "auto" and any(Path("/dev").glob("nvidia[0-9]*"))):
         gpus = native_dtypes("cuda")
         if kind == "cuda" and not gpus:
-            raise InvalidRequest("device: torch sees no GPU here; name a --dtype instead")
+            raise InvalidRequest("device: torch sees no GPU on this host; set --dtype instead")
         if gpus:
             return gpus
     return native_dtypes("cpu")
@@ -120,10 +117,6 @@ def _facts(
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ops.cli.console import stdout_console
     from ops.waterfall.bars import human_bytes
 
     console, shape, per_token = stdout_console(), facts["shape"], facts["kv_bytes_per_token"]
@@ -144,10 +137,7 @@ def _show(facts: dict[str, Any]) -> None:
         f"KV cache     {human_bytes(per_token)} a token, {human_bytes(facts['kv_bytes_context'])} for a context of "
         f"{facts['context']}\n"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title="the KV cache with another attention")
-    table.title_justify = "left"
-    for column in ("attention", "bytes/token", "x", "context"):
-        table.add_column(column, justify="left" if column == "attention" else "right")
+    table = plain_table(("attention",), ("bytes/token", "x", "context"), "the KV cache with other kinds of attention")
     table.add_column("what")
     for variant in facts["kv_variants"]:
         size = variant["bytes_per_token"]
@@ -173,16 +163,16 @@ def _show(facts: dict[str, Any]) -> None:
         console.print(f"in {human_bytes(fit['memory_bytes'])}: {fits}")
     console.print(
         f"\nprefill {facts['prefill_flops_per_token'] / 1e9:.3f} GFLOP a token (prompt of {facts['context']})\n"
-        f"Φ = KV bytes / prefill time = {facts['phi_gbps_per_tflops']:.4f} Gbit/s for each TFLOP/s that prefill "
-        "reaches: a faster link hides the hand-off",
+        f"Φ = KV bytes / prefill time = {facts['phi_gbps_per_tflops']:.4f} Gbit/s per TFLOP/s that prefill "
+        "achieves: a faster link hides the hand-off",
         soft_wrap=True,
     )
     for note in facts["notes"]:
-        console.print("[yellow]note[/]:", escape(note), soft_wrap=True)
+        print_note(console, note)
 
 
 def _peculiarities(shape: dict[str, Any]) -> list[str]:
-    """What sets the model apart from a plain Llama, a line each."""
+    """What distinguishes the model from a plain Llama, one line each."""
     lines = []
     names = {"qkv_bias": "queries, keys, values", "out_bias": "attention output", "mlp_bias": "MLP"}
     biases = [name for key, name in names.items() if shape[key]]
@@ -195,6 +185,6 @@ def _peculiarities(shape: dict[str, Any]) -> list[str]:
         widest = max(shape["windows"][i] for i in windowed)
         lines.append(
             f"window       {widest} tokens in {len(windowed)} of {shape['num_layers']} layers; the KV pool keeps all "
-            "tokens all the same, so sizes and fits below count them all"
+            "tokens nevertheless, so sizes and fits below count all of them"
         )
     return lines

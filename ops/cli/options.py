@@ -1,67 +1,122 @@
-"""Options that several commands share."""
+"""Options, tables, and progress output shared by the commands."""
 
 from __future__ import annotations
 
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from pdserve.core.config import PdserveConfig
+    from rich.console import Console
+    from rich.table import Table
+
+DEFAULT_TARGET = "localhost:50051"
+_PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap wide tables
 
 TargetOption = Annotated[str, typer.Option("--target", help="host:port of the service")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on one line instead")]
 
-DEFAULT_TARGET = "localhost:50051"
+_ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")]
+_SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
+    "model": ("model.path", str, "model folder, 'tiny', or 'dummy:…'"),
+    "prefill": ("cluster.prefill", int, "prefill workers"),
+    "decode": ("cluster.decode", int, "decode workers"),
+    "device": ("cluster.device", str, "auto, cpu or cuda"),
+    "oversubscribe": ("cluster.oversubscribe", bool, "let workers share device slots"),
+    "placement": ("cluster.placement", str, "pack, spread or strict_spread"),
+    "nodes": ("cluster.nodes", int, "wait for this many nodes of a Ray that is joined"),
+    "autoscale": ("cluster.autoscale", bool, "ask Ray for nodes that are missing"),
+    "dtype": ("model.dtype", str, "auto, float32, bfloat16 or float16"),
+    "transport": ("transfer.transport", str, "auto, shm, tcp, grpc_stream, torch_dist or nixl"),
+    "port": ("gateway.port", int, "port of the gRPC API; 0 picks a free one"),
+    "address": ("cluster.address", str, "'local' starts a Ray; 'auto' or host:port joins one"),
+}
+"""Options of `up` and `doctor`: the key of the configuration that each one overrides, its type, and its help."""
 
-# What `up` takes, and `doctor` to examine the same.
-ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")]
-ModelOption = Annotated[str | None, typer.Option(help="model folder, 'tiny', or 'dummy:…'")]
-PrefillOption = Annotated[int | None, typer.Option(help="prefill workers")]
-DecodeOption = Annotated[int | None, typer.Option(help="decode workers")]
-DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda")]
-OversubscribeOption = Annotated[bool, typer.Option("--oversubscribe", help="let workers share device slots")]
-PlacementOption = Annotated[str | None, typer.Option(help="pack, spread or strict_spread")]
-NodesOption = Annotated[int | None, typer.Option(help="wait for this many nodes of a Ray that is joined")]
-AutoscaleOption = Annotated[bool, typer.Option("--autoscale", help="ask Ray for nodes that are missing")]
-DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")]
-TransportOption = Annotated[str | None, typer.Option(help="auto, shm, tcp, grpc_stream, torch_dist or nixl")]
-PortOption = Annotated[int | None, typer.Option(help="port of the gRPC API; 0 picks a free one")]
-AddressOption = Annotated[str | None, typer.Option(help="'local' starts a Ray; 'auto' or host:port joins one")]
+
+def with_service_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add ``--config`` and `_SERVICE_OPTIONS` to a command. Its first argument becomes the resulting configuration; its
+    other parameters stay options of its own."""
+
+    def run(config: Path | None = None, **given: Any) -> None:
+        from pdserve.core.config import PdserveConfig
+
+        chosen = {key: given.pop(name) for name, (key, _, _) in _SERVICE_OPTIONS.items()}
+        overrides = {key: None if value is False else value for key, value in chosen.items()}
+        command(PdserveConfig.load(config, overrides), **given)
+
+    parameters = [_option("config", _ConfigOption, None)]
+    for name, (_, kind, text) in _SERVICE_OPTIONS.items():
+        if kind is bool:
+            parameters.append(_option(name, Annotated[bool, typer.Option(f"--{name}", help=text)], False))
+        else:
+            parameters.append(_option(name, Annotated[kind | None, typer.Option(help=text)], None))
+    lazily_imported = {"PdserveConfig": Any}
+    own = list(inspect.signature(command, eval_str=True, locals=lazily_imported).parameters.values())[1:]
+    signature = inspect.Signature([*parameters, *own])
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
 
 
-def service_settings(
-    config: Path | None,
-    *,
-    model: str | None,
-    prefill: int | None,
-    decode: int | None,
-    device: str | None,
-    oversubscribe: bool,
-    placement: str | None,
-    nodes: int | None,
-    autoscale: bool,
-    dtype: str | None,
-    transport: str | None,
-    port: int | None,
-    address: str | None,
-) -> PdserveConfig:
-    """The configuration file with those options on top that were given."""
-    from pdserve.core.config import PdserveConfig
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, default=default)
 
-    overrides = {
-        "model.path": model,
-        "model.dtype": dtype,
-        "cluster.prefill": prefill,
-        "cluster.decode": decode,
-        "cluster.device": device,
-        "cluster.oversubscribe": oversubscribe or None,
-        "cluster.placement": placement,
-        "cluster.nodes": nodes,
-        "cluster.autoscale": autoscale or None,
-        "cluster.address": address,
-        "transfer.transport": transport,
-        "gateway.port": port,
-    }
-    return PdserveConfig.load(config, overrides)
+
+def stdout_console() -> Console:
+    """The console for a command's result."""
+    return _console(stderr=False)
+
+
+def stderr_console() -> Console:
+    """The console for progress and remarks, so that stdout holds the result only."""
+    return _console(stderr=True)
+
+
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print ``value`` as one line of JSON."""
+    typer.echo(json.dumps(value))
+
+
+def print_note(console: Console, text: str) -> None:
+    """Print something that users have to know about their service."""
+    from rich.markup import escape
+
+    console.print("[yellow]note[/]:", escape(text), soft_wrap=True)
+
+
+@contextmanager
+def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner; gives a function that prints a stage and shows it beside the spinner."""
+    with console.status(doing) as status:
+
+        def report(stage: str) -> None:
+            console.print(f"  {stage}")
+            status.update(stage)
+
+        yield report
+
+
+def plain_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:
+    """A table without lines whose ``left`` columns hold text and whose ``right`` columns hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=title, title_justify="left")
+    for column in left:
+        table.add_column(column, no_wrap=True)
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption
+from ops.cli.options import (
+    DEFAULT_TARGET,
+    JsonOption,
+    TargetOption,
+    plain_table,
+    print_json,
+    print_note,
+    stdout_console,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,19 +21,14 @@ if TYPE_CHECKING:
 
 
 def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """Show the service's workers, their load and their KV blocks."""
+    """Show the service's workers, their load, and their KV blocks."""
     from pdserve.client.sync_client import Client
 
     with Client(target) as client:
         answer = client.status()
     if as_json:
-        import json
-
-        typer.echo(json.dumps(answer.to_dict()))
+        print_json(answer.to_dict())
         return
-    from rich.markup import escape
-
-    from ops.cli.console import stdout_console
     from ops.waterfall.bars import human_bytes
 
     console = stdout_console()
@@ -45,7 +46,7 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
     if any(worker.links for worker in answer.workers):
         console.print(_pairs(answer))
     for note in answer.notes:
-        console.print("[yellow]note[/]:", escape(note), soft_wrap=True)
+        print_note(console, note)
     for worker in answer.workers:
         if worker.kv_refused:
             refused = ", ".join(f"{count} {reason}" for reason, count in sorted(worker.kv_refused.items()))
@@ -53,21 +54,18 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
 
 
 def _workers(answer: ServiceStatus) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("worker", "state", "address", "device"):
-        table.add_column(column, no_wrap=True)
-    for column in ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = plain_table(
+        ("worker", "state", "address", "device"),
+        ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard"),
+    )
     for w in answer.workers:
         if w.state == "awaited":
             table.add_row(w.worker_id, "[yellow]awaited[/]", "not there yet")
             continue
-        slot = w.cores if w.device == "cpu" else w.cuda_visible_devices
+        cores = w.cores if w.device == "cpu" else w.cuda_visible_devices
         table.add_row(
             w.worker_id, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", _where(w),
-            f"{w.device} {slot}".strip(), f"{w.free_blocks}/{w.num_blocks}",
+            f"{w.device} {cores}".strip(), f"{w.free_blocks}/{w.num_blocks}",
             str(w.cached_blocks), _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
             str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
         )  # fmt: skip
@@ -75,19 +73,14 @@ def _workers(answer: ServiceStatus) -> Table:
 
 
 def _pairs(answer: ServiceStatus) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("KV from", "to", "transport", "address"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("link", justify="right", no_wrap=True)
+    table = plain_table(("KV from", "to", "transport", "address"), ("link",))
     table.add_column("why this one")
     workers = {worker.worker_id: worker for worker in answer.workers}
     for worker in answer.workers:
         for link in worker.links:
             peer = workers.get(link.worker_id)
             address = peer.kv_addresses.get(link.transport, "") if peer else ""
-            on_host = "/" in address  # the name of a socket without a port
+            on_host = "/" in address  # a socket name, without a port
             table.add_row(
                 f"{worker.worker_id} on {worker.node}",
                 f"{link.worker_id} on {peer.node}" if peer else link.worker_id,

@@ -1,4 +1,4 @@
-"""The prompts' texts while they stream: a live panel on a terminal, a line for each finished request elsewhere."""
+"""The prompts' texts while they stream: a live panel on a terminal, otherwise a line for each finished request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAIL = 400
 
 
 class LiveTexts:
-    """Rows of streaming text; a context manager around the requests."""
+    """Rows of streaming text, as a context manager around the requests."""
 
     def __init__(self, console: Console, prompts: Sequence[DemoPrompt]) -> None:
         self._console = console
@@ -31,12 +31,12 @@ class LiveTexts:
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=10)
 
     def token(self, index: int, token: Token) -> None:
-        """Request ``index`` got a token."""
+        """Add a token of request ``index``."""
         self._texts[index] = (self._texts[index] + token.text)[-_TAIL:]
         self._counts[index] += 1
 
     def end(self, index: int, end: Generation | PdserveError) -> None:
-        """Request ``index`` finished or failed."""
+        """Mark request ``index`` as finished or failed."""
         self._ends[index] = end
         if not self._console.is_terminal:
             name = f"#{index + 1} {self._prompts[index].name:12} "

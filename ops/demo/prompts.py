@@ -1,4 +1,4 @@
-"""The demo's prompts: text of very different lengths that every Python installation carries."""
+"""The demo's prompts: texts of very different lengths from the Python standard library."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MARGIN = 0.85  # of the context: texts differ in how many characters make a token
+MARGIN = 0.85  # share of the context; characters per token vary between texts
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A prompt's text and what it is cut from."""
+    """A prompt's text and the name of its source."""
 
     name: str
     text: str
@@ -43,8 +43,8 @@ CALIBRATION = inspect.getsource(json.decoder)[:600]
 
 
 def demo_prompts(chars_per_token: float, context_length: int, max_tokens: int) -> list[DemoPrompt]:
-    """Eight prompts from a few tokens to about 1500 (less where the context is shorter), cut at a line's end where
-    there is one."""
+    """Eight prompts from a few tokens to about 1500 (fewer in a shorter context), cut at the end of a line if
+    possible."""
     longest = max(8, int((context_length - max_tokens) * MARGIN))
     return [
         DemoPrompt(name, _cut(source(), max(4, int(min(tokens, longest) * chars_per_token))))

@@ -1,4 +1,4 @@
-"""What the demo found out, and the one JSON object it ends with."""
+"""The demo's results, and the JSON object that it prints last."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pdserve.core.timeline import Figure
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One prompt sent in both modes, one right after the other."""
+class PairedRound:
+    """One prompt sent in both modes, one directly after the other."""
 
     prompt: int
     pd: Generation
@@ -22,53 +22,53 @@ class Pair:
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether both modes made the same tokens."""
+        """Whether both modes generated the same tokens."""
         return self.pd.token_ids == self.colocated.token_ids
 
     def added_ms(self, figure: Figure) -> float | None:
-        """The figure disaggregated minus colocated."""
+        """The figure in pd mode minus colocated."""
         pd_ms, colocated_ms = self.pd.figure_ms(figure), self.colocated.figure_ms(figure)
         return None if pd_ms is None or colocated_ms is None else pd_ms - colocated_ms
 
 
 @dataclass(slots=True)
 class DemoReport:
-    """``live`` are the concurrent requests in the prompts' order, ``pairs`` the paired rounds."""
+    """``live`` are the concurrent requests in the order of the prompts, ``pairs`` the paired rounds."""
 
     requests: int
     live: list[Generation] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[PairedRound] = field(default_factory=list)
     errors: list[PdserveError] = field(default_factory=list)
     leaked_blocks: int = 0
     rounds: int = 0
 
     @property
     def disaggregated(self) -> list[Generation]:
-        """Every request that ran in pd mode."""
+        """All requests that ran in pd mode."""
         return [*self.live, *(pair.pd for pair in self.pairs)]
 
     @property
     def tokens_equal_colocated(self) -> bool:
-        """Whether every prompt was compared and no pair differs."""
+        """Whether every prompt was compared and all pairs are equal."""
         compared = {pair.prompt for pair in self.pairs}
         return len(compared) == self.requests and all(pair.tokens_equal for pair in self.pairs)
 
     @property
     def kv_bytes_equal_expected(self) -> bool:
-        """Whether each hand-off moved exactly the bytes that arithmetic asks for, and at least one moved any."""
+        """Whether every hand-off transferred exactly the expected bytes, and at least one any."""
         generations = [*self.disaggregated, *(pair.colocated for pair in self.pairs)]
         moved = any(generation.kv_bytes for generation in self.disaggregated)
         return moved and all(generation.kv_bytes == generation.kv_bytes_expected for generation in generations)
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, differed or leaked."""
+        """Whether nothing failed, differed, or leaked."""
         return (
             not self.errors and self.tokens_equal_colocated and self.kv_bytes_equal_expected and not self.leaked_blocks
         )
 
     def unattributed(self, figure: Figure) -> dict[str, float | None]:
-        """The largest residue of any disaggregated request, in ms and in percent of its figure."""
+        """The largest residue of a disaggregated request, in ms and in percent of its figure."""
         breakdowns = [g.breakdowns[figure] for g in self.disaggregated if figure in g.breakdowns]
         return {
             "ms_max": _rounded(max((abs(b.unattributed_ms) for b in breakdowns), default=None)),
@@ -76,7 +76,7 @@ class DemoReport:
         }
 
     def added_by_prompt_ms(self, figure: Figure) -> dict[int, float]:
-        """For each prompt the median of its rounds' paired differences."""
+        """For each prompt the median of its paired differences."""
         by_prompt: dict[int, list[float]] = {}
         for pair in self.pairs:
             if (added := pair.added_ms(figure)) is not None:
@@ -84,12 +84,12 @@ class DemoReport:
         return {prompt: statistics.median(values) for prompt, values in by_prompt.items()}
 
     def added_ms(self, figure: Figure) -> float | None:
-        """The median over the prompts; None where no pair has the figure."""
+        """The median over the prompts; None if no pair has the figure."""
         by_prompt = self.added_by_prompt_ms(figure)
         return statistics.median(by_prompt.values()) if by_prompt else None
 
     def median_ms(self, prompt: int, mode: str, figure: Figure) -> float | None:
-        """The median over the rounds of one prompt's figure in one mode (pd or colocated)."""
+        """The median of one prompt's figure in one mode (pd or colocated) over the rounds."""
         generations: Sequence[Generation] = [
             pair.pd if mode == "pd" else pair.colocated for pair in self.pairs if pair.prompt == prompt
         ]
@@ -97,7 +97,7 @@ class DemoReport:
         return statistics.median(values) if values else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The demo's last line; times in ms."""
+        """The demo's last line of output; times are in ms."""
         return {
             "requests": self.requests,
             "failed": len(self.errors),

@@ -1,7 +1,6 @@
-"""The demo against a running service: prompts at once with live text, waterfalls, and the paired colocated figure.
+"""The demo against a running service: concurrent prompts with live text, waterfalls, and the paired comparison.
 
-Each request has a salt of its own: a prefix cache would make each prompt's later rounds incomparable with its first.
-"""
+Each request has its own salt, because a prefix cache would make later rounds incomparable with the first one."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ops.bench.leaks import leaked_blocks, settled
+from ops.bench.load import leaked_blocks, settled
 from ops.demo.live import LiveTexts
 from ops.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
-from ops.demo.report import DemoReport, Pair
+from ops.demo.report import DemoReport, PairedRound
 from ops.waterfall.bars import longest, proof
 from ops.waterfall.picture import save_waterfalls
 from ops.waterfall.terminal import overview
@@ -28,14 +27,14 @@ from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
 MAX_TOKENS = 32
-LATER_ROUNDS_MAX_TOKENS = 4  # enough for both figures; the first round has compared the whole text
+LATER_ROUNDS_MAX_TOKENS = 4  # enough for both figures; the first round compares the whole text
 ROUNDS = 5
-ROUNDS_BUDGET_S = 25.0  # no further round begins after this
+ROUNDS_BUDGET_S = 25.0  # no round starts after this time
 
 
 async def run_demo(target: str, png: Path, console: Console, rounds: int = ROUNDS) -> DemoReport:
-    """Run the demo, print what it shows to ``console``, save the picture, and return the findings. A request that
-    fails is counted; `NotReady` if the service does not answer at all."""
+    """Run the demo: print to ``console``, save the picture, and return the results. Failed requests are counted;
+    `NotReady` if the service does not answer at all."""
     async with AsyncClient(target) as client:
         prompts = await _prepare(client)
         report = DemoReport(requests=len(prompts))
@@ -57,7 +56,7 @@ async def run_demo(target: str, png: Path, console: Console, rounds: int = ROUND
 
 
 async def _prepare(client: AsyncClient) -> list[DemoPrompt]:
-    """Warm both modes up (nobody measures a first request), and learn from it how long a token is."""
+    """Warm up both modes, so that no first request is measured, and estimate the characters per token."""
     status = await client.status()
     for mode in (Mode.PD, Mode.COLOCATED):
         warm = await client.generate(CALIBRATION, max_tokens=2, ignore_eos=True, mode=mode).result()
@@ -95,7 +94,7 @@ async def _rounds(
             break
         max_tokens = LATER_ROUNDS_MAX_TOKENS if round_index else MAX_TOKENS
         for index, prompt in enumerate(prompts):
-            # Which mode goes first alternates, so that neither always finds the warmer machine.
+            # The first mode alternates, so that neither benefits from a warm machine.
             order = (Mode.PD, Mode.COLOCATED) if (round_index + index) % 2 else (Mode.COLOCATED, Mode.PD)
             done: dict[Mode, Generation] = {}
             for mode in order:
@@ -108,7 +107,7 @@ async def _rounds(
                     report.errors.append(error)
                     console.print(f"[red]#{index + 1} {mode}: {error}[/]")
             if len(done) == len(order):
-                report.pairs.append(Pair(index, done[Mode.PD], done[Mode.COLOCATED]))
+                report.pairs.append(PairedRound(index, done[Mode.PD], done[Mode.COLOCATED]))
         report.rounds += 1
 
 

@@ -1,68 +1,98 @@
-"""Drives an examination: probes where the workers would be, what they say, whom they reach and how fast. Every wait is
-bounded; a node that does not answer is a finding."""
+"""`pdserve doctor` without its output: starts probes where the workers would run, and checks what they report.
+
+Every wait is bounded; a node that does not answer is a finding.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.model.dtypes import NativeDtypes, choose_dtype
 from engine.model.source import resolve_model
-from ops.doctor.endpoints import Endpoints
-from ops.doctor.finding import Finding, fail, ok, warn
-from ops.doctor.gateway_checks import (
-    check_control,
-    check_gateway_port,
-    check_registry,
-    check_tokenizer,
-)
-from ops.doctor.memory_need import MemoryNeed, layout_of, longest_prompt, need_of
-from ops.doctor.node_checks import (
-    check_clocks,
-    check_cores,
-    check_devices,
-    check_dtype,
-    check_endpoints,
-    check_memory,
-    check_models,
-    check_versions,
-)
+from ops.doctor import gateway_checks, node_checks
+from ops.doctor.local_host import LocalHost
+from ops.doctor.network import REMEDIES, Obstacle, dial
 from ops.doctor.node_report import NodeReport, report_versions
-from ops.doctor.pair_checks import check_reach, check_speed
-from ops.doctor.pairs import MOST_MEASURED, Pairs, ServedModel
-from ops.doctor.probe_host import ProbeHost
-from ops.doctor.report import ExaminedNode, ExaminedPair, Report
+from ops.doctor.pairs import ServedModel, check_measured, check_reach, check_speed, examine_pairs
+from ops.doctor.probe_api import Endpoints, ProbeHost
+from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Report, fail, warn
 from ops.doctor.seats import Seat, seats_of
-from ops.doctor.site import HANGS, Site
-from ops.launch.plan import Node
+from ops.launch.discovery import prepare_environment
+from ops.launch.plan import Node, resolve_device
 from ops.launch.ports import port_base
-from ops.launch.slots import resolve_device
+from ops.model_memory import MemoryNeed, layout_of, longest_prompt, need_of
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, ModelError
 
+JOIN_S = 60.0
 _AT_ONCE = 16
-_REPORT_S = 120.0  # a process or actor starts, and imports torch
+_REPORT_S = 120.0  # a process or actor starts and imports torch
 _OPEN_S = 180.0
 _DIAL_S = 5.0
 _SERVICE = "the service"
-_NO_PROBE = "pdserve, and ~/.ray/auth_token if there is one, have to be there as here; see that node's Ray logs"
+_NO_PROBE = (
+    "install pdserve there as on this host, and copy ~/.ray/auth_token if there is one; see that node's Ray logs"
+)
+_CANNOT_JOIN = (
+    "a process answers there: ~/.ray/auth_token has to be the same on every host (or RAY_AUTH_MODE=disabled on all), "
+    "and the versions of python and ray those of the head; check with `ray status` on the head"
+)
 Progress = Callable[[str], None]
 
 
+def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> Report:
+    """Examine the hosts that ``config`` would run on. A Ray that cannot be joined is a finding, too."""
+    address = config.cluster.address
+    if address == "local":
+        return Examination(config, LocalHost(config.model.path, config.cluster.device), progress).run()
+    progress(f"joining Ray at {address}")
+    if re.fullmatch(r"\S+:\d+", address) and (found := dial(address, _DIAL_S)) is not Obstacle.NONE:
+        # Ray itself would retry for minutes and report less.
+        remedy = "start Ray there (`ray start --head`), or name the address that `ray status` works with"
+        if found is not Obstacle.REFUSED:
+            remedy = REMEDIES[found]
+        return _not_joined(config, f"there is no Ray at {address}: {found}", remedy)
+    prepare_environment(address)
+    from ops.doctor.ray_host import RayHost  # imports Ray
+
+    try:
+        host = RayHost(address, JOIN_S)
+    except LaunchError as error:
+        return _not_joined(config, str(error), _CANNOT_JOIN)
+    with contextlib.closing(host):
+        return Examination(config, host, progress).run()
+
+
+def _not_joined(config: PdserveConfig, why: str, remedy: str) -> Report:
+    return Report(
+        model=config.model.path,
+        device=config.cluster.device,
+        address=config.cluster.address,
+        transport=config.transfer.transport,
+        services=(),
+        need=None,
+        nodes=(),
+        pairs=(),
+        findings=(fail("join", config.cluster.address, " ".join(why.split()), remedy),),
+    )
+
+
 class Examination:
-    """One run of the doctor over the nodes of ``host``. `run` once."""
+    """One examination of the nodes of ``host``. Call `run` once."""
 
     def __init__(self, config: PdserveConfig, host: ProbeHost, progress: Progress = lambda stage: None) -> None:
         self._config, self._host, self._say = config, host, progress
         self._findings: list[Finding] = []
         self._device = "cpu"
-        self._own: tuple[int, ...] = ()  # the port of the very service that is examined, if it runs already
-        self._sites: dict[str, Site] = {}
+        self._own: tuple[int, ...] = ()  # the port of the examined service itself, if it is running
+        self._nodes: dict[str, ExaminedNode] = {}
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
     def run(self) -> Report:
-        """Examine everything; nothing that was started for it is left then."""
+        """Examine all nodes, and end the probes."""
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE, "doctor"))
             stack.callback(self._close_probes, pool)
@@ -70,29 +100,28 @@ class Examination:
 
     def _examine(self, pool: ThreadPoolExecutor) -> Report:
         self._say("asking for nodes")
-        nodes = list(self._host.nodes())
+        ray_nodes = list(self._host.nodes())
         running = tuple(self._host.services())
-        # Another service is in the way of this one, as anything else that runs there.
+        # Any other service counts as an obstacle, like any other process.
         self._own = tuple(port for port in running if port == self._config.gateway.port)
-        seats = self._seat(nodes)
-        sites = [*self._sites.values()]
-        self._say(f"starting probes for {len(seats)} workers on {len(sites)} nodes")
-        list(pool.map(self._start_probes, sites))
-        self._decide_dtype(sites)
-        self._say("opening what workers would open")
-        list(pool.map(self._open, sites))
-        self._say("reaching workers, comparing clocks")
-        config = self._config
-        self._findings += check_gateway_port(config.gateway, self._own)
-        self._findings += check_tokenizer(config.model.path)
-        self._findings += check_control(sites, self._timeout_s, pool)
+        seats = self._seat(ray_nodes)
+        nodes = [*self._nodes.values()]
+        self._say(f"starting probes for {len(seats)} workers on {len(nodes)} nodes")
+        list(pool.map(self._start_probes, nodes))
+        self._decide_dtype(nodes)
+        self._say("opening the workers' ports and KV ends")
+        list(pool.map(self._open, nodes))
+        self._say("connecting to workers, comparing clocks")
+        config, own = self._config, self._own
+        self._findings += gateway_checks.check_gateway_port(config.gateway, own)
+        self._findings += gateway_checks.check_tokenizer(config.model.path)
+        self._findings += gateway_checks.check_control(nodes, self._timeout_s, pool)
         base = port_base(config.cluster)
-        self._findings += check_registry(self._host.host, base, sites, self._own, self._timeout_s, pool)
+        self._findings += gateway_checks.check_registry(self._host.host, base, nodes, own, self._timeout_s, pool)
         model, need = self._model()
-        pairs = [*Pairs(config, self._sites, config.transfer.connect_timeout_s, model).examine(seats, pool, self._say)]
-        examined = [site.examined() for site in sites]
-        self._check_nodes(examined, need)
-        self._check_pairs(pairs, examined)
+        pairs = [*examine_pairs(seats, self._nodes, config.transfer, model, pool, self._say)]
+        self._check_nodes(nodes, need)
+        self._check_pairs(pairs, nodes)
         return Report(
             model=config.model.path,
             device=self._device,
@@ -100,50 +129,48 @@ class Examination:
             transport=config.transfer.transport,
             services=running,
             need=need,
-            nodes=tuple(examined),
+            nodes=tuple(nodes),
             pairs=tuple(pairs),
-            findings=tuple([*(each for site in sites for each in site.findings), *self._findings]),
+            findings=tuple([*(each for node in nodes for each in node.findings), *self._findings]),
         )
 
-    # --- where -------------------------------------------------------------------------------------------------------
+    # --- placement ---------------------------------------------------------------------------------------------------
 
     def _seat(self, nodes: list[Node]) -> tuple[Seat, ...]:
-        """The workers' seats, and a site for each node that has one; without a plan, one for every node."""
+        """The workers' seats. Nodes with a seat are examined, or all of them if the workers cannot be placed."""
         seats: tuple[Seat, ...] = ()
         cluster = self._config.cluster
         if not self._host.local and len(nodes) < (cluster.nodes or 0):
             what = f"cluster.nodes: {cluster.nodes} are wanted, and Ray has {len(nodes)}: `up` would wait for them"
-            remedy = "start Ray on the others (`ray status` shows who is there), and examine again"
+            remedy = "start Ray on the others (`ray status` lists the present ones), and examine again"
             self._findings.append(warn("slots", _SERVICE, what, remedy))
         try:
             self._device = resolve_device(cluster, nodes)
         except LaunchError as error:
-            remedy = (
-                "see `nvidia-smi` and torch's build (a CPU one sees no GPU) there; start Ray again; or --device cpu"
-            )
+            remedy = "see `nvidia-smi` and torch's build (a CPU build sees no GPU) there; restart Ray; or --device cpu"
             self._findings.append(fail("device", _SERVICE, str(error), remedy))
-            self._sites = {node.node_id: Site(node, ()) for node in nodes}
+            self._nodes = {node.node_id: ExaminedNode(node, ()) for node in nodes}
             return ()
         try:
-            # What the service itself holds, if it runs, is no obstacle.
-            seats, left_over = seats_of(self._config, self._device, nodes, idle=bool(self._own))
+            # The resources of the service itself, if it is running, count as free.
+            seats, unplaced = seats_of(self._config, self._device, nodes, idle=bool(self._own))
         except LaunchError as error:
             remedy = "change the options that it names; `ray status` shows what nodes have and what is used"
             self._findings.append(fail("slots", _SERVICE, str(error), remedy))
         else:
-            self._tell_left_over(left_over)
+            self._report_unplaced(unplaced)
         for node in nodes:
             mine = tuple(seat for seat in seats if seat.node.node_id == node.node_id)
             if mine or not seats:
-                self._sites[node.node_id] = Site(node, mine)
+                self._nodes[node.node_id] = ExaminedNode(node, mine)
         return seats
 
-    def _tell_left_over(self, names: Sequence[str]) -> None:
+    def _report_unplaced(self, names: Sequence[str]) -> None:
         if not names:
             return
         what = f"no node has room for {', '.join(names)} now"
         if self._config.cluster.autoscale:
-            remedy = "Ray is asked for a node, if it has an autoscaler; examine again when that has come"
+            remedy = "Ray's autoscaler, if there is one, adds a node; examine again when it has joined"
             self._findings.append(warn("slots", _SERVICE, f"{what}: they would wait for one", remedy))
         else:
             remedy = "free what is used (`ray status`), add nodes, or ask for fewer workers"
@@ -151,51 +178,50 @@ class Examination:
 
     # --- probes ------------------------------------------------------------------------------------------------------
 
-    def _start_probes(self, site: Site) -> None:
-        """The first one also tells of the node."""
-        for name in [seat.worker_id for seat in site.seats] or ["nobody"]:
-            site.probes[name] = self._host.probe(site.node, f"the probe of {name}")
-        with site.noting(site.node.ip, _NO_PROBE):
-            answer = site.any_probe.call("report", {"model": self._config.model.path}, _REPORT_S)
-            site.report = NodeReport.from_wire(answer)
+    def _start_probes(self, node: ExaminedNode) -> None:
+        """Start a probe per worker, and have the first one report on the node."""
+        for name in [seat.worker_id for seat in node.seats] or ["no worker"]:
+            node.probes[name] = self._host.probe(node.node, f"the probe of {name}")
+        with node.noting(node.name, _NO_PROBE):
+            node.report = node.any_probe.call("report", {"model": self._config.model.path}, _REPORT_S, NodeReport)
 
-    def _decide_dtype(self, sites: Sequence[Site]) -> None:
-        """As `up` would: one for all workers."""
+    def _decide_dtype(self, nodes: Sequence[ExaminedNode]) -> None:
+        """Choose one dtype for all workers, as `up` would."""
         try:
             checkpoint = resolve_model(self._config.model.path).shape.dtype
-        except ModelError:  # which is a finding of the nodes
+        except ModelError:  # a finding of check_models
             return
         places: dict[str, list[NativeDtypes]] = {}
-        for site in sites:
-            if site.report is not None and site.seats:
-                places.setdefault(site.node.ip, []).extend(site.report.native.get(self._device, ()))
+        for node in nodes:
+            if node.report is not None and node.seats:
+                places.setdefault(node.name, []).extend(node.report.native.get(self._device, ()))
         asked = self._config.model.dtype
         choice = choose_dtype(asked, checkpoint, places)
-        self._findings += check_dtype(asked, choice)
+        self._findings += node_checks.check_dtype(asked, choice)
         model = self._config.model.model_copy(update={"dtype": choice.dtype})
         self._config = self._config.model_copy(update={"model": model})
 
-    def _open(self, site: Site) -> None:
-        if site.report is None:
+    def _open(self, node: ExaminedNode) -> None:
+        if node.report is None:
             return
-        host = self._host.host if self._host.local else site.node.ip
-        for seat in site.seats:
+        host = self._host.host if self._host.local else node.node.ip
+        for seat in node.seats:
             device = self._device
             if device == "cuda":
-                device = f"cuda:{seat.slot % max(1, len(site.report.devices))}"
+                device = f"cuda:{seat.index_on_node % max(1, len(node.report.devices))}"
             arguments = {"spec": seat.spec(self._config, self._device, host).to_wire(), "device": device}
-            with site.noting(f"{seat.worker_id} on {site.node.ip}", HANGS):
-                answer = site.probes[seat.worker_id].call("open", arguments, _OPEN_S)
-                site.endpoints[seat.worker_id] = Endpoints.from_wire(answer)
+            with node.noting(f"{seat.worker_id} on {node.name}"):
+                probe = node.probes[seat.worker_id]
+                node.endpoints[seat.worker_id] = probe.call("open", arguments, _OPEN_S, Endpoints)
 
     def _close_probes(self, pool: ThreadPoolExecutor) -> None:
         self._say("closing")
-        list(pool.map(lambda probe: probe.close(), [p for site in self._sites.values() for p in site.probes.values()]))
+        list(pool.map(lambda probe: probe.close(), [p for node in self._nodes.values() for p in node.probes.values()]))
 
-    # --- what came of it ---------------------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------------------
 
     def _model(self) -> tuple[ServedModel | None, MemoryNeed | None]:
-        """As the gateway's host has it; an unreadable one is a finding of the nodes."""
+        """The model as the gateway's host has it; one that cannot be read is a finding of check_models."""
         try:
             source = resolve_model(self._config.model.path)
             layout = layout_of(source, self._config)
@@ -205,26 +231,22 @@ class Examination:
         return ServedModel(layout, longest), need_of(source, self._config, layout, self._device)
 
     def _check_nodes(self, nodes: Sequence[ExaminedNode], need: MemoryNeed | None) -> None:
-        here = report_versions(self._config.model.path)
-        self._findings += check_versions(here, nodes)
-        self._findings += check_models(here, self._host.node_id, nodes, self._config.model.path)
-        self._findings += check_devices(nodes, self._device)
-        cluster = self._config.cluster
-        self._findings += check_cores(
-            nodes, self._device, cluster.cores_per_worker, self._own, oversubscribed=cluster.oversubscribe
+        cluster, model, device, own = self._config.cluster, self._config.model.path, self._device, self._own
+        here = report_versions(model)
+        self._findings += node_checks.check_versions(here, nodes)
+        self._findings += node_checks.check_models(here, self._host.node_id, nodes, model)
+        self._findings += node_checks.check_devices(nodes, device)
+        self._findings += node_checks.check_cores(
+            nodes, device, cluster.cores_per_worker, own, oversubscribed=cluster.oversubscribe
         )
-        self._findings += check_endpoints(nodes, self._device, self._own)
+        self._findings += node_checks.check_endpoints(nodes, device, own)
         if need is not None:
-            self._findings += check_memory(nodes, need, self._device, self._own)
-        self._findings += check_clocks(nodes, here)
+            self._findings += node_checks.check_memory(nodes, need, device, own)
+        self._findings += node_checks.check_clocks(nodes, here)
 
     def _check_pairs(self, pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) -> None:
-        interfaces = {
-            each.worker_id: each.interface for node in nodes for each in node.endpoints if each.interface is not None
-        }
+        ends = [each for node in nodes for each in node.endpoints.values()]
+        interfaces = {each.worker_id: each.interface for each in ends if each.interface is not None}
         self._findings += check_reach(pairs)
         self._findings += check_speed(pairs, interfaces)
-        left = sum(pair.meeting.figures is not None and not pair.measured for pair in pairs)
-        if left:
-            what = f"{left} of {len(pairs)} pairs were tried and not measured: at most {MOST_MEASURED} are"
-            self._findings.append(ok("link", _SERVICE, what))
+        self._findings += check_measured(pairs)

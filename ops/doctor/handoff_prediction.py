@@ -1,25 +1,25 @@
-"""What a hand-off will take on a link, as arithmetic: how long its bytes are on the wire, and how much of that is
-*exposed*, which is what decode waits for after the prompt is computed.
+"""Predicts the duration of a hand-off on a link: the time of its bytes on the wire, and the *exposed* part of it, which
+decode waits for after the prompt is computed.
 
 The model. A prompt of n tokens is computed in chunks; each chunk takes its share of the prefill, and its layers take
-equal shares of the chunk. The sender queues *parts*: blocks (or some of their layers) that become ready at a time r.
-``transfer.overlap`` says which:
+equal shares of the chunk. The sender queues *parts*: blocks, or some of their layers, that become ready at a time r.
+``transfer.overlap`` determines the parts:
 
-- ``none``: one part, all blocks, ready when the prompt is computed;
+- ``none``: one part with all blocks, ready when the prompt is computed;
 - ``chunk``: for each chunk the blocks that are full by its end, ready at its end; with the last chunk also the last,
   partly filled block. Blocks travel whole (`KVLayout.expected_bytes`);
-- ``layer``: the same blocks, but in the groups of layers of `engine.scheduling.transfer_connector.group_ends`, each
-  ready when its last layer is computed.
+- ``layer``: the same blocks in the groups of layers of `engine.scheduling.transfer_connector.group_ends`, each ready
+  when its last layer is computed.
 
-The link serves parts in order at B bytes per second: part i is over at ``end_i = max(end_(i-1), r_i) + bytes_i / B``.
-With the one-way latency L, and T for the prefill, exposed = end_last + L - T. From this follow the cases that can be
-said in a line: with ``none``, exposed = L + bytes / B; on a link that is infinitely fast, exposed = L; on one so slow
-that it never idles from its first part (ready at r) on, exposed = r + bytes / B + L - T. The bandwidth at which the
-last is about zero, bytes / T, is Φ: a link above it hides the hand-off up to the last part, one below it cannot.
+The link serves parts in order at B bytes per second, so part i ends at ``end_i = max(end_(i-1), r_i) + bytes_i / B``.
+With the one-way latency L and the prefill time T, exposed = end_last + L - T. Special cases: with ``none``,
+exposed = L + bytes / B. On an infinitely fast link, exposed = L. On a link that is busy from its first part (ready at
+r) on, exposed = r + bytes / B + L - T. The last one is about zero at the bandwidth Φ = bytes / T: a faster link hides
+the hand-off except for its last part, a slower one cannot.
 
-B is min(link, window / round trip): no more than ``transfer.max_inflight_bytes`` travel unacknowledged. Not in the
-model: checksums and the gathering of scattered blocks (they run beside the wire, and count where that is faster than
-some 1 GB/s: see docs/kv-transfer.md), headers (some 300 bytes a message), other hand-offs on the same link.
+B is min(link rate, window / round trip), because at most ``transfer.max_inflight_bytes`` are unacknowledged. The model
+leaves out checksums and the gathering of scattered blocks (they overlap with the wire, and matter only above about
+1 GB/s: see docs/kv-transfer.md), headers (about 300 bytes per message), and other hand-offs on the same link.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Overlap = Literal["none", "chunk", "layer"]
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """What a link moves: ``gbs`` 10^9 bytes per second, ``round_trip_s`` of a message that is all but empty, and how
-    many bytes may be on it unacknowledged."""
+    """The rate of a link: ``gbs`` in 10^9 bytes per second, the round trip of a nearly empty message, and the most
+    bytes that may be unacknowledged."""
 
     gbs: float
     round_trip_s: float = 0.0
@@ -46,7 +46,7 @@ class LinkRate:
 
     @property
     def bytes_per_s(self) -> float:
-        """What a hand-off gets of it."""
+        """Bytes per second available to one hand-off."""
         rate = self.gbs * 1e9
         if self.max_inflight_bytes is None or self.round_trip_s <= 0:
             return rate
@@ -54,9 +54,9 @@ class LinkRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """``num_bytes`` of a hand-off that become ready at the same time: ``ready`` is the share of the prefill that is
-    over by then (0 to 1)."""
+class HandoffPart:
+    """``num_bytes`` of a hand-off that become ready at the same time, after the share ``ready`` of the prefill
+    (0 to 1)."""
 
     ready: float
     num_bytes: int
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class HandoffPlan:
-    """How a prompt's blocks are cut up. ``chunk_tokens`` is the most that one step computes of it."""
+    """How a prompt's blocks are divided into parts. ``chunk_tokens`` is the most that one step computes of it."""
 
     layout: KVLayout
     prompt_tokens: int
@@ -72,11 +72,11 @@ class HandoffPlan:
     overlap: Overlap
     layer_groups: int
 
-    def parts(self) -> tuple[Part, ...]:
-        """In the order in which they are sent; their bytes sum to `KVLayout.expected_bytes` of the prompt."""
+    def parts(self) -> tuple[HandoffPart, ...]:
+        """The parts in sending order; their bytes sum to `KVLayout.expected_bytes` of the prompt."""
         if self.overlap == "none":
-            return (Part(1.0, self.layout.expected_bytes(self.prompt_tokens)),)
-        parts: list[Part] = []
+            return (HandoffPart(1.0, self.layout.expected_bytes(self.prompt_tokens)),)
+        parts: list[HandoffPart] = []
         queued = start = 0
         while start < self.prompt_tokens:
             end = min(start + self.chunk_tokens, self.prompt_tokens)
@@ -87,7 +87,7 @@ class HandoffPlan:
             queued, start = full, end
         return tuple(parts)
 
-    def _chunk_parts(self, start: int, end: int, num_blocks: int) -> list[Part]:
+    def _chunk_parts(self, start: int, end: int, num_blocks: int) -> list[HandoffPart]:
         layers = self.layout.num_layers
         ends: tuple[int, ...] = (layers,)
         if self.overlap == "layer":
@@ -96,15 +96,17 @@ class HandoffPlan:
         first, last = start / self.prompt_tokens, end / self.prompt_tokens
         before = (0, *ends[:-1])
         return [
-            Part(first + (last - first) * stop / layers, num_blocks * self.layout.layer_bytes(range(begin, stop)))
+            HandoffPart(
+                first + (last - first) * stop / layers, num_blocks * self.layout.layer_bytes(range(begin, stop))
+            )
             for begin, stop in zip(before, ends, strict=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffPrediction:
-    """``wire_s`` is what all the bytes take on the link, ``exposed_s`` what of it (and of the way there) comes after
-    the prefill's end. ``hidden`` is the share of ``wire_s`` that does not."""
+    """``wire_s`` is the time of all bytes on the link, ``exposed_s`` the time from the prefill's end to the last byte's
+    arrival, ``hidden`` the share of ``wire_s`` before the prefill's end."""
 
     num_bytes: int
     wire_s: float
@@ -116,10 +118,11 @@ class HandoffPrediction:
         return max(0.0, 1.0 - self.exposed_s / self.wire_s) if self.wire_s > 0 else 1.0
 
 
-def predict(parts: Sequence[Part], link: LinkRate, prefill_s: float) -> HandoffPrediction:
-    """A hand-off of ``parts`` beside a prefill of ``prefill_s`` seconds. ValueError for a link that moves nothing."""
+def predict(parts: Sequence[HandoffPart], link: LinkRate, prefill_s: float) -> HandoffPrediction:
+    """The hand-off of ``parts`` during a prefill of ``prefill_s`` seconds. ValueError if the link's rate is not
+    positive."""
     if link.bytes_per_s <= 0:
-        raise ValueError(f"a link of {link.gbs} GB/s moves nothing")
+        raise ValueError(f"a link of {link.gbs} GB/s transfers nothing")
     end_s = 0.0
     for part in parts:
         end_s = max(end_s, part.ready * prefill_s) + part.num_bytes / link.bytes_per_s
@@ -127,13 +130,13 @@ def predict(parts: Sequence[Part], link: LinkRate, prefill_s: float) -> HandoffP
     return HandoffPrediction(num_bytes, num_bytes / link.bytes_per_s, end_s + link.round_trip_s / 2 - prefill_s)
 
 
-def hiding_gbs(parts: Sequence[Part], prefill_s: float) -> float:
-    """Φ of this prompt: the bandwidth at which its bytes take as long as its prefill (10^9 bytes per second; infinite
-    if the prefill takes no time)."""
+def hiding_gbs(parts: Sequence[HandoffPart], prefill_s: float) -> float:
+    """Φ of this prompt: the bandwidth, in 10^9 bytes per second, at which its bytes take as long as its prefill;
+    infinite for a prefill of no duration."""
     num_bytes = sum(part.num_bytes for part in parts)
     return num_bytes / prefill_s / 1e9 if prefill_s > 0 else math.inf
 
 
 def hidden_tokens_per_s(layout: KVLayout, link: LinkRate) -> float:
-    """The prefill rate up to which the link keeps up: tokens per second whose KV it moves in the same time."""
+    """The prefill rate, in tokens per second, up to which the link keeps up."""
     return link.bytes_per_s / layout.token_bytes

@@ -1,25 +1,37 @@
-"""This host alone, for a service that would start a Ray of its own: probes are processes, and Ray is not needed."""
+"""Probes as processes of this host, for a service that starts its own Ray; Ray itself is not needed.
+
+`python -m ops.doctor.local_host` is a probe's process. It reads one JSON line per call from its standard input, writes
+one per answer to its standard output, and ends when its input does, hence with its parent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
-from collections.abc import Sequence
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ops.doctor.node_report import NodeReport
-from ops.doctor.probe_host import ProbeHandle
-from ops.doctor.probe_process import ProbeProcess
+from ops.doctor.node_report import ROOT, NodeReport
+from ops.doctor.probe_api import ProbeHandle
 from ops.launch.plan import Node
-from ops.launch.state import ServiceState, state_folder
-from pdserve.core.errors import DeadlineExceeded, LaunchError, WorkerLost
+from ops.launch.state import ServiceState
+from pdserve.core.errors import DeadlineExceeded, WorkerLost
 
 NODE_ID = "local"
 _REPORT_S = 120.0
+_END_S = 15.0
 
 
 class LocalHost:
-    """``device`` is that of the configuration: only where GPUs may matter they are counted."""
+    """This host as the only node. GPUs are counted unless the configured ``device`` is cpu."""
 
     local, host, node_id = True, "127.0.0.1", NODE_ID
 
@@ -27,31 +39,113 @@ class LocalHost:
         self._model, self._device = model, device
 
     def nodes(self) -> Sequence[Node]:
-        """One, with the cores that this process may use."""
+        """One node with the cores that this process may use."""
         present = self._device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
         gpus = self._count_gpus() if present else 0
         resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(gpus)}
         return [Node(NODE_ID, self.host, resources, resources)]
 
     def services(self) -> Sequence[int]:
-        """Those whose supervisors live on this host."""
-        ports = []
-        for path in state_folder().glob("*.json"):
-            with contextlib.suppress(FileNotFoundError, LaunchError):  # it has just ended, or was never one
-                state = ServiceState.load(path)
-                if state.process() is not None:
-                    ports.append(state.port)
-        return sorted(ports)
+        """The services whose supervisors run on this host."""
+        return [state.port for state in ServiceState.all() if state.process() is not None]
 
     def probe(self, node: Node, name: str) -> ProbeHandle:
-        """A new process."""
+        """Start a process."""
         return ProbeProcess(name)
 
     def _count_gpus(self) -> int:
         probe = ProbeProcess("the probe that counts GPUs")
         try:
-            return len(NodeReport.from_wire(probe.call("report", {"model": self._model}, _REPORT_S)).devices)
-        except (WorkerLost, DeadlineExceeded):  # the node's own probe will say what is wrong
+            return len(probe.call("report", {"model": self._model}, _REPORT_S, NodeReport).devices)
+        except (WorkerLost, DeadlineExceeded):  # the node's own probe reports what is wrong
             return 0
         finally:
             probe.close()
+
+
+class ProbeProcess(ProbeHandle):
+    """A probe's process, started at once and ended by `close`. ``root`` is the installation that it runs, ``prefix`` a
+    command in front of it, ``cwd`` its working directory."""
+
+    def __init__(
+        self, name: str, *, root: Path = ROOT, prefix: Sequence[str] = (), cwd: str | Path | None = None
+    ) -> None:
+        super().__init__(name)
+        self._unread, self._silent = b"", False
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-P", "-m", "ops.doctor.local_host"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """End the process. It is killed if it does not end by itself, or has missed a deadline before."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(0.0 if self._silent else _END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._stderr.close()
+
+    def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._lost() from None
+        answer: Mapping[str, Any] = json.loads(self._read_line(what, timeout_s))
+        return answer
+
+    def _read_line(self, what: str, timeout_s: float) -> bytes:
+        assert self._process.stdout is not None
+        fd, deadline_s = self._process.stdout.fileno(), time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    self._silent = True
+                    raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s")
+                if not (data := os.read(fd, 2**16)):
+                    raise self._lost()
+                self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _lost(self) -> WorkerLost:
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "without an error message")
+        return WorkerLost(f"{self._name} ended: {last}")
+
+
+def main() -> None:
+    """Run a probe in this process."""
+    from ops.doctor.probe import WorkerProbe
+
+    logging.basicConfig(level=logging.ERROR)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # keeps output of libraries out of the answers
+    probe = WorkerProbe()
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        answers.write(json.dumps(probe.call(what, arguments)) + "\n")
+    probe.close()
+
+
+if __name__ == "__main__":
+    main()

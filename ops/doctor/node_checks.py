@@ -1,26 +1,26 @@
-"""What is wrong with nodes, from what they said of themselves. Pure."""
+"""Checks of the nodes' reports. Pure functions: they read reports and yield findings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from engine.model.dtypes import DtypeChoice
-from ops.doctor.endpoints import Trouble
-from ops.doctor.finding import Finding, fail, ok, warn
-from ops.doctor.memory_need import MemoryNeed
 from ops.doctor.node_report import NodeReport
-from ops.doctor.report import ExaminedNode
+from ops.doctor.probe_api import Trouble
+from ops.doctor.report import ExaminedNode, Finding, fail, ok, warn
+from ops.model_memory import MemoryNeed
 
 _CLOCK_ERROR_S = 0.001
 _WALL_S = 1.0
 _TIGHT = 0.9
 _HERE = "the gateway's host"
 _SERVICE = "the service"
-_SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` copies and sets up), then restart Ray there"
+_SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` does), then restart Ray there"
+PORT_REMEDY = "end the process that holds it, or move pdserve's ports with cluster.port_base"
 
 
 def check_versions(here: NodeReport, nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
-    """Everything is compared with ``here``, the gateway's host."""
+    """Versions have to be those of ``here``, the gateway's host."""
     for node, report in _reported(nodes):
         for name, ours, theirs in (
             ("python", _minor(here.python), _minor(report.python)),
@@ -30,7 +30,7 @@ def check_versions(here: NodeReport, nodes: Sequence[ExaminedNode]) -> Iterator[
             if ours != theirs:
                 yield fail("version", node.name, f"{name} {theirs}, but {ours} on {_HERE}", _SAME_INSTALL)
         if here.pdserve == report.pdserve and here.source != report.source:
-            what = f"its pdserve is called {report.pdserve}, but its source is not that of {_HERE}"
+            what = f"its pdserve has version {report.pdserve}, but its source differs from that of {_HERE}"
             yield fail("version", node.name, what, _SAME_INSTALL)
         if report.torch_error:
             yield fail("version", node.name, report.torch_error, "repair the installation of torch there")
@@ -40,31 +40,31 @@ def check_versions(here: NodeReport, nodes: Sequence[ExaminedNode]) -> Iterator[
 
 
 def check_models(here: NodeReport, here_id: str, nodes: Sequence[ExaminedNode], model: str) -> Iterator[Finding]:
-    """The gateway (``here``, on the node ``here_id``) reads the tokenizer, each worker the weights."""
+    """The gateway (``here``, on the node ``here_id``) needs the tokenizer, and every worker the same weights."""
     if here.model_error:
         yield fail("model", _HERE, here.model_error, "put the model there: the gateway reads its tokenizer")
-    told = f"copy the model to the same path on every host, or name one that all of them see (model.path: {model})"
+    remedy = f"copy the model to the same path on every host, or name a path that all share (model.path: {model})"
     known = here.model_hash
     for node, report in _reported(nodes):
         if report.model_error:
             if not here.model_error or node.node.node_id != here_id:
-                yield fail("model", node.name, report.model_error, told)
+                yield fail("model", node.name, report.model_error, remedy)
         elif not known:
             known = report.model_hash
         elif report.model_hash != known:
-            what = f"{model} is another model there: weights {report.model_hash}, elsewhere {known}"
-            yield fail("model", node.name, what, told)
+            what = f"{model} is a different model there: weights {report.model_hash}, elsewhere {known}"
+            yield fail("model", node.name, what, remedy)
 
 
 def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:
-    """A type that devices emulate costs several times the time; what `auto` takes instead may take more memory."""
+    """Emulated dtypes are several times slower; the dtype that `auto` chooses instead may need more memory."""
     if not choice.note:
         return
     remedy = "set model.dtype to auto or float32"
     if asked == "auto":
         remedy = (
-            f"nothing, if {choice.dtype} is what you want; else name another model.dtype, or place the workers on "
-            "hosts that compute the checkpoint's own"
+            f"none needed if {choice.dtype} is acceptable; else set model.dtype, or place the workers on hosts that "
+            "compute the checkpoint's dtype natively"
         )
     yield warn("dtype", _SERVICE, choice.note, remedy)
 
@@ -72,7 +72,7 @@ def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:
 def check_cores(
     nodes: Sequence[ExaminedNode], device: str, width: int, services: Sequence[int], oversubscribed: bool
 ) -> Iterator[Finding]:
-    """Engines on CPUs have cores of their own, as long as there are enough that no other service has claimed."""
+    """Engines on CPUs need cores of their own: ``width`` cores per worker that no other service has claimed."""
     if device != "cpu":
         return
     for node, report in _reported(nodes):
@@ -82,13 +82,13 @@ def check_cores(
         if oversubscribed or wanted <= free or not others:
             continue
         holders = "; ".join(f"core {each.core}: {each}" for each in others)
-        what = f"its workers want {wanted} cores, and {free} have no engine of another service ({holders})"
-        remedy = "end that service, ask for fewer workers, or expect both to be slowed down"
+        what = f"its workers need {wanted} cores, and {free} are not claimed by another service ({holders})"
+        remedy = "end that service, ask for fewer workers, or expect both services to be slower"
         yield warn("cores", node.name, what, remedy)
 
 
 def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Finding]:
-    """GPUs that Ray hands out have to be ones that torch can use."""
+    """torch has to be able to use the GPUs that Ray assigns."""
     if device != "cuda":
         return
     for node, report in _reported(nodes):
@@ -110,7 +110,7 @@ def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Findin
 def check_memory(
     nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, services: Sequence[int]
 ) -> Iterator[Finding]:
-    """All workers of a node take from the same memory; on GPUs each has one of its own (or a share of it)."""
+    """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
     for node, report in _reported(nodes):
         workers = len(node.seats)
         if not workers or (device == "cuda" and not report.devices):
@@ -128,52 +128,52 @@ def check_memory(
         what = f"needs {_mb(needed)} = {parts}; {_mb(free)} {where}"
         remedy = "lower engine.kv_memory_mb (or num_blocks), place fewer workers there, or free memory"
         if services:
-            yield ok("memory", node.name, f"{what}, beside the service that runs already and has its own")
+            yield ok("memory", node.name, f"{what}, besides the memory of the service that is running")
         elif needed > free:
             yield fail("memory", node.name, what, remedy)
         elif needed > _TIGHT * free:
-            yield warn("memory", node.name, f"{what}: little is left for anything else", remedy)
+            yield warn("memory", node.name, f"{what}: little is left for other processes", remedy)
 
 
 def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Finding]:
-    """Stages are corrected by the offsets of monotonic clocks; wall clocks are only for reading logs."""
+    """Breakdowns are corrected by the offsets of monotonic clocks; wall clocks matter only for reading logs."""
     for node, report in _reported(nodes):
         clock = node.clock
         if clock is None:
             continue
         if clock.error_s > _CLOCK_ERROR_S:
-            what = f"its clock is known to {clock.error_s * 1e3:.1f} ms only (the shortest round trip takes twice that)"
-            remedy = "stages that span hosts are no more exact than that; a network with shorter round trips is"
+            what = f"its clock offset is known to ± {clock.error_s * 1e3:.1f} ms only (half the shortest round trip)"
+            remedy = "expect this error in stages that span hosts, or use a network with shorter round trips"
             yield warn("clock", node.name, what, remedy)
         if abs(clock.wall_s) > _WALL_S:
             what = f"its wall clock is {clock.wall_s:+.1f} s off that of {_HERE}"
-            yield warn("clock", node.name, what, "run chrony or ntpd: logs of the two cannot be read side by side")
+            yield warn("clock", node.name, what, "run chrony or ntpd, so that the logs of both hosts can be compared")
         same_machine = _boot(report.clock_id) and _boot(report.clock_id) == _boot(here.clock_id)
         if same_machine and abs(clock.offset_s) > clock.error_s + _CLOCK_ERROR_S:
             what = (
                 f"its monotonic clock is {clock.offset_s:+.3f} s (± {clock.error_s * 1e3:.3f} ms) off that of {_HERE}, "
-                "although both are one machine: it runs in a time namespace of its own"
+                "although both run on one machine: it has a time namespace of its own"
             )
             remedy = (
-                "breakdowns are corrected by the measured offset; times in logs of the two are not: have the container "
-                "runtime share the host's time namespace if you compare them"
+                "breakdowns are corrected by the measured offset, but times in logs are not: to compare logs, have the "
+                "container runtime share the host's time namespace"
             )
             yield warn("clock", node.name, what, remedy)
 
 
 def check_endpoints(nodes: Sequence[ExaminedNode], device: str, services: Sequence[int]) -> Iterator[Finding]:
-    """What kept probes from listening as the workers would, and interfaces that cannot be right."""
+    """Probes have to be able to listen as the workers would, on interfaces that connect the hosts."""
     for node in nodes:
         report = node.report
-        # Without model or GPU there are no KV ends, either: that is told already.
-        is_told = report is not None and (bool(report.model_error) or (device == "cuda" and not report.devices))
-        if services and any(trouble.check == "port" for each in node.endpoints for trouble in each.troubles):
-            what = f"the service on port {services[0]} has its workers' ports, so others are used to measure"
+        # Without model or GPU there are no KV ends, which other checks report.
+        is_known = report is not None and (bool(report.model_error) or (device == "cuda" and not report.devices))
+        if services and any(trouble.check == "port" for each in node.endpoints.values() for trouble in each.troubles):
+            what = f"the service on port {services[0]} uses its workers' ports, so measurements use others"
             yield ok("port", node.name, what)
-        for each in node.endpoints:
+        for each in node.endpoints.values():
             for trouble in each.troubles:
                 is_own = trouble.check == "port" and bool(services)
-                if not is_own and (trouble.check != "kv" or not is_told):
+                if not is_own and (trouble.check != "kv" or not is_known):
                     yield _trouble(trouble, f"{each.worker_id} on {node.name}")
             if each.interface is not None and not each.interface.is_up:
                 what = f"{each.interface.device} ({each.interface.address}) has no carrier"
@@ -182,22 +182,23 @@ def check_endpoints(nodes: Sequence[ExaminedNode], device: str, services: Sequen
 
 
 def _check_shared(nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
-    """An address that several nodes have (a bridge's, or the loopback's) leads each to itself."""
+    """Each node needs an address of its own: a shared one (of a bridge, or loopback) leads every node to itself."""
     owners: dict[str, ExaminedNode] = {}
     for node in nodes:
-        for address in sorted({each.interface.address for each in node.endpoints if each.interface is not None}):
+        for address in sorted(
+            {each.interface.address for each in node.endpoints.values() if each.interface is not None}
+        ):
             other = owners.setdefault(address, node)
-            if other.node.ip != node.node.ip:  # else the two are one host
+            if other.node.ip != node.node.ip:  # else both are one host
                 what = f"KV would listen on {address}, which {other.name} has as well: each would call itself"
-                remedy = "name a device or network with transfer.interface that joins the hosts"
+                remedy = "name a device or network that connects the hosts with transfer.interface"
                 yield fail("interface", node.name, what, remedy)
 
 
 def _trouble(trouble: Trouble, where: str) -> Finding:
     if trouble.check == "port":
         held = f"; {trouble.holder} listens there" if trouble.holder else ""
-        remedy = "end what holds it, or move pdserve's ports with cluster.port_base"
-        return fail("port", where, f"{trouble.what}{held}", remedy)
+        return fail("port", where, f"{trouble.what}{held}", PORT_REMEDY)
     if trouble.check == "interface":
         return fail("interface", where, trouble.what, "name a device, network or address that every host has")
     if trouble.check == "transport":

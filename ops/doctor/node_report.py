@@ -1,4 +1,4 @@
-"""What a node says of itself: versions, model, devices, memory, clock."""
+"""The doctor's report of one node: versions, model, devices, memory, and clock."""
 
 from __future__ import annotations
 
@@ -6,23 +6,42 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+
+import xxhash
 
 from engine.model.dtypes import NativeDtypes, native_dtypes
 from engine.model.host_memory import available_bytes
 from engine.model.source import resolve_model
-from ops.doctor.source_hash import source_hash
 from pdserve.core.clock import clock_id
 from pdserve.core.errors import ModelError
 from pdserve.version import VERSION
 from worker.cores import CoreHolder, core_holders
 
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    "pdserve", "engine", "kv_transfer", "worker", "router", "prefill_worker", "decode_worker", "gateway", "ops",
+)  # fmt: skip
+
+
+@cache
+def source_hash(root: Path = ROOT) -> str:
+    """Hash (16 hex digits) of the names and contents of pdserve's modules below ``root``. Unlike the version it also
+    tells apart checkouts with local changes."""
+    digest = xxhash.xxh3_64()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU that torch sees."""
+    """A GPU that torch can use."""
 
     name: str
     total_bytes: int
@@ -31,11 +50,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """``cuda`` is the CUDA version that torch was built for (empty: a CPU build), ``source`` the hash of pdserve's own
-    modules, ``model_hash`` that of the weights (empty if they cannot be hashed). ``model_error`` says why the model
-    cannot be loaded, ``torch_error`` why torch, or its GPUs, cannot be used. ``memory_bytes`` is what a process may
-    hope to get now. ``native`` is what its devices compute natively, by kind (``cpu``, ``cuda``). ``allowed_cores`` are
-    the cores that processes may use there, ``held_cores`` those that workers have claimed."""
+    """What a probe reports about its node.
+
+    ``cuda`` is the CUDA version of torch's build (empty: a CPU build), ``source`` the hash of pdserve's modules,
+    ``model_hash`` the hash of the weights (empty if they cannot be read). ``model_error`` says why the model cannot be
+    loaded, ``torch_error`` why torch or its GPUs cannot be used. ``memory_bytes`` is the memory available to a process
+    now. ``native`` lists the dtypes that the devices compute natively, by kind (``cpu``, ``cuda``). ``allowed_cores``
+    are the cores that processes may use, ``held_cores`` the claims of running workers."""
 
     host: str
     python: str
@@ -55,29 +76,9 @@ class NodeReport:
     allowed_cores: tuple[int, ...]
     held_cores: tuple[CoreHolder, ...]
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> NodeReport:
-        """The report that `to_wire` described."""
-        return cls(
-            **{
-                **data,
-                "devices": tuple(Device(**each) for each in data["devices"]),
-                "native": {
-                    kind: tuple(NativeDtypes.from_wire(each) for each in found)
-                    for kind, found in data["native"].items()
-                },
-                "allowed_cores": tuple(data["allowed_cores"]),
-                "held_cores": tuple(CoreHolder(**each) for each in data["held_cores"]),
-            }
-        )
-
 
 def report_versions(model: str) -> NodeReport:
-    """All but what needs torch itself: that takes seconds to import, and a host without workers does without."""
+    """The report without the parts that need torch, which takes seconds to import."""
     model_hash = model_error = ""
     try:
         model_hash = resolve_model(model).model_hash()
@@ -105,7 +106,7 @@ def report_versions(model: str) -> NodeReport:
 
 
 def report_node(model: str) -> NodeReport:
-    """Everything, of the node this runs on. Imports torch."""
+    """The whole report of this node. Imports torch."""
     versions = report_versions(model)
     try:
         import torch
@@ -118,12 +119,12 @@ def report_node(model: str) -> NodeReport:
         devices = tuple(_device(index) for index in range(torch.cuda.device_count()))
         native = {**versions.native, "cuda": tuple(native_dtypes("cuda"))}
     except RuntimeError as error:
-        return replace(versions, torch=torch.__version__, cuda=cuda, torch_error=_one_line(error))
-    return replace(versions, torch=torch.__version__, cuda=cuda, devices=devices, native=native)
+        return replace(versions, torch=str(torch.__version__), cuda=cuda, torch_error=_one_line(error))
+    return replace(versions, torch=str(torch.__version__), cuda=cuda, devices=devices, native=native)
 
 
 def _weights_error(model: str) -> str:
-    """What would keep the engine from loading ``model``; empty if nothing can be seen without loading it."""
+    """Why the engine could not load ``model``, as far as this is known without loading it; empty if it could."""
     from engine.model.loader import check_weights
 
     try:

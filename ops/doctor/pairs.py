@@ -1,86 +1,131 @@
-"""Every prefill worker's way to every decode worker: tried all at once, then measured one by one."""
+"""Links between prefill and decode workers: all pairs are tried at once, then measured one by one and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from ops.doctor.endpoints import Endpoints
 from ops.doctor.handoff_prediction import LinkRate, hidden_tokens_per_s
-from ops.doctor.meeting import Meeting, Obstacle
-from ops.doctor.report import ExaminedPair, predictions
+from ops.doctor.network import REMEDIES, Obstacle
+from ops.doctor.probe_api import Meeting
+from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, fail, ok, predictions, warn
 from ops.doctor.seats import Seat
-from ops.doctor.site import Site
-from pdserve.core.config import PdserveConfig
+from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role
+from worker.addresses import Interface
 
 MOST_MEASURED = 64
-"""Pairs beyond these are only tried: each costs a second."""
+"""Most pairs that are measured, at about a second each; the others are only tried."""
 _MEASURE_S = 0.5
-_MEET_S = 60.0  # more than a probe's own bounds
+_MEET_S = 60.0  # beyond the probe's own timeouts
+_SLOW_SHARE = 0.25
+_SLOW_WIRE_MS = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What has to be known of the model: the pools' layout, and the most tokens a prompt may have."""
+    """The KV layout of the model, and the most tokens that a prompt may have."""
 
     layout: KVLayout
     longest_prompt: int
 
 
-class Pairs:
-    """The pairs among the seats of ``sites``, by node id."""
+def examine_pairs(
+    seats: Sequence[Seat],
+    nodes: Mapping[str, ExaminedNode],
+    transfer: TransferConfig,
+    model: ServedModel | None,
+    pool: Executor,
+    say: Callable[[str], None],
+) -> Iterator[ExaminedPair]:
+    """Connect every prefill worker among ``seats`` to every decode worker, and measure the links. ``nodes`` are by node
+    id; links are predicted only if the ``model`` is known."""
+    prefills = [seat for seat in seats if seat.role is Role.PREFILL]
+    decodes = [seat for seat in seats if seat.role is Role.DECODE]
+    pairs = [(prefill, decode) for prefill in prefills for decode in decodes]
 
-    def __init__(
-        self, config: PdserveConfig, sites: Mapping[str, Site], timeout_s: float, model: ServedModel | None
-    ) -> None:
-        self._config, self._sites, self._timeout_s, self._model = config, sites, timeout_s, model
-
-    def examine(self, seats: Sequence[Seat], pool: Executor, say: Callable[[str], None]) -> Iterator[ExaminedPair]:
-        """All of them, prefill worker by prefill worker."""
-        prefills = [seat for seat in seats if seat.role is Role.PREFILL]
-        decodes = [seat for seat in seats if seat.role is Role.DECODE]
-        pairs = [(prefill, decode) for prefill in prefills for decode in decodes]
-        say(f"trying {len(pairs)} pairs")
-        meetings = list(pool.map(lambda pair: self._meet(pair[0], pair[1], 0.0), pairs))
-        to_measure = min(MOST_MEASURED, sum(tried.figures is not None for tried in meetings))
-        measured = 0
-        for (prefill, decode), tried in zip(pairs, meetings, strict=True):
-            if tried.figures is None or measured == to_measure:
-                yield ExaminedPair(prefill, decode, tried, False, (), None)
-                continue
-            measured += 1
-            say(f"measuring {prefill.worker_id} → {decode.worker_id} ({measured} of {to_measure})")
-            yield self._examined(prefill, decode, self._meet(prefill, decode, _MEASURE_S))
-
-    def _meet(self, prefill: Seat, decode: Seat, for_s: float) -> Meeting:
-        ends = self._endpoints(decode)
-        for seat, found in ((prefill, self._endpoints(prefill)), (decode, ends)):
-            if found is None or not found.kv:
+    def meet(prefill: Seat, decode: Seat, for_s: float) -> Meeting:
+        ends = [nodes[seat.node.node_id].endpoints.get(seat.worker_id) for seat in (prefill, decode)]
+        for seat, end in zip((prefill, decode), ends, strict=True):
+            if end is None or not end.kv:
                 return Meeting(obstacle=Obstacle.NOT_TRIED, what=f"{seat.worker_id} has no KV end")
-        assert ends is not None
-        probe = self._sites[prefill.node.node_id].probes[prefill.worker_id]
-        arguments = {
-            "worker_id": decode.worker_id,
-            "endpoints": [asdict(each) for each in ends.kv],
-            "for_s": for_s,
-            "timeout_s": self._timeout_s,
-        }
+        assert ends[1] is not None
+        timeout_s = transfer.connect_timeout_s
+        arguments = {"worker_id": decode.worker_id, "endpoints": ends[1].kv, "for_s": for_s, "timeout_s": timeout_s}
+        probe = nodes[prefill.node.node_id].probes[prefill.worker_id]
         try:
-            return Meeting.from_wire(probe.call("meet", arguments, 4 * self._timeout_s + _MEET_S))
+            return probe.call("meet", arguments, 4 * timeout_s + _MEET_S, Meeting)
         except PdserveError as error:
             return Meeting(obstacle=Obstacle.TIMED_OUT, what=str(error))
 
-    def _examined(self, prefill: Seat, decode: Seat, meeting: Meeting) -> ExaminedPair:
-        figures, model, transfer = meeting.figures, self._model, self._config.transfer
+    say(f"trying {len(pairs)} pairs")
+    meetings = list(pool.map(lambda pair: meet(pair[0], pair[1], 0.0), pairs))
+    to_measure = min(MOST_MEASURED, sum(tried.figures is not None for tried in meetings))
+    measured = 0
+    for (prefill, decode), tried in zip(pairs, meetings, strict=True):
+        if tried.figures is None or measured == to_measure:
+            yield ExaminedPair(prefill, decode, tried, False, (), None)
+            continue
+        measured += 1
+        say(f"measuring {prefill.worker_id} → {decode.worker_id} ({measured} of {to_measure})")
+        meeting = meet(prefill, decode, _MEASURE_S)
+        figures = meeting.figures
         if figures is None or not figures.gbs or model is None:
-            return ExaminedPair(prefill, decode, meeting, figures is not None, (), None)
+            yield ExaminedPair(prefill, decode, meeting, figures is not None, (), None)
+            continue
         link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
-        found = predictions(model.layout, model.longest_prompt, link)
-        return ExaminedPair(prefill, decode, meeting, True, found, hidden_tokens_per_s(model.layout, link))
+        predicted = predictions(model.layout, model.longest_prompt, link)
+        yield ExaminedPair(prefill, decode, meeting, True, predicted, hidden_tokens_per_s(model.layout, link))
 
-    def _endpoints(self, seat: Seat) -> Endpoints | None:
-        return self._sites[seat.node.node_id].endpoints.get(seat.worker_id)
+
+def check_reach(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
+    """Pairs that cannot connect. An end that could not listen has a finding of its own."""
+    for pair in pairs:
+        meeting = pair.meeting
+        if meeting.figures is not None or meeting.obstacle is Obstacle.NOT_TRIED:
+            continue
+        at = f" at {meeting.address} ({meeting.transport})" if meeting.address else ""
+        what = f"{pair.prefill.node.ip} cannot send KV to {pair.decode.node.ip}{at}: {meeting.obstacle}: {meeting.what}"
+        yield fail("reach", pair.name, what, REMEDIES[meeting.obstacle])
+
+
+def check_speed(pairs: Sequence[ExaminedPair], interfaces: Mapping[str, Interface]) -> Iterator[Finding]:
+    """Links that are much slower than others of their kind, or too slow for this model. ``interfaces`` are by
+    worker id."""
+    best: dict[tuple[str, bool], float] = {}
+    for pair in pairs:
+        kind = (pair.meeting.transport, pair.across)
+        best[kind] = max(best.get(kind, 0.0), pair.gbs)
+    for pair in pairs:
+        if not pair.gbs:
+            continue
+        fastest = best[pair.meeting.transport, pair.across]
+        longest = pair.predictions[-1] if pair.predictions else None
+        what = f"{pair.gbs * 8:.3g} Gbit/s by {pair.meeting.transport}"
+        if pair.gbs < _SLOW_SHARE * fastest:
+            what += f", while another pair reaches {fastest * 8:.3g}"
+        elif longest is not None and longest.wire_ms > _SLOW_WIRE_MS:
+            what += f": the KV of {longest.tokens} tokens takes {longest.wire_ms / 1e3:.1f} s"
+        else:
+            continue
+        claims = [_claim(seat.worker_id, interfaces.get(seat.worker_id)) for seat in (pair.prefill, pair.decode)]
+        remedy = f"it runs over {' and '.join(claims)}; if there is a faster network, name it with transfer.interface"
+        yield warn("link", pair.name, what, remedy)
+
+
+def check_measured(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
+    """Pairs beyond `MOST_MEASURED`."""
+    left = sum(pair.meeting.figures is not None and not pair.measured for pair in pairs)
+    if left:
+        what = f"{left} of {len(pairs)} pairs were tried but not measured: at most {MOST_MEASURED} are"
+        yield ok("link", "the service", what)
+
+
+def _claim(worker_id: str, interface: Interface | None) -> str:
+    if interface is None or not interface.device:
+        return f"an unknown interface ({worker_id})"
+    speed = f"claims {interface.mbits} Mbit/s" if interface.mbits else "states no speed"
+    return f"{interface.device} {interface.address} ({worker_id}; {speed})"

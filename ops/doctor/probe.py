@@ -1,6 +1,5 @@
-"""What stands where a worker would: it takes the worker's ports, opens KV ends as the worker does, and measures over
-them. No Ray here: a Ray actor or a process of its own (`probe_actor`, `probe_process`) holds it.
-"""
+"""A probe stands in for a worker: it listens on the worker's ports, opens KV ends as the worker does, and measures
+links over them. It runs in a process (`ops.doctor.local_host`) or a Ray actor (`ops.doctor.ray_host`)."""
 
 from __future__ import annotations
 
@@ -10,6 +9,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from engine.model.source import resolve_model
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import choose, create_transport, offered_transports
@@ -17,14 +18,11 @@ from kv_transfer.handshake import check_block_size, introduce, survey
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.threads import in_thread
-from ops.doctor.dial import Dial, dial
-from ops.doctor.endpoints import Endpoints, Trouble
-from ops.doctor.listeners import listener_on
-from ops.doctor.meeting import Meeting, Obstacle
-from ops.doctor.memory_need import layout_of
+from ops.doctor.network import Obstacle, PingServer, dial, listener_on
 from ops.doctor.node_report import report_node
-from ops.doctor.ping import PingServer
+from ops.doctor.probe_api import Endpoints, Meeting, Trouble
 from ops.doctor.probe_pool import probe_pool
+from ops.model_memory import layout_of
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import (
     ConfigError,
@@ -42,13 +40,13 @@ from worker.spec import WorkerSpec
 EPOCH = "doctor"
 LEASE_S = 30.0
 _CLOSE_S = 10.0
-_SURVEY_S = 30.0  # most that a survey takes, on a link that is hardly one
+_SURVEY_S = 30.0  # longest survey, on a very slow link
 _BY_TCP = ("tcp", "grpc_stream", "torch_dist")
 T = TypeVar("T")
 
 
-class Probe:
-    """Does what it is told by `call`, one thing at a time, until `close`."""
+class WorkerProbe:
+    """Executes one `call` at a time, until `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -61,39 +59,34 @@ class Probe:
         self._spec: WorkerSpec | None = None
 
     def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"value": …}``, or ``{"error": (kind, message)}`` of an error raised on purpose."""
+        """Call a method by name. Returns ``{"value": …}`` in plain values, or ``{"error": (kind, message)}`` for a
+        `PdserveError`."""
         calls: dict[str, Callable[..., Any]] = {
-            "report": self._report,
+            "report": report_node,
             "open": self._open,
             "meet": self._meet,
-            "dial": self._dial,
+            "dial": dial,
             "close": self._close,
         }
         try:
-            return {"value": calls[what](**arguments)}
+            return {"value": msgspec.to_builtins(calls[what](**arguments))}
         except PdserveError as error:
             return {"error": to_wire(error)}
 
     def close(self) -> None:
-        """Let go of everything. Closing twice is fine."""
+        """Close all ends. Closing twice is fine."""
         self._close()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
-            if not self._thread.is_alive():  # one that does not end keeps its loop; it is a daemon
+            if not self._thread.is_alive():  # else the daemon thread keeps its loop
                 self._loop.close()
 
-    # --- what it can be told -----------------------------------------------------------------------------------------
+    # --- calls -------------------------------------------------------------------------------------------------------
 
-    def _report(self, model: str) -> dict[str, Any]:
-        return report_node(model).to_wire()
-
-    def _dial(self, address: str, timeout_s: float) -> str:
-        return dial(address, timeout_s)
-
-    def _open(self, spec: dict[str, Any], device: str) -> dict[str, Any]:
-        """Take the ports of the worker ``spec`` and listen, on free ones (and say so) where they are taken; ``device``
-        is the worker's own (``cuda:1``)."""
+    def _open(self, spec: dict[str, Any], device: str) -> Endpoints:
+        """Listen on the ports of the worker ``spec``, or on free ones where they are taken, which is a trouble.
+        ``device`` is the worker's (``cuda:1``)."""
         self._close()
         worker = self._spec = WorkerSpec.from_wire(spec)
         troubles: list[Trouble] = []
@@ -105,16 +98,14 @@ class Probe:
             endpoints = self._listen_kv(worker, device, interface.address, troubles)
         except ConfigError as error:
             troubles.append(Trouble("interface" if interface is None else "transport", str(error)))
-        except PdserveError as error:  # of the model, or of ports that were free a moment ago
+        except PdserveError as error:  # of the model, or of a port taken since it was checked
             troubles.append(Trouble("kv", str(error)))
-        return Endpoints(worker.worker_id, control, interface, endpoints, tuple(troubles)).to_wire()
+        return Endpoints(worker.worker_id, control, interface, endpoints, tuple(troubles))
 
-    def _meet(self, worker_id: str, endpoints: list[dict[str, str]], for_s: float, timeout_s: float) -> dict[str, Any]:
+    def _meet(self, worker_id: str, endpoints: list[Any], for_s: float, timeout_s: float) -> Meeting:
         """Open a link to another probe, shake hands, and measure for ``for_s`` seconds (0: one round trip)."""
-        peer = tuple(KVEndpoint(**each) for each in endpoints)
-        return self._on_loop(
-            self._meet_over_link(worker_id, peer, for_s, timeout_s), 3 * timeout_s + _SURVEY_S
-        ).to_wire()
+        peer = msgspec.convert(endpoints, tuple[KVEndpoint, ...])
+        return self._on_loop(self._meet_over_link(worker_id, peer, for_s, timeout_s), 3 * timeout_s + _SURVEY_S)
 
     def _close(self) -> None:
         if self._ping is not None:
@@ -124,7 +115,7 @@ class Probe:
             self._on_loop(self._close_ends(), _CLOSE_S)
         self._pool = None
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- implementation ----------------------------------------------------------------------------------------------
 
     def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -142,8 +133,7 @@ class Probe:
                 where = f"cannot listen on {worker.host}:{port} (control): {error.strerror}"
                 troubles.append(Trouble("port", where, port, listener_on(port)))
                 continue
-            host = f"[{worker.host}]" if ":" in worker.host else worker.host
-            return f"{host}:{self._ping.port}"
+            return self._ping.address
         return ""
 
     def _listen_kv(
@@ -178,7 +168,7 @@ class Probe:
     async def _meet_over_link(
         self, worker_id: str, endpoints: tuple[KVEndpoint, ...], for_s: float, timeout_s: float
     ) -> Meeting:
-        assert self._spec is not None, "open comes first"
+        assert self._spec is not None, "call open first"
         if self._pool is None or self._receiver is None:
             return Meeting(obstacle=Obstacle.NOT_TRIED, what=f"{self._spec.worker_id} has no KV end")
         try:
@@ -189,9 +179,13 @@ class Probe:
         try:
             link = await choice.transport.connect(choice.endpoint, timeout_s)
         except PdserveError as error:
-            why = await in_thread("doctor-dial", lambda: _why_not(choice.endpoint, timeout_s))
-            timed_out = Obstacle.TIMED_OUT if isinstance(error, TransferTimeout) else Obstacle.BROKEN
-            return replace(met, obstacle=Obstacle.of(why) or timed_out, what=str(error))
+            # Plain TCP tells more precisely what is wrong, if the transport has a TCP address.
+            address, obstacle = choice.endpoint.address, Obstacle.NONE
+            if choice.endpoint.transport in _BY_TCP:
+                obstacle = await in_thread("doctor-dial", lambda: dial(address, timeout_s))
+            if obstacle is Obstacle.NONE:
+                obstacle = Obstacle.TIMED_OUT if isinstance(error, TransferTimeout) else Obstacle.BROKEN
+            return replace(met, obstacle=obstacle, what=str(error))
         hello = self._receiver.hello(link)
         try:
             async with asyncio.timeout(timeout_s):
@@ -203,7 +197,7 @@ class Probe:
         except TransferError as error:
             return replace(met, obstacle=Obstacle.BROKEN, what=str(error))
         except TimeoutError:
-            what = f"{worker_id} accepted a connection at {choice.endpoint.address} and then said nothing"
+            what = f"{worker_id} accepted a connection at {choice.endpoint.address} and then did not answer"
             return replace(met, obstacle=Obstacle.TIMED_OUT, what=what)
         finally:
             await link.aclose()
@@ -214,8 +208,3 @@ class Probe:
         if receiver is not None:
             await receiver.aclose()
         await asyncio.gather(*(transport.aclose() for transport in transports))
-
-
-def _why_not(endpoint: KVEndpoint, timeout_s: float) -> Dial | None:
-    """What plain TCP says of an endpoint that could not be connected to; None if it has no such address."""
-    return dial(endpoint.address, timeout_s) if endpoint.transport in _BY_TCP else None

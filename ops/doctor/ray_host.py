@@ -1,11 +1,12 @@
-"""The nodes of a Ray that is there already: probes are actors. See `ops.launch.ray_environment` for what must come
-before this module is imported."""
+"""Probes as actors on the nodes of a running Ray. `ops.launch.discovery.prepare_environment` must be called before this
+module is imported."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,23 +14,29 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ops.doctor.probe_actor import ProbeActor
-from ops.doctor.probe_host import ProbeHandle
+from ops.doctor.probe import WorkerProbe
+from ops.doctor.probe_api import ProbeHandle
 from ops.launch.plan import Node
 from ops.launch.ray_session import RaySession, one_line
-from pdserve.core.errors import DeadlineExceeded, LaunchError, PdserveError, WorkerLost, from_wire
+from pdserve.core.errors import DeadlineExceeded, LaunchError, WorkerLost
 
 _SERVICE = re.compile(r"pdserve-(\d+)-")
 
 
 class RayHost:
-    """Joins the Ray at ``address``: `LaunchError` if it refuses, or does not answer within ``timeout_s``."""
+    """The nodes of the Ray at ``address``. LaunchError if it cannot be joined within ``timeout_s``."""
 
     local = False
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._session = RaySession(address)
-        _bounded(self._session.start, timeout_s, f"Ray at {address} did not let this process in")
+        deadline_s = time.monotonic() + timeout_s
+
+        def check() -> None:
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"cluster.address: Ray at {address} did not accept this process in {timeout_s:.0f} s")
+
+        self._session.start(check=check)
         self.host: str = ray.util.get_node_ip_address()
         self.node_id: str = ray.get_runtime_context().get_node_id()
 
@@ -38,12 +45,12 @@ class RayHost:
         return self._session.nodes()
 
     def services(self) -> Sequence[int]:
-        """Those whose workers have their names there."""
+        """The services that have named workers there."""
         names = [str(actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True)]
         return sorted({int(found[1]) for name in names if (found := _SERVICE.match(name))})
 
     def probe(self, node: Node, name: str) -> ProbeHandle:
-        """A new actor, which is not placed elsewhere if that node has no room."""
+        """Start an actor on ``node``, and on no other."""
         return _RayProbe(node, name)
 
     def close(self) -> None:
@@ -51,45 +58,36 @@ class RayHost:
         self._session.stop()
 
 
-class _RayProbe:
+@ray.remote
+class ProbeActor:
+    """A `WorkerProbe` in an actor without resources, so that it fits beside anything that runs on the node."""
+
+    def __init__(self) -> None:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            del os.environ["CUDA_VISIBLE_DEVICES"]  # older versions of Ray set it for actors without GPUs
+        self._probe = WorkerProbe()
+
+    def call(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """See `WorkerProbe.call`."""
+        return self._probe.call(what, arguments)
+
+
+class _RayProbe(ProbeHandle):
     def __init__(self, node: Node, name: str) -> None:
+        super().__init__(f"{name} on {node.ip}")
         actor: Any = ProbeActor
         on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        self._name, self._turn = f"{name} on {node.ip}", threading.Lock()
         self._actor = actor.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=on_node).remote()
-
-    def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-        """Ray's own word for what went wrong is the end of a long text."""
-        with self._turn:
-            try:
-                answer: Mapping[str, Any] = ray.get(self._actor.call.remote(what, arguments), timeout=timeout_s)
-            except GetTimeoutError:
-                raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s") from None
-            except RayError as error:
-                raise WorkerLost(f"{self._name} failed: {one_line(error)}") from None
-        if "error" in answer:
-            raise from_wire(*answer["error"])
-        return answer["value"]
 
     def close(self) -> None:
         with contextlib.suppress(RayError):
             ray.kill(self._actor, no_restart=True)
 
-
-def _bounded(start: Any, timeout_s: float, what: str) -> None:
-    """Call ``start``, but no longer than that: Ray has waits that nobody bounds."""
-    failed: list[PdserveError] = []
-
-    def run() -> None:
+    def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
         try:
-            start()
-        except PdserveError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="doctor-join", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise LaunchError(f"cluster.address: {what} within {timeout_s:.0f} s")
-    if failed:
-        raise failed[0]
+            answer: Mapping[str, Any] = ray.get(self._actor.call.remote(what, arguments), timeout=timeout_s)
+        except GetTimeoutError:
+            raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s") from None
+        except RayError as error:
+            raise WorkerLost(f"{self._name} failed: {one_line(error)}") from None
+        return answer

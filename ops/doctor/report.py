@@ -1,50 +1,107 @@
-"""What an examination found, whole: nodes, pairs, findings."""
+"""The doctor's results: nodes, pairs, and findings."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from ops.doctor.endpoints import Endpoints
-from ops.doctor.finding import Finding, Level
+import msgspec
+
 from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
-from ops.doctor.meeting import Meeting
-from ops.doctor.memory_need import MemoryNeed
+from ops.doctor.network import ClockReading
 from ops.doctor.node_report import NodeReport
-from ops.doctor.ping import ClockReading
+from ops.doctor.probe_api import Endpoints, Meeting, ProbeHandle
 from ops.doctor.seats import Seat
 from ops.launch.plan import Node
+from ops.model_memory import MemoryNeed
+from pdserve.core.errors import PdserveError
 from pdserve.core.kv_layout import KVLayout
 
 PROMPTS = (512, 2048)
-"""Tokens of the prompts that a hand-off's time is predicted for."""
+"""Prompt lengths, in tokens, for which hand-off times are predicted."""
+
+PROBE_HANGS = "the node, or a process on it, hangs: see its load and Ray's logs"
+"""The remedy for a probe that does not answer."""
+
+
+class Level(StrEnum):
+    """FAIL: a service would not start or not serve. WARN: it would, but worse than it could."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. ``check`` is a name from the table in docs/doctor.md, ``where`` a node, worker, pair, or
+    the service. Only a finding of level OK has no ``remedy``."""
+
+    level: Level
+    check: str
+    where: str
+    what: str
+    remedy: str = ""
+
+
+def ok(check: str, where: str, what: str) -> Finding:
+    """A remark that needs no action."""
+    return Finding(Level.OK, check, where, what)
+
+
+def warn(check: str, where: str, what: str, remedy: str) -> Finding:
+    """A problem that a service can run with."""
+    return Finding(Level.WARN, check, where, what, remedy)
+
+
+def fail(check: str, where: str, what: str, remedy: str) -> Finding:
+    """A problem that keeps a service from running."""
+    return Finding(Level.FAIL, check, where, what, remedy)
+
+
+@dataclass(slots=True)
 class ExaminedNode:
-    """``seats`` are the workers it would get, ``endpoints`` where their probes listened. ``report`` is None if no probe
-    came up there, ``clock`` is None if none could be pinged."""
+    """A node, filled in while it is examined. ``seats`` are the workers it would get. ``probes`` and ``endpoints`` are
+    by worker id; a node without workers has one probe. ``report`` stays None if no probe starts, ``clock`` if none can
+    be pinged. ``findings`` are about its probes."""
 
     node: Node
     seats: tuple[Seat, ...]
-    report: NodeReport | None
-    clock: ClockReading | None
-    endpoints: tuple[Endpoints, ...]
+    report: NodeReport | None = None
+    clock: ClockReading | None = None
+    endpoints: dict[str, Endpoints] = field(default_factory=dict)
+    probes: dict[str, ProbeHandle] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """What findings call it."""
+        """The node's name in findings."""
         return self.node.ip
 
+    @property
+    def any_probe(self) -> ProbeHandle:
+        """The first of its probes."""
+        return next(iter(self.probes.values()))
+
+    @contextlib.contextmanager
+    def noting(self, where: str, remedy: str = PROBE_HANGS) -> Iterator[None]:
+        """Turn errors of a probe into findings."""
+        try:
+            yield
+        except PdserveError as error:
+            self.findings.append(fail("probe", where, str(error), remedy))
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, times in milliseconds."""
-        report = {} if self.report is None else self.report.to_wire()
-        interfaces = {each.interface for each in self.endpoints if each.interface is not None}
+        """Plain values; times are in milliseconds."""
+        interfaces = {each.interface for each in self.endpoints.values() if each.interface is not None}
         return {
             "node": self.name,
             "node_id": self.node.node_id,
             "workers": [seat.worker_id for seat in self.seats],
-            **report,
+            **({} if self.report is None else msgspec.to_builtins(self.report)),
             "interfaces": [asdict(each) for each in sorted(interfaces, key=lambda each: each.address)],
             "clock_offset_ms": None if self.clock is None else self.clock.offset_s * 1e3,
             "clock_error_ms": None if self.clock is None else self.clock.error_s * 1e3,
@@ -54,7 +111,8 @@ class ExaminedNode:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a prompt of ``tokens``: bytes, and milliseconds on the wire and exposed with ``transfer.overlap: none``."""
+    """The predicted hand-off of a prompt of ``tokens``: bytes, and milliseconds on the wire and exposed with
+    ``transfer.overlap: none``."""
 
     tokens: int
     num_bytes: int
@@ -64,8 +122,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class ExaminedPair:
-    """``measured``: `meeting` has figures of payloads, not of one round trip alone. ``hidden_tokens_per_s`` is the
-    prefill rate up to which the link keeps up (None: not measured)."""
+    """A prefill and a decode worker. ``measured`` tells whether payloads were sent, and not one round trip alone.
+    ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None: not measured)."""
 
     prefill: Seat
     decode: Seat
@@ -76,21 +134,21 @@ class ExaminedPair:
 
     @property
     def name(self) -> str:
-        """What findings call it."""
+        """The pair's name in findings."""
         return f"{self.prefill.worker_id} → {self.decode.worker_id}"
 
     @property
     def across(self) -> bool:
-        """Whether it lies on two nodes."""
+        """Whether the two workers are on different nodes."""
         return self.prefill.node.node_id != self.decode.node.node_id
 
     @property
     def gbs(self) -> float:
-        """10^9 bytes per second; 0: not measured."""
+        """Measured rate in 10^9 bytes per second; 0 if it was not measured."""
         return self.meeting.figures.gbs if self.measured and self.meeting.figures is not None else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, times in milliseconds."""
+        """Plain values; times are in milliseconds."""
         meeting, figures = self.meeting, self.meeting.figures
         return {
             "prefill": self.prefill.worker_id,
@@ -114,10 +172,10 @@ class ExaminedPair:
 
 
 def predictions(layout: KVLayout, longest: int, link: LinkRate) -> tuple[Prediction, ...]:
-    """For `PROMPTS`, as far as the engine takes them."""
+    """Predicted hand-offs of `PROMPTS`, cut to the ``longest`` prompt that the engine takes."""
     found = []
     for tokens in sorted({min(each, longest) for each in PROMPTS}):
-        # Where everything is sent at the end, neither chunks nor the prefill's time matter.
+        # With overlap none, neither chunks nor the prefill's duration matter.
         plan = HandoffPlan(layout, tokens, tokens, "none", 0)
         predicted = predict(plan.parts(), link, 0.0)
         found.append(Prediction(tokens, predicted.num_bytes, predicted.wire_s * 1e3, predicted.exposed_s * 1e3))
@@ -126,8 +184,8 @@ def predictions(layout: KVLayout, longest: int, link: LinkRate) -> tuple[Predict
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """``services`` are the ports of services that ran meanwhile. ``need`` is one worker's (None: the model is
-    unreadable)."""
+    """The whole examination. ``services`` are the ports of services that were running, ``need`` is the memory of one
+    worker (None if the model cannot be read)."""
 
     model: str
     device: str
@@ -141,15 +199,15 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether a service would not start, or not serve."""
+        """Whether a service would not start or not serve."""
         return any(finding.level is Level.FAIL for finding in self.findings)
 
     def count(self, level: Level) -> int:
-        """How many findings are of a level."""
+        """Number of findings of a level."""
         return sum(finding.level is level for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """The output of `--json`."""
         return {
             "ok": not self.failed,
             "model": self.model,

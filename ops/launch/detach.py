@@ -1,4 +1,4 @@
-"""Starting a service in the background, and taking down what was started: what `up --detach` and `down` do."""
+"""Starting a service in the background, and taking down a service: `up --detach` and `down`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 
 STOP_TIMEOUT_S = 60.0
-"""How long a service may take to end, after the time for requests in progress."""
+"""How long a service may take to end after its requests in progress."""
 
 
 def start_detached(
@@ -31,9 +31,9 @@ def start_detached(
     report: Callable[[str], None] = lambda stage: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Start a service that outlives the caller and holds none of its pipes; returns its port once it is ready.
-    ``note`` gets what users have to know of it. Raises what kept it from starting. Interrupted before that, by SIGTERM
-    too, it ends what it started."""
+    """Start a service that outlives the caller and shares no pipes with it. Returns its port once it is ready; ``note``
+    gets what users have to know about it. Raises the error that kept it from starting. If the caller is interrupted
+    before that (also by SIGTERM), the service is ended again."""
     with writable_state() as folder:
         log_path = folder / f"up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         log = log_path.open("wb")
@@ -63,10 +63,10 @@ def start_detached(
                     process.wait(STOP_TIMEOUT_S)
                     raise from_wire(*message["error"])
                 else:
-                    process.returncode = 0  # another process has waited for it
+                    process.returncode = 0  # collected by another process
                     port: int = message["ready"]
                     return port
-        except BaseException:  # Ctrl-C above all: it does not reach a session of its own
+        except BaseException:  # Ctrl-C does not reach the service's own session
             if process.poll() is None:
                 _end_family(psutil.Process(process.pid), STOP_TIMEOUT_S)
                 process.poll()
@@ -78,31 +78,31 @@ def start_detached(
 
 
 def stop_detached(port: int, drain_s: float = DRAIN_S, report: Callable[[str], None] = lambda stage: None) -> None:
-    """Take down the service that was started on this host with ``port``, and wait until nothing of it is left.
-    Requests in progress may go on for ``drain_s``; new ones are refused. LaunchError if there is no such service (what
-    a killed one left behind is removed all the same)."""
+    """Take down the service that was started on this host with ``port``, and wait until it has ended. Requests in
+    progress may go on for ``drain_s``; new ones are refused. LaunchError if there is no such service; the remains of
+    one that was killed are removed in any case."""
     state = ServiceState.read(port)
     supervisor = state.process()
     if supervisor is None:
         left = state.clear()
-        also = f"; what it had left is removed now: {left}" if left else ""
-        raise LaunchError(f"the service on port {port} (process {state.pid}) is gone already{also}")
+        also = f"; its remains were removed: {left}" if left else ""
+        raise LaunchError(f"the service on port {port} (process {state.pid}) has already ended{also}")
     family = {supervisor}
     with contextlib.suppress(psutil.NoSuchProcess):
         family.update(supervisor.children(recursive=True))
     try:
         OperatorClient(state.socket).stop(drain_s, drain_s + STOP_TIMEOUT_S, report)
-    except LaunchError:  # it ends already, or does not answer: the signal says the same
+    except LaunchError:  # it is ending already, or does not answer
         with contextlib.suppress(psutil.NoSuchProcess):
             supervisor.terminate()
     psutil.wait_procs([supervisor], timeout=drain_s + STOP_TIMEOUT_S)
     end_processes(family, GRACE_S)
-    state.clear()  # there is something only if it had to be killed
+    state.clear()  # nothing is left unless it was killed
 
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt; without effect beside the main thread."""
+    """Have SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt. Only effective on the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -118,15 +118,15 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _clear(supervisor: ProcessId) -> None:
-    """Remove what a supervisor has left that had to be killed, or ended without a word."""
+    """Remove the remains of a supervisor that was killed or ended unexpectedly."""
     for state in ServiceState.all():
         if state.pid == supervisor[0] and state.process() is None:
             state.clear()
 
 
 def _end_family(process: psutil.Process, timeout_s: float) -> None:
-    """Ask ``process`` to end, give it ``timeout_s``, then kill by id what is left of it and its descendants. An
-    interruption only shortens the wait."""
+    """Terminate ``process``, wait up to ``timeout_s``, then kill what is left of it and its descendants by process id.
+    An interruption only shortens the wait."""
     family = {process}
     try:
         family.update(process.children(recursive=True))

@@ -1,4 +1,4 @@
-"""Which Ray `cluster.address: auto` means."""
+"""Decisions made before Ray is imported: its environment variables, and the address to join."""
 
 from __future__ import annotations
 
@@ -11,18 +11,33 @@ import psutil
 from ops.launch.leftovers import is_private_ray
 from pdserve.core.errors import LaunchError
 
+TOKEN_FILE = Path.home() / ".ray" / "auth_token"
+
+
+def prepare_environment(address: str) -> None:
+    """Set the environment variables that Ray and gRPC read when they are imported, for a service on the Ray at
+    ``address``. Variables that are set already are kept."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not start a Ray of its own
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # every fork is followed by exec; gRPC warns otherwise
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the new behaviour, without a warning
+    if address != "local" and TOKEN_FILE.exists():
+        # `ray start` uses the token if there is one; a driver has to be told.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` notes the address that it has last started or joined."""
+"""The address that `ray start` started or joined last."""
 
 _GCS = re.compile(r"--gcs-address=(\S+)")
 _SESSION = re.compile(r"--session[-_]dir=(\S+)")
 
 
 def find_ray() -> str:
-    """``host:port`` of the Ray of this host: what RAY_ADDRESS says, else the one that runs here. Rays that services
-    started for themselves do not count: their slots are taken, and they end with their service. LaunchError if there is
-    none, or if there are several and nothing says which."""
+    """Address (``host:port``) of the Ray that `cluster.address: auto` joins: RAY_ADDRESS, or the only Ray on this host.
+    Rays that services started for themselves are ignored, as they end with their service. LaunchError if there is none,
+    or several without a hint which one to join."""
     if address := os.environ.get(ADDRESS_VARIABLE):
         return address
     running, private = _running()
@@ -47,7 +62,7 @@ def find_ray() -> str:
 
 
 def _running() -> tuple[set[str], int]:
-    """The addresses of the Rays that this host is a node of, and how many private ones there are besides."""
+    """The addresses of the Rays that this host is a node of, and the number of private ones besides."""
     joinable: set[str] = set()
     private: set[str] = set()
     for process in psutil.process_iter(["name", "cmdline"]):

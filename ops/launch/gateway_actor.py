@@ -1,4 +1,4 @@
-"""The Ray actor around the gateway: it holds a `GatewayHost` and nothing else."""
+"""The Ray actor that holds a `GatewayHost`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESTART_PAUSE_S = 1.0
 
 @ray.remote
 class GatewayActor:
-    """Ray starts it again when its process dies; workers then find it by their next heartbeat."""
+    """Restarted by Ray when its process dies; workers then find it by their next heartbeat."""
 
     def __init__(self, config: dict[str, Any], registry_address: str, service: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -31,8 +31,8 @@ class GatewayActor:
         except PdserveError as error:
             self._error = error
             if ray.get_runtime_context().was_current_actor_reconstructed:
-                # Nobody asks `wait_started` any more: let Ray try once more.
-                logging.getLogger(__name__).error("the gateway did not start again: %s", error)
+                # `wait_started` was answered long ago, so let Ray restart the actor once more.
+                logging.getLogger(__name__).error("the gateway could not be restarted: %s", error)
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)
 
@@ -41,7 +41,7 @@ class GatewayActor:
         return {} if self._error is None else {"error": to_wire(self._error)}
 
     def wait_serving(self, timeout_s: float) -> dict[str, Any]:
-        """Empty once requests can be served, or ``{"error": (kind, message)}`` of what is in the way."""
+        """Empty once requests can be served, or ``{"error": (kind, message)}`` with the reason why not."""
         try:
             self._host.wait_serving(timeout_s)
         except PdserveError as error:
@@ -49,20 +49,20 @@ class GatewayActor:
         return {}
 
     def expect(self, members: dict[str, str], notes: list[str]) -> None:
-        """Who belongs to the service: worker ids and their roles. ``notes`` are shown with the status."""
+        """Set the members of the service (worker ids and roles), and the ``notes`` shown with its status."""
         if self._error is None:
             self._host.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
-        """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
+        """Send these workers no more requests; returns when they have finished, or after ``drain_s`` seconds."""
         if self._error is None:
             self._host.retire(worker_ids, drain_s)
 
     def drain(self) -> int:
-        """Refuse new requests from now on; returns how many are still in progress."""
+        """Refuse new requests; returns the number of requests in progress."""
         return self._host.drain() if self._error is None else 0
 
     def stop(self) -> None:
-        """Close everything. What is still in progress ends with UNAVAILABLE; `drain` comes before this."""
+        """Close everything. Requests in progress end with UNAVAILABLE; call `drain` first."""
         if self._error is None:
             self._host.stop(0.0)

@@ -1,4 +1,4 @@
-"""What a service leaves behind whose supervisor was killed: processes, and the folder of its Ray."""
+"""The remains of a service whose supervisor was killed: its processes, and the folder of its Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 RAY_FOLDERS = "/tmp"
-"""Unix sockets live below a Ray's folder, and their paths must stay short."""
+"""The parent of private Ray folders. Kept short because Unix sockets below it have a limited path length."""
 
 RAY_FOLDER_PREFIX = "pdserve-ray-"
 OPERATOR_FOLDER_PREFIX = "pdserve-operator-"
@@ -20,14 +20,14 @@ OPERATOR_FOLDER_PREFIX = "pdserve-operator-"
 GRACE_S = 5.0
 """How long a process may take to end after SIGTERM before it is killed."""
 CLEAR_TIMEOUT_S = 30.0
-"""After this, processes that do not even end when they are killed are given up and named."""
+"""After this time, processes that survive being killed are reported instead."""
 
 ProcessId = tuple[int, float]
-"""Id and creation time, which together never come back."""
+"""Process id and creation time, which together are unique."""
 
 
 def end_processes(processes: Collection[psutil.Process], timeout_s: float) -> None:
-    """Wait for them to end, ``timeout_s`` at most; then kill, by id, those that have not."""
+    """Wait up to ``timeout_s`` for processes to end, then kill the others by process id."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -36,12 +36,12 @@ def end_processes(processes: Collection[psutil.Process], timeout_s: float) -> No
 
 
 def identify(process: psutil.Process) -> ProcessId:
-    """What `find` finds it by."""
+    """The identity by which `find` finds a process."""
     return process.pid, process.create_time()
 
 
 def find(identity: ProcessId) -> psutil.Process | None:
-    """The process, if it still runs. A zombie does not: it may be that nothing waits for it."""
+    """The process if it is still running. Zombies do not count as running."""
     try:
         process = psutil.Process(identity[0])
         same = abs(process.create_time() - identity[1]) < 1.0
@@ -51,20 +51,21 @@ def find(identity: ProcessId) -> psutil.Process | None:
 
 
 def is_private_ray(path: str) -> bool:
-    """Whether ``path`` is the folder of a Ray that a service started for itself, or lies in one."""
+    """Whether ``path`` is, or lies in, the folder of a Ray that a service started for itself."""
     parts = Path(path).parts
     folders = Path(RAY_FOLDERS).parts
     return parts[: len(folders)] == folders and "".join(parts[len(folders) :][:1]).startswith(RAY_FOLDER_PREFIX)
 
 
 def clear_leftovers(ray_folder: str, noted: Iterable[ProcessId] = ()) -> str:
-    """End the processes of the Ray whose folder this is and the ``noted`` ones, with their descendants, and remove the
-    folder once they have ended. Returns what there was, in words; empty: nothing. Any other folder is left alone."""
+    """End the processes of the Ray in this folder and the ``noted`` ones, with their descendants, then remove the
+    folder. Returns a description of what was removed; empty if there was nothing. Folders that are not of a private Ray
+    are left alone."""
     folder = Path(ray_folder) if is_private_ray(ray_folder) and Path(ray_folder).parent == Path(RAY_FOLDERS) else None
     noted = tuple(noted)
     ended: set[psutil.Process] = set()
     deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
-    while family := _family(folder, noted):  # again: one that ends may have begun another
+    while family := _family(folder, noted):  # repeated, because a process that ends may have started another
         ended |= family
         for process in family:
             with contextlib.suppress(psutil.Error):
@@ -74,7 +75,7 @@ def clear_leftovers(ray_folder: str, noted: Iterable[ProcessId] = ()) -> str:
             break
     found = [f"{len(ended)} process(es)"] if ended else []
     if stuck := sorted(process.pid for process in family):
-        found.append(f"of these do not end: {', '.join(map(str, stuck))}")
+        found.append(f"still running: {', '.join(map(str, stuck))}")
     if folder is not None and folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
         found.append(str(folder))
@@ -99,8 +100,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _processes_of(folder: Path) -> list[psutil.Process]:
-    """This user's processes that write to a file in ``folder`` (Ray's write their logs there), or have an option like
-    ``--session-dir=FOLDER/…``. A process that only reads there is not Ray's."""
+    """This user's processes that write to a file in ``folder`` (Ray's processes log there) or have an option like
+    ``--session-dir=FOLDER/…``. Processes that only read there are not Ray's."""
     found = []
     for process in psutil.process_iter(["uids", "cmdline"]):
         uids, arguments = process.info["uids"], process.info["cmdline"] or ()

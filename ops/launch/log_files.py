@@ -1,4 +1,4 @@
-"""The logs of gateway and workers: Ray writes what a process prints to a file on the node it is on."""
+"""Logs of gateway and workers. Ray writes the output of a process to a file on its node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ READ_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """A process of Ray's, by node (Ray's id, and address) and id."""
+    """A process of Ray: its node (Ray's id and address) and its process id."""
 
     node_id: str
     node: str
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """Bytes of the log file at ``path``, and the offset at which the next part begins."""
+
+    data: bytes
+    path: str
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +44,8 @@ class LogPlace:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class LogPart:
-    """Bytes of the file at ``path``, and the offset at which it goes on."""
-
-    data: bytes
-    path: str
-    offset: int
-
-
 def locate(actor: Any) -> ProcessPlace | None:
-    """Where an actor's process is; None while it has none."""
+    """The process of an actor; None while it has none."""
     known = actors(actor._actor_id.hex())
     if not known or known["State"] != "ALIVE":
         return None
@@ -53,32 +53,32 @@ def locate(actor: Any) -> ProcessPlace | None:
 
 
 def log_of(place: ProcessPlace) -> LogPlace:
-    """The log of a process."""
+    """The log file of a process."""
     return LogPlace(place.node_id, place.node, _on_node(place.node_id, path_of, place.pid))
 
 
 def read_part(place: LogPlace, path: str, offset: int) -> LogPart:
-    """The part of the log at ``offset``, if that belongs to ``path``; else the log's beginning."""
+    """The part of the log at ``offset``, or its first part if the log is no longer at ``path``."""
     offset = offset if path == place.path else 0
     data: bytes = _on_node(place.node_id, read_bytes, place.path, offset)
     return LogPart(data, place.path, offset + len(data))
 
 
 def path_of(pid: int) -> str:
-    """On the process's node: the file that Ray writes to what it prints; empty if there is none."""
+    """The file that Ray writes the output of process ``pid`` to; empty if there is none. Runs on its node."""
     folder = Path(ray._private.worker._global_node.get_logs_dir_path())
     return next((str(path) for path in folder.glob(f"worker-*-{pid}.err")), "")
 
 
 def read_bytes(path: str, offset: int) -> bytes:
-    """On the file's node."""
+    """A part of a file. Runs on the file's node."""
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(PART_BYTES)
 
 
 def _on_node(node_id: str, function: Any, *arguments: Any) -> Any:
-    """Call ``function`` on a node: by a task, unless it is this one. LaunchError if it cannot be."""
+    """Call ``function`` on a node, by a Ray task unless it is this node. LaunchError if that fails."""
     try:
         if node_id == ray.get_runtime_context().get_node_id():
             return function(*arguments)

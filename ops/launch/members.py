@@ -1,4 +1,9 @@
-"""The workers of a running service, as Ray has them: a placement group and an actor each."""
+"""The workers of a running service: one placement group and one actor each.
+
+With one group per worker, workers can be added and removed one by one: the slot of a removed worker is free at once, a
+group that does not fit is a demand that Ray's autoscaler sees, and when a node dies Ray moves the group and its actor
+to another node.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +17,49 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from decode_worker.actor import DecodeWorkerActor
-from ops.launch.placement import node_of, reserve_slot, wait_placed
-from ops.launch.plan import Bundle, Node, plan
+from ops.launch.plan import Bundle, Node, plan, shared_bundles
 from ops.launch.ports import first_port
 from ops.launch.ray_session import one_line
-from ops.launch.slots import shared_bundles
-from pdserve.core.config import PdserveConfig
+from pdserve.core.config import PdserveConfig, PlacementPolicy
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 from prefill_worker.actor import PrefillWorkerActor
 from worker.spec import WorkerSpec
+
+
+def reserve_slot(
+    bundle: Bundle, target: Node | None, policy: PlacementPolicy, taken: Collection[str]
+) -> PlacementGroup:
+    """Request ``bundle`` from Ray, preferably on ``target``. Under ``strict_spread`` the nodes ``taken`` (ids) are
+    excluded. Returns at once; the group may have to wait for a node."""
+    others = sorted(set(taken) - ({target.node_id} if target else set()))
+    # Selectors are hard constraints, targets are soft: after a node's death any other node may be used.
+    selector = [{"ray.io/node-id": f"!in({','.join(others)})"}] if policy == "strict_spread" and others else None
+    return placement_group(
+        [dict(bundle)],
+        strategy="STRICT_PACK",
+        _soft_target_node_id=target.node_id if target else None,
+        bundle_label_selector=selector,
+    )
+
+
+def node_of(group: PlacementGroup) -> str:
+    """The id of the node that holds the group's bundle now; empty if none does."""
+    table = placement_group_table(group)
+    return str(table["bundles_to_node_id"].get(0, "")) if table["state"] == "CREATED" else ""
+
+
+def wait_placed(groups: Sequence[PlacementGroup], timeout_s: float) -> list[PlacementGroup]:
+    """Wait up to ``timeout_s`` until every group has a node; returns those that have none."""
+    asked = {group.ready(): group for group in groups}
+    _, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    return [asked[reference] for reference in waiting]
+
 
 STOP_TIMEOUT_S = 10.0
 ACTORS: dict[Role, Any] = {Role.PREFILL: PrefillWorkerActor, Role.DECODE: DecodeWorkerActor}
@@ -37,7 +70,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One worker. ``ordinal`` numbers it among all of the service's, and says which ports are its own."""
+    """One worker. ``ordinal`` is its number among all workers of the service, from which its ports follow."""
 
     worker_id: str
     role: Role
@@ -48,12 +81,12 @@ class Member:
 
     @property
     def node_id(self) -> str:
-        """The node it is on; empty while it waits for one."""
+        """The worker's node; empty while it waits for one."""
         return node_of(self.group)
 
 
 class Members:
-    """Adds and removes workers. ``host`` is the address they listen on (empty: that of the node each is on)."""
+    """Adds and removes workers. ``host`` is the address they listen on (empty: that of each worker's node)."""
 
     def __init__(
         self,
@@ -76,17 +109,17 @@ class Members:
 
     @property
     def all(self) -> tuple[Member, ...]:
-        """Everybody, in the order they came."""
+        """All workers, in the order they were added."""
         return tuple(self._members.values())
 
     def of(self, role: Role) -> list[Member]:
-        """Those of one role, in the order they came."""
+        """The workers of one role, in the order they were added."""
         return [member for member in self._members.values() if member.role is role]
 
     def add(self, roles: Sequence[Role], nodes: Sequence[Node], *, share: bool = False) -> list[Member]:
-        """Ask for a worker of each of ``roles``. They come up by themselves, those without a node once there is one;
-        with ``share``, those that find no free slot share one instead (see `slots.shared_bundles`).
-        LaunchError (and nobody is added) under ``strict_spread`` if there is not one for each."""
+        """Request a worker for each of ``roles``. Workers start by themselves as soon as they have a node. With
+        ``share``, workers without a free device slot share one (see `plan.shared_bundles`). Under ``strict_spread``,
+        LaunchError if there is not one node for each; no worker is added then."""
         policy = self._config.cluster.placement
         present = [(member.node_id, member.role) for member in self._members.values()]
         targets = plan(roles, self._bundles, nodes, policy, present)
@@ -117,7 +150,7 @@ class Members:
         return added
 
     def unplaced(self, members: Sequence[Member], timeout_s: float) -> list[Member]:
-        """Wait for nodes, at most ``timeout_s``; returns those that have none."""
+        """Wait up to ``timeout_s`` for nodes; returns the workers that have none."""
         waiting = wait_placed([member.group for member in members], timeout_s)
         return [member for member in members if member.group in waiting]
 
@@ -150,12 +183,12 @@ class Members:
         return notes
 
     def remove(self, members: Sequence[Member], stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End these workers and give their slots back, as far as Ray does it: it may be failing. They are asked to
-        stop, and killed after ``stop_timeout_s`` (0: at once)."""
+        """End workers and free their slots. They are asked to stop, and killed after ``stop_timeout_s`` (0: at once).
+        Errors of Ray are ignored, because it may be failing."""
         if stop_timeout_s > 0:
             placed = [member for member in members if _or_empty(member)]
             with contextlib.suppress(ray.exceptions.RayError):
-                stopping = [member.actor.stop.remote() for member in placed]  # without a node none would answer
+                stopping = [member.actor.stop.remote() for member in placed]  # workers without a node would not answer
                 ray.wait(stopping, num_returns=len(stopping), timeout=stop_timeout_s) if stopping else None
         for member in members:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -185,7 +218,7 @@ class Members:
         return (
             ACTORS[spec.role]
             .options(
-                # A name is free again only some time after its actor was killed.
+                # Unique, because a name stays taken for a while after its actor was killed.
                 name=f"pdserve-{self._config.gateway.port}-{spec.worker_id}-{secrets.token_hex(4)}",
                 num_cpus=others.pop("CPU", 0.0),
                 num_gpus=others.pop("GPU", 0.0),

@@ -1,5 +1,5 @@
-"""How a running service is changed and looked into from its own host: the supervisor's small gRPC service on a Unix
-socket, and its clients. The socket lies in a folder that only the user who started the service can enter."""
+"""Operating a running service from its own host: the supervisor's gRPC service on a Unix socket, and its client. Only
+the user who started the service can access the socket's folder."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX
+from ops.launch.log_files import LogPart
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from pdserve.core.worker import Role
 from pdserve.pb import operator_pb2 as pb
 from pdserve.pb import operator_pb2_grpc
 
 if TYPE_CHECKING:
-    from ops.launch.log_files import LogPart, LogPlace
-    from ops.launch.shutdown import Shutdown
+    from ops.launch.service import Service
+    from ops.launch.shutdown import ServiceShutdown
 
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 60.0
@@ -33,40 +33,17 @@ Report = Callable[[str], None]
 T = TypeVar("T")
 
 
-class Operable(Protocol):
-    """A service whose workers can be added and removed, and whose logs can be read."""
-
-    @property
-    def counts(self) -> Mapping[Role, int]:
-        """Workers of each role."""
-        ...
-
-    def scale(
-        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False
-    ) -> list[str]:
-        """See `ops.launch.service.Service.scale`."""
-        ...
-
-    def logs(self) -> Mapping[str, LogPlace]:
-        """See `ops.launch.service.Service.logs`."""
-        ...
-
-    def read_log(self, name: str, path: str, offset: int) -> LogPart:
-        """See `ops.launch.service.Service.read_log`."""
-        ...
-
-
 def new_socket() -> str:
-    """A path for an `OperatorServer`'s socket, in a folder that is not there yet."""
+    """A path for the socket of an `OperatorServer`, in a folder that does not exist yet."""
     return f"/tmp/{OPERATOR_FOLDER_PREFIX}{secrets.token_hex(4)}/socket"
 
 
 class OperatorServer(operator_pb2_grpc.OperatorServicer):
-    """Serves one service's operator calls at ``socket`` until `stop`. ``log`` is the supervisor's own log; empty: it
-    writes to its terminal. ``on_scaled`` is called when workers may have come or gone, before the caller is told."""
+    """Serves operator calls at ``socket`` until `stop`. ``log`` is the path of the supervisor's log (empty: it logs to
+    its terminal). ``on_scaled`` is called after scaling, before the caller gets the answer."""
 
     def __init__(
-        self, service: Operable, shutdown: Shutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
+        self, service: Service, shutdown: ServiceShutdown, socket: str, on_scaled: Callable[[], None], log: str = ""
     ) -> None:
         self._service, self._shutdown, self._log = service, shutdown, log
         self._on_scaled = on_scaled
@@ -79,12 +56,12 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
         self._server.start()
 
     def stop(self) -> None:
-        """End it; nothing of it is left."""
+        """Stop serving, and remove the socket."""
         self._server.stop(0.5).wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> Iterator[pb.StopEvent]:
-        """Ask for the end, and pass on what is told until it has come."""
+        """Request the shutdown, and stream its progress until it is complete."""
         self._shutdown.request(request.drain_s)
         for stage in self._shutdown.follow():
             if not context.is_active():
@@ -93,7 +70,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
                 yield pb.StopEvent(stage=stage)
 
     def ListLogs(self, request: pb.ListLogsRequest, context: grpc.ServicerContext) -> pb.ListLogsResponse:
-        """Those of supervisor, gateway and workers."""
+        """The logs of supervisor, gateway, and workers."""
         logs = [pb.Log(name=SUPERVISOR, node="here", path=self._log)]
         logs += [pb.Log(name=name, node=log.node, path=log.path) for name, log in self._service.logs().items()]
         return pb.ListLogsResponse(logs=logs)
@@ -107,7 +84,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
         return pb.ReadLogResponse(data=part.data, path=part.path, offset=part.offset)
 
     def Scale(self, request: pb.ScaleRequest, context: grpc.ServicerContext) -> Iterator[pb.ScaleEvent]:
-        """Scale on a thread of its own: a caller that goes away must not leave it half done."""
+        """Add or remove workers. Runs on a thread of its own, so that it completes even if the caller disconnects."""
         events: queue.SimpleQueue[pb.ScaleEvent] = queue.SimpleQueue()
         threading.Thread(target=self._scale, args=(request, events.put), name="scale").start()
         while True:
@@ -116,7 +93,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
             if event.WhichOneof("event") != "stage":
                 return
 
-    def _scale(self, request: pb.ScaleRequest, tell: Callable[[pb.ScaleEvent], None]) -> None:
+    def _scale(self, request: pb.ScaleRequest, send: Callable[[pb.ScaleEvent], None]) -> None:
         wanted = {}
         if request.HasField("prefill"):
             wanted[Role.PREFILL] = request.prefill
@@ -125,31 +102,22 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
         try:
             try:
                 waiting = self._service.scale(
-                    wanted, request.drain_s, lambda stage: tell(pb.ScaleEvent(stage=stage)), request.oversubscribe
+                    wanted, request.drain_s, lambda stage: send(pb.ScaleEvent(stage=stage)), request.oversubscribe
                 )
             finally:
                 self._on_scaled()
             counts = self._service.counts
             scaled = pb.Scaled(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], waiting=waiting)
-            tell(pb.ScaleEvent(scaled=scaled))
-        except Exception as error:  # whatever it is: the caller waits for an answer
+            send(pb.ScaleEvent(scaled=scaled))
+        except Exception as error:  # the caller waits for an answer in any case
             kind, message = to_wire(error)
-            tell(pb.ScaleEvent(failure=pb.Failure(kind=kind, message=message)))
+            send(pb.ScaleEvent(failure=pb.Failure(kind=kind, message=message)))
             if not isinstance(error, PdserveError):
                 raise
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """How many workers there are now, and which of them wait for a node."""
-
-    prefill: int
-    decode: int
-    waiting: tuple[str, ...]
-
-
 class OperatorClient:
-    """Asks the supervisor at ``socket``. Every call raises LaunchError if it does not answer."""
+    """A client of the supervisor at ``socket``. Every call raises LaunchError if the supervisor does not answer."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
@@ -161,29 +129,30 @@ class OperatorClient:
         timeout_s: float,
         report: Report,
         oversubscribe: bool = False,
-    ) -> Scaled:
-        """Ask for so many workers. Raises what kept it from having them."""
+    ) -> pb.Scaled:
+        """Ask for ``wanted`` workers of each role. Returns the new counts and the workers that wait for a node, or
+        raises the supervisor's error."""
         request = pb.ScaleRequest(drain_s=drain_s, oversubscribe=oversubscribe)
         if Role.PREFILL in wanted:
             request.prefill = wanted[Role.PREFILL]
         if Role.DECODE in wanted:
             request.decode = wanted[Role.DECODE]
 
-        def ask(stub: Any) -> Scaled:
+        def ask(stub: Any) -> pb.Scaled:
             for event in stub.Scale(request, timeout=timeout_s):
                 match event.WhichOneof("event"):
                     case "stage":
                         report(event.stage)
                     case "scaled":
-                        return Scaled(event.scaled.prefill, event.scaled.decode, tuple(event.scaled.waiting))
+                        return cast("pb.Scaled", event.scaled)
                     case _:
                         raise from_wire(event.failure.kind, event.failure.message)
-            raise LaunchError("the service's supervisor ended while it scaled")
+            raise LaunchError("the service's supervisor ended while it was scaling")
 
         return self._call(ask)
 
     def stop(self, drain_s: float, timeout_s: float, report: Report) -> None:
-        """Have the service end. Returns when it has, or is about to."""
+        """Shut the service down. Returns when it has ended, or is about to."""
 
         def ask(stub: Any) -> None:
             for event in stub.Stop(pb.StopRequest(drain_s=drain_s), timeout=timeout_s):
@@ -192,21 +161,21 @@ class OperatorClient:
         self._call(ask)
 
     def logs(self) -> dict[str, tuple[str, str]]:
-        """Node and path of every log, by name; an empty path where there is none."""
+        """Node and path of every log, by name. The path is empty for a log on a terminal."""
         answer = self._call(lambda stub: stub.ListLogs(pb.ListLogsRequest(), timeout=CALL_TIMEOUT_S))
         return {log.name: (log.node, log.path) for log in answer.logs}
 
-    def read_log(self, name: str, path: str = "", offset: int = 0) -> tuple[bytes, str, int]:
-        """A part of a log: bytes, the file they are from, and the offset at which it goes on."""
+    def read_log(self, name: str, path: str = "", offset: int = 0) -> LogPart:
+        """The part of a log that begins at ``offset``."""
         request = pb.ReadLogRequest(name=name, path=path, offset=offset)
         part = self._call(lambda stub: stub.ReadLog(request, timeout=CALL_TIMEOUT_S))
         if part.error:
             raise LaunchError(part.error)
-        return part.data, part.path, part.offset
+        return LogPart(part.data, part.path, part.offset)
 
     def _call(self, ask: Callable[[Any], T]) -> T:
         if not os.path.exists(self._socket):
-            raise LaunchError(f"the service's supervisor does not listen at {self._socket}; was it killed?")
+            raise LaunchError(f"the service's supervisor does not listen at {self._socket}; it may have been killed")
         with grpc.insecure_channel(f"unix:{self._socket}") as channel:
             try:
                 grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
@@ -214,6 +183,6 @@ class OperatorClient:
             except grpc.FutureTimeoutError:
                 raise LaunchError(f"the service's supervisor does not answer at {self._socket}") from None
             except grpc.RpcError as error:
-                details = getattr(error, "details", None)  # a call's errors have it
+                details = getattr(error, "details", None)  # errors of calls have it
                 why = details() if callable(details) else error
                 raise LaunchError(f"the service's supervisor gave no answer: {why}") from None

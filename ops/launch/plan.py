@@ -1,15 +1,18 @@
-"""Which node each worker should go to, as arithmetic over the nodes' resources.
+"""Placement: device slots, and the node for each worker. Pure arithmetic over the resources of Ray nodes.
 
-Ray places and re-places; this says what to ask it for, because Ray knows nothing of pairs.
-"""
+A device slot is one GPU, or ``cores_per_worker`` CPU cores. More workers than slots are an error, unless the user asked
+for oversubscription (workers then share slots, as fractions of Ray resources) or for more nodes. Ray places the
+workers; `plan` chooses the nodes to ask it for, because Ray does not know about prefill-decode pairs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 
-from pdserve.core.config import PlacementPolicy
+from pdserve.core.config import ClusterConfig, PlacementPolicy
+from pdserve.core.errors import LaunchError
 from pdserve.core.worker import Role
 
 Bundle = Mapping[str, float]
@@ -20,7 +23,7 @@ _SLACK = 1e-6  # Ray counts in 1/10000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A host of the Ray cluster: all its logical resources, and those that nobody has now."""
+    """A node of the Ray cluster: all its logical resources, and those that are free."""
 
     node_id: str
     ip: str
@@ -63,12 +66,12 @@ def plan(
     policy: PlacementPolicy,
     present: Iterable[tuple[str, Role]] = (),
 ) -> list[Node | None]:
-    """A node for each of ``roles``, in order; None where no node has room. ``present`` are the service's workers that
-    are there already (node id and role); what they use is not in ``available`` any more.
+    """A node for each of ``roles``, in order; None where no node has room. ``present`` are the service's existing
+    workers (node id and role); ``available`` does not include what they use.
 
-    ``pack`` fills few nodes and completes pairs first; ``spread`` takes the node with the fewest workers of the same
-    role (so that no node's loss takes all of them), then the fewest of the other; ``strict_spread`` one without any.
-    """
+    ``pack`` fills few nodes and completes pairs first. ``spread`` prefers the node with the fewest workers of the same
+    role, so that the loss of one node does not take all of them, then the fewest of the other role. ``strict_spread``
+    takes only nodes without a worker."""
     rooms = [_Room(node, dict(node.available), Counter()) for node in nodes]
     by_id = {room.node.node_id: room for room in rooms}
     for node_id, role in present:
@@ -89,7 +92,7 @@ def plan(
 
 
 def _in_pairs(roles: Sequence[Role]) -> list[int]:
-    """The indexes, prefill and decode by turns as far as they go."""
+    """The indexes of ``roles``, alternating between prefill and decode as far as possible."""
     of_role = {role: [index for index, each in enumerate(roles) if each is role] for role in Role}
     longest = max((len(indexes) for indexes in of_role.values()), default=0)
     return [indexes[turn] for turn in range(longest) for indexes in of_role.values() if turn < len(indexes)]
@@ -112,3 +115,103 @@ def _tightest(rooms: Sequence[_Room], role: Role, bundles: Mapping[Role, Bundle]
 
 def _emptiest(rooms: Sequence[_Room], role: Role) -> _Room:
     return min(rooms, key=lambda room: (room.roles[role], room.roles[_other(role)]))
+
+
+SHARED_MEMORY_BYTES = 1 << 20
+"""Every node has this much memory free; a bundle must not be empty."""
+
+
+def resolve_device(config: ClusterConfig, nodes: Sequence[Node]) -> str:
+    """``cpu`` or ``cuda``: the configured device, or for auto cuda if Ray has GPUs. LaunchError if cuda is configured
+    and Ray has no GPU."""
+    num_gpus = sum(node.num_gpus for node in nodes)
+    if config.device == "auto":
+        return "cuda" if num_gpus >= 1 else "cpu"
+    if config.device == "cuda" and num_gpus < 1 and not config.worker_resources and not config.autoscale:
+        raise LaunchError("cluster.device: cuda is configured, but Ray has no GPU; use --device cpu, or check the node")
+    return config.device
+
+
+def count_slots(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> int:
+    """Device slots of all nodes."""
+    if device == "cuda":
+        return sum(int(node.num_gpus) for node in nodes)
+    return sum(int(node.num_cpus // config.cores_per_worker) for node in nodes)
+
+
+def roles_of(config: ClusterConfig) -> list[Role]:
+    """The role of each configured worker; LaunchError if there are none."""
+    if not config.prefill + config.decode:
+        raise LaunchError("cluster.prefill and cluster.decode are both 0; start at least one worker")
+    return [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+
+
+def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) -> dict[Role, Bundle]:
+    """The Ray resources for a worker of each role. LaunchError if the workers would not fit onto the nodes even if
+    those were empty, unless `ClusterConfig.autoscale` allows them to wait."""
+    roles = roles_of(config)
+    kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
+    whole = _bundles(config, kind, size)
+    idle = [replace(node, available=node.resources) for node in nodes]
+    may_wait = config.autoscale and config.placement != "strict_spread"  # unknown for nodes to come
+    if may_wait or _all_fit(config, roles, whole, idle):
+        return whole
+    if config.oversubscribe and not config.worker_resources:
+        for parts in range(2, len(roles) * max(1, ceil(size)) + 1):
+            share = int(size / parts * 10_000) / 10_000
+            if _all_fit(config, roles, shared := _bundles(config, kind, share), idle):
+                return shared
+    raise LaunchError(_why_not(config, device, whole, nodes))
+
+
+def shared_bundles(config: ClusterConfig, device: str) -> dict[Role, Bundle]:
+    """The Ray resources for a worker that is added later and shares a slot: a minimal amount of memory, because the
+    slots are taken. Empty where sharing is impossible: a GPU's memory is divided when the service starts, and custom
+    resources are taken literally."""
+    if device == "cuda" or config.worker_resources or config.placement == "strict_spread":
+        return {}
+    return _bundles(config, "memory", float(SHARED_MEMORY_BYTES))
+
+
+def in_words(resources: Bundle) -> str:
+    """Resources for a message, without those that every node has."""
+    shown = {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith(("node:", "memory", "object_store_memory"))
+    }
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in shown.items()) + "}"
+
+
+def _bundles(config: ClusterConfig, kind: str, amount: float) -> dict[Role, Bundle]:
+    slot = config.worker_resources or {kind: amount}
+    return {
+        Role.PREFILL: {**slot, **config.prefill_resources},
+        Role.DECODE: {**slot, **config.decode_resources},
+    }
+
+
+def _all_fit(config: ClusterConfig, roles: Sequence[Role], bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> bool:
+    return None not in plan(roles, bundles, nodes, config.placement)
+
+
+def _why_not(config: ClusterConfig, device: str, bundles: dict[Role, Bundle], nodes: Sequence[Node]) -> str:
+    workers, slots = config.prefill + config.decode, count_slots(config, device, nodes)
+    if not config.worker_resources and workers > slots and not config.oversubscribe:
+        unit = "GPUs" if device == "cuda" else f"slots of {config.cores_per_worker} core(s)"
+        return (
+            f"cluster.prefill + cluster.decode: {workers} workers, but the cluster has {slots} {unit}; "
+            "ask for fewer, add nodes, share slots with --oversubscribe, or have Ray add nodes with --autoscale"
+        )
+    if config.placement == "strict_spread" and workers > len(nodes):
+        return (
+            f"cluster.placement: strict_spread wants a node for each of {workers} workers, and there are {len(nodes)}; "
+            "ask for fewer, or use spread"
+        )
+    wanted = " and ".join(
+        f"{count} x {in_words(bundles[role])} for {role}"
+        for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+        if count
+    )
+    have = "; ".join(f"{node.ip} has {in_words(node.resources)}" for node in nodes)
+    return f"the workers do not fit onto the cluster (cluster.placement: {config.placement}): {wanted}; {have}"

@@ -1,4 +1,4 @@
-"""Which ports a service listens on, so that firewalls can be told beforehand."""
+"""The ports of a service, which are predictable so that firewalls can be configured."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from pdserve.core.config import ClusterConfig
 from pdserve.core.errors import LaunchError
 
 DEFAULT_BASE = 20_000
-"""Of a service on a Ray that is there already. One on a Ray of its own lets the system pick."""
+"""Default of a service that joins a Ray; one that starts its own Ray uses free ports."""
 
 PORTS_PER_WORKER = 4
-"""Control, and one for each KV transport that uses a port."""
+"""One for control, and one for each KV transport that uses a port."""
 
 
 def port_base(config: ClusterConfig) -> int:
-    """The registry's port, from which all others are counted; 0: the system picks them all."""
+    """The registry's port, from which all others are counted; 0 if the system chooses all ports."""
     if config.port_base is not None:
         return config.port_base
     return 0 if config.address == "local" else DEFAULT_BASE
 
 
 def first_port(base: int, ordinal: int) -> int:
-    """The first of the ports of the service's worker number ``ordinal``, whatever node it is on; LaunchError if they
-    would lie beyond the last port there is."""
+    """The first port of worker number ``ordinal``, whichever node it is on. LaunchError if its ports would exceed
+    65535."""
     first = base + 1 + PORTS_PER_WORKER * ordinal if base else 0
     if first + PORTS_PER_WORKER > 65_536:
-        raise LaunchError(f"cluster.port_base: {base} leaves no ports for worker number {ordinal}; choose a lower one")
+        raise LaunchError(f"cluster.port_base: {base} leaves no ports for worker number {ordinal}; choose a lower base")
     return first
 
 
 def free_port(host: str, port: int, key: str = "gateway.port") -> int:
-    """``port`` if it can be listened on, or (0) a free one; LaunchError that names the configuration's ``key`` if it is
-    taken. ``host`` is a name or an address, of either IP version."""
+    """``port`` if it is free, or for 0 a free port. ``host`` is a name or an address (IPv4 or IPv6). LaunchError, which
+    names the configuration's ``key``, if the port is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""The Ray a service runs on: one it starts for itself and takes down again, or one that is there already."""
+"""The Ray that a service runs on: one that it starts and ends itself, or one that it joins."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ops.launch.plan import Node
 from pdserve.core.errors import LaunchError, PdserveError
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""KV never travels through the object store; it holds next to nothing."""
+"""Small, because KV does not travel through the object store."""
 
 _ALIVE_TIMEOUT_S = 3.0
 _LISTENER_TIMEOUT_S = 10.0
 _LISTENER_POLL_S = 0.25
 _INIT_POLL_S = 0.05
 _INIT_END_S = 15.0
-"""How long a start of Ray that nobody wants any more may go on before it is ended by force."""
+"""How long a cancelled start of Ray may go on before it is ended by force."""
 _INIT_ERRORS = (OSError, RayError, RuntimeError, ValueError)
 
 
 class RaySession:
-    """Connects on `start`, undoes on `stop` exactly what `start` did. See `ray_environment` for what must come before
+    """Joins or starts Ray in `start`, and undoes that in `stop`. `discovery.prepare_environment` must be called before
     this module is imported."""
 
     def __init__(self, address: str) -> None:
@@ -45,16 +45,16 @@ class RaySession:
         self._connected = False
         self._left = threading.Event()
         self.folder = Path(RAY_FOLDERS, f"{RAY_FOLDER_PREFIX}{secrets.token_hex(4)}") if self.owned else None
-        """Where a Ray of our own keeps its files. It is known before it is made, so that it can be noted first."""
+        """The folder of a Ray of our own. Chosen before it is created, so that the state file can name it first."""
 
     @property
     def owned(self) -> bool:
-        """Whether this session starts the Ray it runs on."""
+        """Whether this session starts its own Ray."""
         return self._address == "local"
 
     @property
     def address(self) -> str:
-        """Of the Ray's control service, once it is there."""
+        """Address of Ray's control service, once it is running."""
         return self._gcs_address
 
     def start(
@@ -65,9 +65,9 @@ class RaySession:
         check: Callable[[], None] = lambda: None,
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """Start or join Ray; LaunchError if it cannot be reached. ``num_cpus`` and ``num_gpus`` are for a Ray of our
-        own (default: what the host has). ``check`` is called every moment and may raise, which ends the wait;
-        ``report`` is told which Ray is joined where the address leaves that open."""
+        """Start or join Ray; LaunchError if that fails. ``num_cpus`` and ``num_gpus`` are for a Ray of our own
+        (default: all that the host has). ``check`` is called repeatedly and may raise to end the wait. ``report`` gets
+        the address that is joined, if the configuration leaves it open."""
         if self.folder is None:
             address = self._address
             if address == "auto":
@@ -95,7 +95,7 @@ class RaySession:
                 )
             except PdserveError:
                 raise
-            except Exception as error:  # noqa: BLE001 - Ray raises a plain one when its processes start too slowly
+            except Exception as error:  # noqa: BLE001 - Ray raises a plain Exception if its processes start too slowly
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise LaunchError(f"cannot start a Ray of our own (cluster.address: local): {why}") from None
         here = ray.get_runtime_context()
@@ -105,8 +105,8 @@ class RaySession:
                 self._raylet_address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
 
     def _init(self, check: Callable[[], None], **options: Any) -> None:
-        """`ray.init` on a thread that lives until `stop`. On the main thread Ray would replace the signal handlers by
-        one that raises anywhere; and Linux ends Ray's processes when the *thread* that has started them ends."""
+        """Run `ray.init` on a thread that lives until `stop`. On the main thread Ray would replace the signal handlers
+        with one that raises anywhere, and Linux ends Ray's processes when the *thread* that started them ends."""
         failed: list[BaseException] = []
         done, left = threading.Event(), self._left
 
@@ -123,14 +123,14 @@ class RaySession:
             try:
                 check()
             except BaseException:
-                self._connected = done.wait(_INIT_END_S) and not failed  # it cannot be interrupted
+                self._connected = done.wait(_INIT_END_S) and not failed  # ray.init cannot be interrupted
                 raise
         if failed:
             raise failed[0]
         self._connected = True
 
     def nodes(self) -> list[Node]:
-        """The hosts that are alive now, by address."""
+        """The nodes that are alive, by address."""
         free = available_resources_per_node()
         nodes = [
             Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
@@ -140,20 +140,20 @@ class RaySession:
         return sorted(nodes, key=lambda node: (len(node.ip), node.ip))
 
     def is_alive(self) -> bool:
-        """Whether its control service still listens. (Ray's own calls would wait a minute for it, then end the whole
-        process.)"""
+        """Whether Ray's control service still listens. Ray's own calls would wait a minute for it, then end the whole
+        process."""
         return bool(self._gcs_address) and _listens(self._gcs_address) is None
 
     def trouble(self) -> str:
-        """What of Ray is gone: its control service, or this node's raylet, without which Ray starts no worker here
-        again. Empty: nothing is."""
+        """Which part of Ray is gone: its control service, or this node's raylet, without which Ray starts no workers
+        here. Empty if both are running."""
         for what, address in (("control service (GCS)", self._gcs_address), ("raylet", self._raylet_address)):
             if address and (obstacle := _listens(address)) is not None:
                 return f"Ray's {what} at {address} is gone ({obstacle.strerror or obstacle})"
         return ""
 
     def _await_listener(self, address: str, check: Callable[[], None]) -> None:
-        """Ray would try for many minutes to reach an address that nobody listens at."""
+        """Wait for a listener at ``address``, because Ray itself would retry for many minutes."""
         if not re.fullmatch(r"\S+:\d+", address):
             return
         deadline_s = time.monotonic() + _LISTENER_TIMEOUT_S
@@ -167,8 +167,8 @@ class RaySession:
             time.sleep(_LISTENER_POLL_S)
 
     def stop(self) -> None:
-        """Leave; a Ray of our own ends, with all its processes and its files. If Ray has failed, this process cannot
-        join or start one again: Ray's own way to leave would end the whole process then, so it is not taken."""
+        """Leave Ray; one of our own ends with all its processes and files. After a failure of Ray its own shutdown is
+        not used, because it would end this process; this process cannot join or start a Ray again then."""
         if self._connected and not self.trouble():
             ray.shutdown()
         self._connected = False
@@ -179,7 +179,7 @@ class RaySession:
 
 
 def _listens(address: str) -> OSError | None:
-    """Whether something takes connections at ``host:port``: None, or what was in the way."""
+    """None if ``host:port`` accepts connections, else the error."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _ALIVE_TIMEOUT_S):
@@ -189,6 +189,6 @@ def _listens(address: str) -> OSError | None:
 
 
 def one_line(error: BaseException) -> str:
-    """The last line of what Ray says, which is the cause."""
+    """The last line of a Ray error, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

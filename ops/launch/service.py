@@ -1,4 +1,4 @@
-"""The composition root: Ray, placement, gateway and workers, in the order they need each other; and back again."""
+"""The composition root: starts and stops Ray, gateway, and workers in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -22,55 +22,54 @@ from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
 from ops.launch.log_files import LogPart, LogPlace, locate, log_of, read_part
 from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
-from ops.launch.plan import Bundle, Node
+from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import free_port, port_base
 from ops.launch.ray_session import RaySession, one_line
-from ops.launch.slots import in_words, resolve_device, roles_of, worker_bundles
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
 
 MISSED_CHECKS = 3
-"""Ray may be away for a moment without being gone."""
+"""Checks in a row that have to fail before Ray counts as gone."""
 NODES_TIMEOUT_S = 60.0
-"""How long nodes that are missing on a Ray that was joined are waited for, unless `cluster.nodes` says how many."""
+"""How long to wait for missing nodes of a Ray that was joined, unless `cluster.nodes` is set."""
 NODES_POLL_S = 0.5
 PLACE_TIMEOUT_S = 5.0
-"""How long a worker that is added may take to get a node before it counts as waiting for one."""
+"""After this time an added worker without a node counts as waiting for one."""
 PLACE_REPORT_S = 2.0
-"""A worker that has no node for longer is reported, with what it waits for."""
+"""After this time a worker without a node is reported, with the resources it waits for."""
 DRAIN_ANSWER_S = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class RayLost(LaunchError):
-    """The Ray that the service runs on is gone, or starts no workers any more."""
+    """The Ray that the service runs on is gone, or cannot start workers any more."""
 
 
 class StartCancelled(LaunchError):
-    """The service was told to end while it started."""
+    """The service was asked to end while it was starting."""
 
 
 class Service:
-    """A whole pdserve on one Ray: `prepare`, then `start`, which returns when requests can be served. `stop` leaves
-    nothing behind."""
+    """A whole pdserve service on one Ray: `prepare`, then `start`, which returns when requests can be served. `stop`
+    leaves nothing behind."""
 
     def __init__(
         self, config: PdserveConfig, report: Report = lambda stage: None, note: Report = lambda text: None
     ) -> None:
-        """``report`` gets the stages of start-up, ``note`` what users have to know of the service."""
+        """``report`` gets the stages of start-up, ``note`` what users have to know about the service."""
         self.config = config
         self._report, self._note = report, note
-        self._notes: dict[str, list[str]] = {}  # by worker; of the whole service under its id
+        self._notes: dict[str, list[str]] = {}  # by worker id; notes on the whole service are under the service's id
         self._session = RaySession(config.cluster.address)
         self._members: Members | None = None
         self._gateway: Any = None
         self._id = uuid.uuid4().hex
         self._changing = threading.Lock()
         self._cancelled = threading.Event()
-        self._draining = 0  # requests that were in progress when the gateway last told
-        self._missed = 0  # checks in a row that did not find Ray
+        self._draining = 0  # requests in progress at the gateway's last answer
+        self._missed = 0  # failed checks of Ray in a row
         self.port = config.gateway.port
         self._processes: tuple[ProcessId, ...] = ()
         self.model = ""
@@ -78,39 +77,39 @@ class Service:
 
     @property
     def owns_ray(self) -> bool:
-        """Whether it runs on a Ray of its own."""
+        """Whether the service starts its own Ray."""
         return self._session.owned
 
     @property
     def ray_folder(self) -> str:
-        """Where the Ray of its own keeps its files; empty if it joins one."""
+        """The folder of the service's own Ray; empty if it joins one."""
         return str(self._session.folder or "")
 
     @property
     def ray_address(self) -> str:
-        """The Ray that it runs on, once it does."""
+        """The address of the service's Ray, once it is running."""
         return self._session.address
 
     @property
     def counts(self) -> dict[Role, int]:
-        """How many workers of each role there are, those that wait for a node included."""
+        """Workers of each role, including those that wait for a node."""
         members = self._members
         return {role: len(members.of(role)) if members else 0 for role in Role}
 
     def prepare(self) -> None:
-        """Check the configuration and the model's files and choose the port and Ray's folder, so that they can be noted
-        before anything is started. PdserveError if the service cannot start."""
+        """Check the configuration and the model's files, and choose the port and Ray's folder, so that the state file
+        can name them before anything is started. PdserveError if the service cannot start."""
         model = self._source = resolve_model(self.config.model.path)
         self.model = model.name
-        if model.folder is not None and self.owns_ray:  # elsewhere, each worker's host has files of its own
+        if model.folder is not None and self.owns_ray:  # on a cluster, each host has its own files
             check_weight_files(model.folder)
         if note := tokenizer_note(model.folder):
-            self._note(note)  # the gateway tells it in its status
+            self._note(note)  # the gateway adds it to its status itself
         roles_of(self.config.cluster)
         self.port = free_port(self.config.gateway.host, self.config.gateway.port)
 
     def start(self) -> None:
-        """Bring everything up; PdserveError (and nothing left running) if it cannot be."""
+        """Start everything. On an error everything is stopped again and a PdserveError raised."""
         with self._changing:
             self._check()
             try:
@@ -123,31 +122,31 @@ class Service:
                 self._check()
             except ray.exceptions.RayError as error:
                 self.stop(STOP_TIMEOUT_S)
-                raise LaunchError(f"Ray failed while the service started: {one_line(error)}") from None
+                raise LaunchError(f"Ray failed while the service was starting: {one_line(error)}") from None
             except BaseException:
                 self.stop(0.0)
                 raise
 
     def cancel(self) -> None:
-        """Have `start` end with StartCancelled, soon, or at once if it has not begun."""
+        """Have `start` end with StartCancelled as soon as possible."""
         self._cancelled.set()
 
     def drain(self) -> int:
-        """Have the gateway refuse new requests from now on; returns how many are still in progress."""
+        """Have the gateway refuse new requests. Returns the number of requests in progress."""
         if self._gateway is None or not self._session.is_alive():
             return 0
         try:
             self._draining = ray.get(self._gateway.drain.remote(), timeout=DRAIN_ANSWER_S)
         except ray.exceptions.RayActorError:
-            return 0  # the gateway is dead, and its streams with it
+            return 0  # the gateway and its streams have ended
         except ray.exceptions.RayError as error:
             log.warning("the gateway does not answer: %s", one_line(error))
-            return max(1, self._draining)  # what is in progress goes on until the drain's own time is over
+            return max(1, self._draining)  # requests go on until the drain's deadline
         return self._draining
 
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
-        """End workers, gateway, placement and (if it is ours) Ray; afterwards no process of ours is left. Gateway and
-        workers are asked to stop, and killed after ``patience_s`` each (0, or where Ray has failed: at once)."""
+        """End workers, gateway, placement groups, and a Ray of our own. Gateway and workers are asked to stop, and
+        killed after ``patience_s`` each (0, or after a failure of Ray: at once)."""
         patience_s = 0.0 if self._session.trouble() else patience_s
         if ray.is_initialized() and self._session.is_alive():
             gateway, self._gateway = self._gateway, None
@@ -160,29 +159,28 @@ class Service:
                 self._members.remove(self._members.all, patience_s)
         self._gateway = self._members = None
         self._session.stop()
-        clear_leftovers("", self._processes)  # on a Ray that goes on nothing else waits for them
+        clear_leftovers("", self._processes)  # a Ray that was joined does not wait for them
         end_children()
 
     def scale(
         self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False
     ) -> list[str]:
-        """Bring the service to ``wanted`` workers of each role (a role that is not there stays as it is). Those that
-        go finish their requests first, for ``drain_s`` at most; those that come serve when this returns, except the
-        ones returned by name: they wait for a node, which Ray has been asked for. With ``oversubscribe`` (or if the
-        service was started with it) those that find no free slot share one. LaunchError if it cannot be: then
-        none was added, but those that were to go have gone."""
+        """Bring the service to ``wanted`` workers of each role; other roles stay as they are. Removed workers finish
+        their requests first, for at most ``drain_s``. Added workers serve when this returns, except the returned ones,
+        which wait for a node that Ray was asked for. With ``oversubscribe``, workers without a free device slot share
+        one. On a LaunchError no worker was added, but removed workers are gone."""
         if not self._changing.acquire(blocking=False):
-            raise LaunchError("the service is starting, or being scaled already; try again when that is done")
+            raise LaunchError("the service is starting or being scaled; try again later")
         try:
             return self._scale(wanted, drain_s, report, oversubscribe or self.config.cluster.oversubscribe)
         except ray.exceptions.RayError as error:
-            raise LaunchError(f"Ray failed while the service was scaled: {one_line(error)}") from None
+            raise LaunchError(f"Ray failed while the service was being scaled: {one_line(error)}") from None
         finally:
             self._changing.release()
 
     def tend(self) -> None:
-        """What has to be done every now and then: tell the gateway, which may have started anew, who belongs to the
-        service. RayLost if Ray's control service or this node's raylet is gone."""
+        """Periodic maintenance: tell the gateway, which may have been restarted, the service's members. RayLost if
+        Ray's control service or this node's raylet is gone."""
         if trouble := self._session.trouble():
             self._missed += 1
             if self._missed >= MISSED_CHECKS:
@@ -193,8 +191,8 @@ class Service:
             self._tell_members()
 
     def processes(self) -> tuple[ProcessId, ...]:
-        """Gateway, workers and engines on this host, while the service runs on a Ray that it has joined: nothing else
-        tells which of that Ray's processes are the service's. While Ray does not answer, what was known last."""
+        """Gateway, workers, and engines on this host of a service that joined a Ray, where nothing else identifies
+        them. While Ray does not answer, the last known ones."""
         if self.owns_ray or self._gateway is None or self._session.trouble():
             return self._processes
         found = []
@@ -208,7 +206,7 @@ class Service:
         return self._processes
 
     def logs(self) -> dict[str, LogPlace]:
-        """Where the gateway's and each worker's log is; those that have no process yet are left out."""
+        """The logs of gateway and workers, without those that have no process yet."""
         if self._gateway is None or self._session.trouble():
             return {}
         places = {name: locate(actor) for name, actor in self._actors().items()}
@@ -218,7 +216,7 @@ class Service:
         """A part of the log of the gateway or a worker. LaunchError if there is none."""
         place = self.logs().get(name)
         if place is None:
-            raise LaunchError(f"{name} has no log: it is not there, or has no process yet")
+            raise LaunchError(f"{name} has no log: it does not exist, or has no process yet")
         return read_part(place, path, offset)
 
     def _actors(self) -> dict[str, Any]:
@@ -227,7 +225,7 @@ class Service:
 
     def _check(self) -> None:
         if self._cancelled.is_set():
-            raise StartCancelled("the service was told to stop while it started")
+            raise StartCancelled("the service was asked to stop while it was starting")
 
     def _scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool) -> list[str]:
         members = self._members
@@ -242,7 +240,7 @@ class Service:
         leaving = [member for role, count in wanted.items() for member in _to_leave(members.of(role), count)]
         coming = [role for role, count in wanted.items() for _ in range(count - len(members.of(role)))]
         if leaving:
-            report(f"{_names(leaving)}: finishing their requests")
+            report(f"{_names(leaving)}: finishing requests")
             retiring = self._gateway.retire.remote([member.worker_id for member in leaving], drain_s)
             ray.get(retiring, timeout=drain_s + STOP_TIMEOUT_S)
             members.remove(leaving)
@@ -256,12 +254,12 @@ class Service:
                 waiting = members.unplaced(added, PLACE_TIMEOUT_S)
                 if waiting and self.owns_ray:
                     hint = (
-                        "a GPU's memory is divided when the service starts: start it with that many workers"
+                        "a GPU's memory is divided when the service starts, so restart it with that many workers"
                         if members.device == "cuda" or oversubscribe
                         else "let workers share slots with --oversubscribe"
                     )
                     raise LaunchError(
-                        f"no free slot for {_names(waiting)}, and a Ray of its own gets no more nodes; {hint}"
+                        f"no free slot for {_names(waiting)}, and the service's own Ray gets no more nodes; {hint}"
                     )
                 placed = [member for member in added if member not in waiting]
                 notes = members.wait_ready(placed, self.config.cluster.start_timeout_s, report)
@@ -287,7 +285,7 @@ class Service:
 
     def _start_workers(self) -> None:
         model = self._source
-        assert model is not None, "prepare comes first"
+        assert model is not None, "call prepare first"
         cluster = self.config.cluster
         nodes, device, bundles = self._await_nodes()
         choice = service_dtype(self.config, model.shape.dtype, device, hosts_of(nodes, bundles), self._session.owned)
@@ -314,7 +312,7 @@ class Service:
         self._tell_members()
 
     def _await_placed(self, members: Members, added: Sequence[Member], timeout_s: float) -> None:
-        """Return once all have a node. What is waited for is reported: on a Ray that was joined, others may have it."""
+        """Wait until all workers have a node, and report what is missing."""
         began_s = time.monotonic()
         told = ""
         while waiting := members.unplaced(added, CHECK_EVERY_S):
@@ -345,8 +343,8 @@ class Service:
             raise from_wire(*told["error"])
 
     def _await_nodes(self) -> tuple[list[Node], str, dict[Role, Bundle]]:
-        """The nodes, the device and what workers ask for. Nodes join some time after `ray up` has returned: on a Ray
-        that was joined, what is missing is waited for."""
+        """The nodes, the device, and the workers' bundles. Waits for missing nodes of a Ray that was joined, because
+        nodes join some time after `ray up` has returned."""
         cluster = self.config.cluster
         deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
         told = ""
@@ -367,7 +365,7 @@ class Service:
                 time.sleep(NODES_POLL_S)
 
     def _take_notes(self, notes: Mapping[str, list[str]], tell: Report | None = None) -> None:
-        """Tell the user, and keep them for the status."""
+        """Pass notes on to the user, and keep them for the status."""
         self._notes.update(notes)
         for text in (text for texts in notes.values() for text in texts):
             (tell or self._note)(text)
@@ -379,7 +377,7 @@ class Service:
 
 
 def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:
-    """Those that go when ``stay`` are to stay: who has no node first, then who came last."""
+    """The workers to remove so that ``stay`` remain: those without a node first, then the latest."""
     first_to_stay = sorted(members, key=lambda member: not member.node_id)  # stable
     return first_to_stay[stay:]
 
@@ -393,7 +391,7 @@ def _different(bundles: Sequence[Bundle]) -> list[Bundle]:
 
 
 def end_children() -> None:
-    """End, by id, what is left of this process's descendants."""
+    """End the remaining descendants of this process by process id."""
     children = psutil.Process(os.getpid()).children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):

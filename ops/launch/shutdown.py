@@ -1,4 +1,4 @@
-"""The request to end a service, and how much time is left for what is in progress."""
+"""The shutdown of a service: who requests it, how much time is left for requests in progress, and its progress."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 DRAIN_S = 30.0
-"""How long requests in progress may go on after SIGTERM, Ctrl-C, or `pdserve down` without --drain."""
+"""Time for requests in progress after SIGTERM, Ctrl-C, or `pdserve down` without --drain."""
 
 FOLLOW_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Shutdown:
-    """Asked for by signals (see `caught`) and by the operator's `Stop`. ``report`` gets what `tell` says.
+class ServiceShutdown:
+    """Requested by signals (see `caught`) and by the operator's `Stop`. ``report`` gets the progress.
 
-    A signal's handler runs between any two instructions of the main thread, so it takes no lock: it counts, and
-    `is_requested` draws the conclusions. The first signal leaves `DRAIN_S`, the second none.
-    """
+    A signal handler runs between any two instructions of the main thread and must not take locks, so it only counts;
+    `is_requested` acts on the count. The first signal leaves `DRAIN_S` for requests in progress, the second none."""
 
     def __init__(self, report: Callable[[str], None] = lambda stage: None) -> None:
         self._report = report
@@ -33,7 +32,7 @@ class Shutdown:
         self._ended = False
         self._followers: list[queue.SimpleQueue[str | None]] = []
         self.signum = 0
-        """The last signal; 0: none has come."""
+        """The last signal; 0 if there was none."""
 
     def is_requested(self) -> bool:
         """Whether the service is to end."""
@@ -44,7 +43,7 @@ class Shutdown:
 
     @property
     def time_left_s(self) -> float:
-        """For requests in progress, once `is_requested`."""
+        """Time left for requests in progress, once `is_requested`."""
         return (
             max(0.0, self._deadline_s - time.monotonic())
             if self.is_requested() and self._deadline_s is not None
@@ -52,27 +51,27 @@ class Shutdown:
         )
 
     def request(self, drain_s: float) -> None:
-        """End the service. Asked more than once, the shorter time counts."""
+        """Request the end of the service. If it is requested more than once, the earliest deadline counts."""
         deadline_s = time.monotonic() + drain_s
         with self._lock:
             self._deadline_s = deadline_s if self._deadline_s is None else min(deadline_s, self._deadline_s)
 
     def tell(self, stage: str) -> None:
-        """Report, also to those who `follow`."""
+        """Report progress, also to the callers of `follow`."""
         self._report(stage)
         with self._lock:
             for follower in self._followers:
                 follower.put(stage)
 
     def end(self) -> None:
-        """Nothing more will be told."""
+        """The shutdown is complete; ends `follow`."""
         with self._lock:
             self._ended = True
             for follower in self._followers:
                 follower.put(None)
 
     def follow(self) -> Iterator[str]:
-        """What is told from now on, until `end`; an empty string every second in which it is nothing."""
+        """Progress from now on, until `end`; an empty string for every second without any."""
         told: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with self._lock:
             self._followers.append(told)
@@ -93,12 +92,12 @@ class Shutdown:
 
     @contextmanager
     def caught(self) -> Iterator[Callable[[], None]]:
-        """Within this, SIGTERM, SIGINT and SIGHUP only ask for the end. Gives a function that has to be called while
-        Ray connects, and after it: Ray puts a handler of its own in the place of ours, which lets the first signal
-        through but has the process abort three seconds later. Only on the main thread."""
+        """Within this context SIGTERM, SIGINT and SIGHUP only request the shutdown. Gives a function that reinstalls
+        the handlers; call it while Ray connects and afterwards, because Ray installs a handler that aborts the process
+        three seconds after a signal. Only on the main thread."""
 
         def on_signal(signum: int, frame: FrameType | None) -> None:
-            signal.alarm(0)  # with which that handler would abort the process
+            signal.alarm(0)  # Ray's handler would abort the process with an alarm
             self.signum = signum
             self._signals += 1
 

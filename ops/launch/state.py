@@ -1,5 +1,5 @@
-"""Which services of this user run on this host: a small file per gRPC port, so that `pdserve down`, `list`, `logs` and
-`scale` find what `pdserve up` began."""
+"""The services of this user on this host: one state file per gRPC port, by which `pdserve down`, `list`, `logs` and
+`scale` find what `pdserve up` started."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Phase = Literal["starting", "ready", "restarting", "stopping"]
 
 
 def state_folder() -> Path:
-    """Where the files lie: ``$XDG_STATE_HOME/pdserve`` or ``~/.local/state/pdserve``."""
+    """The folder of the state files: ``$XDG_STATE_HOME/pdserve`` or ``~/.local/state/pdserve``."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "pdserve"
 
 
 @contextlib.contextmanager
 def writable_state() -> Iterator[Path]:
-    """The folder, made if it is missing. LaunchError if it, or what the block writes into it, cannot be written."""
+    """The folder, created if missing. LaunchError if it, or a file that the block writes there, is not writable."""
     folder = state_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
     except OSError as error:
         raise LaunchError(
-            f"cannot write to {error.filename or folder}, where services are noted: {error.strerror}; "
+            f"cannot write to {error.filename or folder}, the folder of state files: {error.strerror}; "
             "make it writable, or set XDG_STATE_HOME to a folder that is"
         ) from None
 
@@ -51,10 +51,9 @@ def port_of(target: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """A service, by its supervisor. ``create_time`` tells the process from a later one with the same id. ``ray_folder``
-    is that of a Ray of its own (empty: it joined one), ``socket`` its operator's, ``start_timeout_s`` how long a worker
-    may take to start. ``processes`` are those on this host that are not found by the Ray's folder. ``since_s`` is
-    seconds since 1970."""
+    """A service, identified by its supervisor (``pid`` and ``create_time``). ``ray_folder`` is the folder of its own
+    Ray (empty: it joined one), ``socket`` the operator's, ``start_timeout_s`` how long workers may take to start.
+    ``processes`` are those on this host that are not found by Ray's folder. ``since_s`` is in seconds since 1970."""
 
     pid: int
     create_time: float
@@ -73,12 +72,12 @@ class ServiceState:
 
     @staticmethod
     def path(port: int) -> Path:
-        """The file of the service on ``port``."""
+        """The state file of the service on ``port``."""
         return state_folder() / f"{port}.json"
 
     def claim(self) -> None:
-        """Note a service that is about to start, before it begins anything. LaunchError if another one of this user has
-        the port, or if it cannot be noted."""
+        """Write the state file of a service that is about to start. LaunchError if another service of this user has the
+        port, or the file cannot be written."""
         with _locked():
             before = None
             with contextlib.suppress(FileNotFoundError, LaunchError):
@@ -86,7 +85,7 @@ class ServiceState:
             again = before is not None and (before.pid, before.create_time) == (self.pid, self.create_time)
             if before is not None and before.process() is not None and not again:
                 raise LaunchError(
-                    f"gateway.port: a service of yours (process {before.pid}, {before.phase}) has port {self.port}; "
+                    f"gateway.port: a service of yours (process {before.pid}, {before.phase}) uses port {self.port}; "
                     f"choose another with --port, or end it with pdserve down --target localhost:{self.port}"
                 )
             if before is not None and not again:
@@ -94,7 +93,7 @@ class ServiceState:
             self._write()
 
     def update(self, **changes: Any) -> ServiceState:
-        """Note what has changed; returns the new state."""
+        """Write changed fields; returns the new state."""
         changed = replace(self, **changes)
         if changed != self:
             changed._write()
@@ -102,17 +101,17 @@ class ServiceState:
 
     @classmethod
     def read(cls, port: int) -> ServiceState:
-        """The service on ``port``; LaunchError if none was started here."""
+        """The service on ``port``; LaunchError if none was started on this host."""
         try:
             return cls.load(cls.path(port))
         except FileNotFoundError:
             others = ", ".join(str(state.port) for state in cls.all())
-            there_are = f"; services of this user have port {others}" if others else ""
+            there_are = f"; services of this user use port {others}" if others else ""
             raise LaunchError(f"no service was started on this host with port {port}{there_are}") from None
 
     @classmethod
     def load(cls, path: Path) -> ServiceState:
-        """The service that a file notes; FileNotFoundError, or LaunchError if it is not such a file."""
+        """Read a state file; FileNotFoundError, or LaunchError if it is malformed."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             processes = tuple((int(pid), float(created)) for pid, created in fields.pop("processes", ()))
@@ -122,27 +121,27 @@ class ServiceState:
 
     @classmethod
     def all(cls) -> list[ServiceState]:
-        """Every service of this user that is noted on this host, by port: those that were killed, too."""
+        """All services of this user on this host by port, including killed ones."""
         states = []
         for path in state_folder().glob("[0-9]*.json"):
-            with contextlib.suppress(FileNotFoundError, LaunchError):  # it has just ended, or was never one
+            with contextlib.suppress(FileNotFoundError, LaunchError):  # removed meanwhile, or malformed
                 states.append(cls.load(path))
         return sorted(states, key=lambda state: state.port)
 
     def remove(self) -> None:
-        """The service is gone."""
+        """Remove the state file after the service has ended."""
         with contextlib.suppress(OSError, LaunchError):
             noted = self.load(self.path(self.port))
-            if (noted.pid, noted.create_time) == (self.pid, self.create_time):  # else another has the port by now
+            if (noted.pid, noted.create_time) == (self.pid, self.create_time):  # else another service has the port now
                 self.path(self.port).unlink()
 
     def clear(self) -> str:
-        """The service is gone without having cleared up: end what is left of it, and return that in words."""
+        """Clean up after a service that could not: end what is left of it. Returns a description of the remains."""
         with _locked():
             return self._clear()
 
     def process(self) -> psutil.Process | None:
-        """The supervisor, if it is still the one that was noted."""
+        """The supervisor's process, if it is still running."""
         return find((self.pid, self.create_time))
 
     def _clear(self) -> str:
@@ -161,13 +160,13 @@ class ServiceState:
 
 
 def clear_dead_services() -> dict[int, str]:
-    """Remove what services of this user have left whose supervisors were killed: what it was, by port."""
+    """Clean up after the services of this user whose supervisors were killed. Returns descriptions by port."""
     return {state.port: state.clear() for state in ServiceState.all() if state.process() is None}
 
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """One process at a time removes what is noted, or notes a port anew."""
+    """Serializes removing and claiming of ports between processes."""
     with contextlib.ExitStack() as stack:
         with writable_state() as folder:
             lock = stack.enter_context((folder / "lock").open("a"))

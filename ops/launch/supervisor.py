@@ -1,9 +1,8 @@
-"""The process that owns a running service: notes it for `pdserve down`, starts it, and takes it down when told to.
+"""The process that owns a running service: writes its state file, starts it, and takes it down on request.
 
-`python -m ops.launch.supervisor CONFIG_JSON REPORT_FD LOG` is what `pdserve up --detach` leaves behind. It tells
-its progress as JSON lines on ``REPORT_FD``: ``{"stage": …}`` and ``{"note": …}`` any number of times, then
-``{"ready": port}`` or ``{"error": [kind, message]}``, and closes it.
-"""
+`python -m ops.launch.supervisor CONFIG_JSON REPORT_FD LOG` is the process behind `pdserve up --detach`. It reports
+progress as JSON lines on ``REPORT_FD``: ``{"stage": …}`` and ``{"note": …}`` any number of times, then ``{"ready":
+port}`` or ``{"error": [kind, message]}``, after which it closes the descriptor."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ops.launch.ray_environment import prepare_environment
-from ops.launch.shutdown import Shutdown
+from ops.launch.discovery import prepare_environment
+from ops.launch.shutdown import ServiceShutdown
 from ops.launch.state import ServiceState, clear_dead_services
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -35,16 +34,15 @@ log = logging.getLogger(__name__)
 TEND_EVERY_S = 2.0
 TEND_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 0.1
-"""How often the main thread looks whether a signal has come."""
+"""How often the main thread checks for signals."""
 MAX_RESTARTS = 3
-"""A Ray of the service's own that is lost more often than this is not started again, unless it ran for
-`RESTART_FORGET_S` in between."""
+"""Most restarts of the service's own Ray within `RESTART_FORGET_S` of each other."""
 RESTART_FORGET_S = 600.0
 RESTART_VARIABLE = "PDSERVE_RESTART"
 
 
 class Interrupted(LaunchError):
-    """A signal came while the service started. ``signum`` says which."""
+    """The start was ended by the signal ``signum``."""
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
@@ -53,12 +51,12 @@ class Interrupted(LaunchError):
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What a supervisor tells itself over an exec. A process that has lost its Ray cannot start another one: Ray's
-    library may end it at any call. So it replaces itself, and keeps its id and its port.
+    """Passed from a supervisor to its successor over exec. A process that has lost its Ray cannot start another one,
+    because Ray's library may end the process at any call. The supervisor therefore replaces itself, and keeps its
+    process id and port.
 
-    ``port`` is the one to take again (None: this is the first start), ``count`` how often Ray was lost of late,
-    ``last_s`` when, in seconds since 1970.
-    """
+    ``port`` is the port to reuse (None: this is the first start), ``count`` the number of recent losses of Ray,
+    ``last_s`` the time of the last one in seconds since 1970."""
 
     port: int | None = None
     count: int = 0
@@ -66,18 +64,19 @@ class Restart:
 
     @classmethod
     def told(cls) -> Restart:
-        """What this process was told, once."""
+        """The restart that this process continues. Reads the variable once."""
         value = os.environ.pop(RESTART_VARIABLE, "")
         return cls(**json.loads(value)) if value else cls()
 
     def after(self, lost: LaunchError, service: Service) -> Restart | None:
-        """How to go on after Ray was lost; None: not at all, because the Ray was joined, or is lost too often."""
+        """The restart to make after Ray was lost. None if there is none to make: the Ray was joined, or is lost too
+        often."""
         now_s = time.time()
         count = self.count + 1 if now_s - self.last_s < RESTART_FORGET_S else 1
         return Restart(service.port, count, now_s) if service.owns_ray and count <= MAX_RESTARTS else None
 
     def execute(self) -> None:
-        """Begin the program anew, with the arguments it was started with. Does not return."""
+        """Replace this process with a new one that has the same arguments. Does not return."""
         os.environ[RESTART_VARIABLE] = json.dumps(asdict(self))
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -90,19 +89,18 @@ def supervise(
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run a service until SIGTERM, SIGINT or `pdserve down`. ``on_ready`` gets the port, ``note`` what users have to
-    know. Raises PdserveError if it cannot start (Interrupted if a signal was why), or if the Ray it runs on is gone.
+    know about the service. Raises PdserveError if it cannot start (Interrupted after a signal) or its Ray is lost.
 
-    Must be called on the main thread. A signal during start-up ends that too; afterwards the first one lets requests
-    in progress go on for `shutdown.DRAIN_S`, the second does not.
-    """
+    Must be called on the main thread. A signal during start-up ends the start. Later, the first signal lets requests in
+    progress go on for `shutdown.DRAIN_S`; the second ends them."""
     prepare_environment(config.cluster.address)
-    shutdown, restart = Shutdown(report), Restart.told()
+    shutdown, restart = ServiceShutdown(report), Restart.told()
     if restart.port is not None:
         config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": restart.port})})
     with shutdown.caught() as renew_handlers:
         for port, left in clear_dead_services().items():
-            report(f"removed what a killed service on port {port} had left{f': {left}' if left else ''}")
-        from ops.launch.service import Service, StartCancelled  # brings in Ray
+            report(f"removed the remains of a killed service on port {port}{f': {left}' if left else ''}")
+        from ops.launch.service import Service, StartCancelled  # imports Ray
 
         service = Service(config, report, note)
         service.prepare()
@@ -115,12 +113,12 @@ def supervise(
 
 
 class _Supervisor:
-    """One run of a service: notes it, starts it, watches its Ray, drains it, and clears up."""
+    """One run of a service."""
 
     def __init__(
         self,
         service: Service,
-        shutdown: Shutdown,
+        shutdown: ServiceShutdown,
         restart: Restart,
         renew_handlers: Callable[[], None],
         log_path: str,
@@ -147,7 +145,7 @@ class _Supervisor:
             ray_address="" if service.owns_ray else config.cluster.address,
             since_s=time.time(),
         )
-        self._state.claim()  # before anything is begun, so that nothing can be left that is not noted
+        self._state.claim()  # before anything is started, so that all remains can be found
         try:
             self._operator = OperatorServer(service, shutdown, self._state.socket, self._note_members, log_path)
         except BaseException:
@@ -162,7 +160,7 @@ class _Supervisor:
             on_ready(self._service.port)
             if (lost := self._serve()) is not None:
                 again = self._restart.after(lost, self._service)
-                # Told before anything else is done: what follows may end this process (see `RaySession.stop`).
+                # Reported first, because the next steps may end this process (see `RaySession.stop`).
                 self._shutdown.tell(f"{lost}; {'starting it again' if again else 'ending the service'}")
                 self._note(phase="restarting" if again else "stopping")
                 if again is None:
@@ -176,7 +174,7 @@ class _Supervisor:
                 if self._shutdown.is_requested():
                     again = None
                 if again is None:
-                    self._state.remove()  # not if the service could not be stopped: `down` finds it then
+                    self._state.remove()  # kept if the service could not be stopped, for `down`
             finally:
                 self._shutdown.end()
                 self._operator.stop()
@@ -184,7 +182,7 @@ class _Supervisor:
             again.execute()
 
     def _start(self) -> None:
-        """`Service.start` on a thread of its own: this one is free for signals, and no signal interrupts Ray."""
+        """Run `Service.start` on a thread, so that this thread can handle signals and no signal interrupts Ray."""
         failed: list[BaseException] = []
 
         def start() -> None:
@@ -206,8 +204,8 @@ class _Supervisor:
             raise failed[0]
 
     def _serve(self) -> LaunchError | None:
-        """Until the service is to end; what of Ray is lost otherwise. Ray's calls may hang, so they have a thread of
-        their own: this one is free for signals."""
+        """Wait for the shutdown, or return the error if Ray is lost. Calls into Ray may hang and run on a thread of
+        their own."""
         from ops.launch.service import RayLost
 
         lost: list[LaunchError] = []
@@ -221,8 +219,8 @@ class _Supervisor:
                 except RayLost as error:
                     lost.append(error)
                     return
-                except Exception:  # Ray may fail at any of these calls; if it is lost, the next round tells
-                    log.exception("unexpected error while the service was looked after")
+                except Exception:  # if Ray is lost, the next round detects it
+                    log.exception("unexpected error while tending the service")
                 ending.wait(TEND_EVERY_S)
 
         tending = threading.Thread(target=tend, name="tend", daemon=True)
@@ -238,7 +236,7 @@ class _Supervisor:
         told = 0
         while (running := self._service.drain()) and self._shutdown.time_left_s > 0:
             if running != told:
-                again = " (once more ends them now)" if self._shutdown.signum else ""
+                again = " (a second signal ends them now)" if self._shutdown.signum else ""
                 self._shutdown.tell(f"waiting for requests in progress: {running}{again}")
                 told = running
             time.sleep(LOOK_EVERY_S)
@@ -262,7 +260,7 @@ def main() -> None:
     config_json, report_fd, log_path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     pipe = None
-    if RESTART_VARIABLE not in os.environ:  # else the one who listened was told that the service is ready long ago
+    if RESTART_VARIABLE not in os.environ:  # else the parent got its answer before the restart
         os.set_inheritable(report_fd, False)
         pipe = os.fdopen(report_fd, "w", buffering=1, encoding="utf-8")
 
@@ -272,12 +270,12 @@ def main() -> None:
             try:
                 pipe.write(json.dumps(message) + "\n")
             except BrokenPipeError:
-                log.warning("nobody listens to the start-up report any more")
+                log.warning("the start-up report is no longer read")
 
     def on_ready(port: int) -> None:
         tell({"ready": port})
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what could not be written
+            with contextlib.suppress(BrokenPipeError):  # unwritten output
                 pipe.close()
 
     try:

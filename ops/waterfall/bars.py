@@ -1,4 +1,4 @@
-"""Where each stage's bar lies in time: the one layout that terminal and picture draw."""
+"""Layout of the waterfall's bars, shared by terminal and picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLORS: Mapping[str, str] = {
 }
 
 WHAT: Mapping[str, str] = {
-    NETWORK: "between client and gateway, both ways",
+    NETWORK: "between client and gateway, both directions",
     **{stage.name: stage.what for stage in STAGES[Figure.TTFT_DECODE]},
     UNATTRIBUTED: "the client's figure minus the sum of the stages",
 }
@@ -35,8 +35,8 @@ FIGURE_TITLES: Mapping[Figure, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stage's place: it begins where the stage before it ended. ``length_ms`` may be negative (clock error or
-    residue): the next bar then begins earlier."""
+    """A stage, which starts where the previous one ended. ``length_ms`` is negative for a clock error or residue; the
+    next bar then starts earlier."""
 
     stage: str
     start_ms: float
@@ -61,7 +61,7 @@ def bars(breakdown: Breakdown) -> list[Bar]:
 
 
 def longest(generation: Generation) -> Breakdown | None:
-    """The breakdown that tells most: that of ``ttft_decode`` if there was a second token, else of ``ttft``."""
+    """The most comprehensive breakdown: that of ``ttft_decode`` if there was a second token, else of ``ttft``."""
     return generation.breakdowns.get(Figure.TTFT_DECODE) or generation.breakdowns.get(Figure.TTFT)
 
 
@@ -75,7 +75,7 @@ def human_bytes(count: float) -> str:
 
 
 def reused(generation: Generation) -> str:
-    """One line that says what prefix caches saved: 'prefix cache: 128 of 200 prompt tokens not computed, …'."""
+    """One line on what prefix caches saved: 'prefix cache: 128 of 200 prompt tokens not computed, …'."""
     parts = []
     if generation.prefill_cached_tokens:
         parts.append(f"{generation.prefill_cached_tokens} of {generation.prompt_tokens} prompt tokens not computed")
@@ -86,10 +86,10 @@ def reused(generation: Generation) -> str:
 
 
 def proof(generation: Generation) -> str:
-    """One line that says whether the KV cache moved as it must: 'kv 1.2 MB = expected, 5 blocks over grpc_stream'."""
+    """One line on the KV bytes that were transferred: 'kv 1.2 MB = expected, 5 blocks over grpc_stream'."""
     if not generation.kv_bytes and not generation.kv_bytes_expected and not generation.kv_blocks_skipped:
-        why = "colocated" if generation.mode == "colocated" else "nothing to hand over"
-        return f"kv not moved ({why})"
+        why = "colocated" if generation.mode == "colocated" else "no hand-off needed"
+        return f"kv not transferred ({why})"
     parts = [f"kv {human_bytes(generation.kv_bytes)}"]
     if generation.kv_bytes == generation.kv_bytes_expected:
         parts[0] += " = expected"
@@ -99,7 +99,7 @@ def proof(generation: Generation) -> str:
     blocks = "block" if generation.kv_blocks_sent == 1 else "blocks"
     parts.append(f"{generation.kv_blocks_sent} {blocks} over {generation.transport}")
     if generation.kv_blocks_skipped:
-        parts.append(f"{generation.kv_blocks_skipped} held by decode already")
+        parts.append(f"{generation.kv_blocks_skipped} already on decode")
     if generation.transfer.kv_bytes_retried:
         parts.append(f"{human_bytes(generation.transfer.kv_bytes_retried)} retried")
     if generation.transfer.checksum:

@@ -20,8 +20,8 @@ FORMATS = (".jpg", ".pdf", ".png", ".svg", ".webp")
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Raise `InvalidRequest` that names ``option`` if no picture can be saved as ``path``. Makes its folder, and leaves
-    a file that is there as it is."""
+    """Raise `InvalidRequest`, which names ``option``, if no picture can be saved at ``path``. Creates its folder; an
+    existing file is not changed."""
     if path.suffix.lower() not in FORMATS:
         raise InvalidRequest(f"{option}: the name of the picture {str(path)!r} must end in one of {', '.join(FORMATS)}")
     try:
@@ -36,12 +36,12 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def save_waterfalls(generations: Sequence[Generation], path: str | Path, title: str = "") -> Path:
-    """Draw ``generations`` (at least one with a breakdown: ValueError) into the picture ``path``, whose name ends in
-    one of `FORMATS`; folders are made. `PdserveError` if it cannot be written."""
+    """Draw ``generations`` (ValueError unless at least one has a breakdown) into the picture ``path``, whose suffix is
+    one of `FORMATS`. Creates the folder. `PdserveError` if the picture cannot be written."""
     drawn = [(index, g, b) for index, g in enumerate(generations, 1) if (b := longest(g)) is not None]
     if not drawn:
         raise ValueError("no generation with a breakdown to draw")
-    # Without pyplot: no global state, no display, and figures that are collected like anything else.
+    # Avoids pyplot, which needs global state and a display, and keeps figures alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -115,7 +115,7 @@ def _draw_panel(axes: Any, prefix: str, generation: Generation, breakdown: Break
 
 
 def _label(axes: Any, bar: Bar, row: int, total_ms: float) -> None:
-    """The stage's figures: inside a long bar, else on the side that has room."""
+    """The stage's duration and share: inside a long bar, else beside it where there is room."""
     right_ms = bar.left_ms + abs(bar.length_ms)
     inside = abs(bar.length_ms) > 0.4 * total_ms
     to_the_right = not inside and right_ms < 0.7 * total_ms

@@ -1,4 +1,4 @@
-"""Waterfalls in the terminal: every stage a bar that begins where the one before it ended."""
+"""Waterfalls in the terminal: each stage is a bar that starts where the previous one ended."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def waterfall(generation: Generation) -> RenderableType:
             )
         parts.append(table)
     if Figure.TTFT_DECODE not in generation.breakdowns:
-        parts.append(Text("no second token, hence no ttft_decode", style="dim"))
+        parts.append(Text("no second token, so no ttft_decode", style="dim"))
     parts.append(_proof_line(generation))
     return Group(*parts)
 
 
 def overview(generations: Sequence[Generation]) -> RenderableType:
-    """Several requests: a table with a column for each, then one stacked bar each on a common time scale."""
+    """Several requests: a table with one column each, then one stacked bar each on a common time scale."""
     table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False, header_style="bold")
     table.add_column("request", no_wrap=True)
     for index in range(1, len(generations) + 1):
@@ -73,7 +73,7 @@ def overview(generations: Sequence[Generation]) -> RenderableType:
 
 
 def legend(generations: Sequence[Generation]) -> Text:
-    """The colours of the stages that occur, and the mark of token 1."""
+    """The colours of the stages that occur, and the mark for token 1."""
     seen = {stage for g in generations for b in g.breakdowns.values() for stage in b.stages_ms}
     text = Text()
     for stage, color in COLORS.items():
@@ -84,7 +84,7 @@ def legend(generations: Sequence[Generation]) -> Text:
 
 def _headline(generation: Generation) -> Text:
     workers = generation.prefill_worker
-    if generation.decode_worker not in ("", generation.prefill_worker):  # none where one token was wanted
+    if generation.decode_worker not in ("", generation.prefill_worker):  # empty if only one token was requested
         workers = f"{generation.prefill_worker} → {generation.decode_worker}"
     attempts = f" · {generation.attempts} attempts" if generation.attempts > 1 else ""
     return Text.assemble(
@@ -121,7 +121,7 @@ def _positioned(bar: Bar, scale_ms: float) -> Text:
     left = max(0.0, bar.left_ms) / scale_ms * _BAR_WIDTH
     length = abs(bar.length_ms) / scale_ms * _BAR_WIDTH
     column = min(_BAR_WIDTH - 1, int(left))
-    eighths = max(1, round(length * 8))  # a hairline for what is too short to see: it did happen
+    eighths = max(1, round(length * 8))  # at least a hairline, so that no stage is invisible
     whole, rest = divmod(eighths, 8)
     drawn = "█" * min(whole, _BAR_WIDTH - column) + (_EIGHTHS[rest].strip() if column + whole < _BAR_WIDTH else "")
     return Text(" " * column).append(drawn, style=COLORS[bar.stage])

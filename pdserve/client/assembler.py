@@ -1,4 +1,4 @@
-"""From the messages of one stream to tokens and the final generation; both clients feed it."""
+"""Builds tokens and the final generation from the messages of one stream, for both clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _MODES = {pb.MODE_AUTO: Mode.AUTO, pb.MODE_PD: Mode.PD, pb.MODE_COLOCATED: Mode.
 
 
 class Assembler:
-    """Collects one request's messages; times are the client's monotonic seconds, ``started_s`` just before the call."""
+    """Collects the messages of one request. Times are the client's monotonic seconds; ``started_s`` is the time just
+    before the call."""
 
     def __init__(self, started_s: float) -> None:
         self._started_s = started_s
@@ -27,7 +28,7 @@ class Assembler:
         return bool(self._tokens) or self._generation is not None
 
     def add(self, message: pb.GenerateResponse, arrived_s: float) -> Token | None:
-        """Take a message in; returns its token, or None if it was the completion."""
+        """Add a message; returns its token, or None for the completion."""
         if message.HasField("completion"):
             self._generation = self._assemble(message.completion, arrived_s)
             return None
@@ -38,7 +39,7 @@ class Assembler:
     def result(self) -> Generation:
         """The generation, once the stream has ended; `PdserveError` if it ended without its completion."""
         if self._generation is None:
-            raise PdserveError("the stream ended without its completion; the service broke it off")
+            raise PdserveError("the stream ended without its completion")
         return self._generation
 
     def _assemble(self, completion: pb.Completion, arrived_s: float) -> Generation:
@@ -109,6 +110,6 @@ def _token(message: pb.Token, arrived_s: float) -> Token:
 def _timeline(completion: pb.Completion) -> Timeline:
     known = set(EventKind)
     timeline = Timeline(clocks={c.worker: ClockOffset(c.offset_s, c.error_s) for c in completion.clocks})
-    # A newer service may know events that this client does not: they belong to no stage here.
+    # Events of a newer service that this client does not know belong to no stage.
     timeline.extend(Event(EventKind(e.kind), e.worker, e.time_s) for e in completion.events if e.kind in known)
     return timeline

@@ -30,7 +30,7 @@ from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 
 class AsyncClient:
-    """A pdserve service at ``target`` (host:port). Use it within one event loop; ``async with`` closes it. After
+    """Client of the service at ``target`` (host:port). Use it within one event loop; ``async with`` closes it. After
     `close` every method raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
@@ -41,8 +41,8 @@ class AsyncClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        """Ask for a generation from text or token ids. `InvalidRequest` at once if a field is wrong; everything else
-        comes out of the stream."""
+        """Start a generation from text or token ids. Raises `InvalidRequest` at once if a field is wrong; all other
+        errors are raised by the stream."""
         request = build_request(prompt, options)
         timeout_s = timeout_of(options)
 
@@ -56,7 +56,8 @@ class AsyncClient:
         return AsyncStream(connect, start, self.target, lambda: self._closed)
 
     async def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Connect now, so that no request pays for it; `NotReady` if nothing answers within ``timeout_s``."""
+        """Connect in advance, so that no request has to wait for it; `NotReady` if nothing answers within
+        ``timeout_s``."""
         with self._while_open():
             try:
                 async with asyncio.timeout(timeout_s):
@@ -73,7 +74,7 @@ class AsyncClient:
             state = self._channel.get_state(try_to_connect=True)
 
     async def status(self, timeout_s: float = 10.0) -> ServiceStatus:
-        """The service's workers, their load and their blocks."""
+        """The service's workers, their load, and their blocks."""
         await self.connect(timeout_s)
         try:
             with self._while_open():
@@ -82,7 +83,7 @@ class AsyncClient:
             raise error_from_status(error.code(), error.details(), self.target, error.trailing_metadata()) from None
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
-        """Whether the service takes requests (grpc.health.v1); False as well if nothing answers."""
+        """Whether the service accepts requests (grpc.health.v1); False if nothing answers."""
         try:
             await self.connect(timeout_s)
             with self._while_open():
@@ -92,7 +93,7 @@ class AsyncClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until the service takes requests; `NotReady` after ``timeout_s``."""
+        """Wait until the service accepts requests; `NotReady` after ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         while not await self.ready(max(0.05, deadline_s - time.monotonic())):
             if time.monotonic() >= deadline_s:
@@ -100,13 +101,13 @@ class AsyncClient:
             await asyncio.sleep(0.1)
 
     async def close(self) -> None:
-        """Close the channel; requests under way are cancelled."""
+        """Close the channel; running requests are cancelled."""
         self._closed = True
         await self._channel.close(None)
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """Calls over a closed channel raise errors of grpc.aio's own, and calls that it cuts CancelledError."""
+        """Translate what grpc.aio raises for calls over a closed channel (UsageError, CancelledError)."""
         try:
             yield
         except (grpc.aio.UsageError, asyncio.CancelledError):

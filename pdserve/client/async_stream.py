@@ -22,7 +22,7 @@ Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 Arrival = tuple[pb.GenerateResponse, float] | grpc.aio.AioRpcError | asyncio.CancelledError | None
-"""A message and when it came (monotonic seconds), what ended the call, or None: it is complete."""
+"""A message with its arrival time (monotonic seconds), the error that ended the call, or None at its end."""
 
 
 async def _read(call: Call, arrivals: asyncio.Queue[Arrival]) -> None:
@@ -31,7 +31,7 @@ async def _read(call: Call, arrivals: asyncio.Queue[Arrival]) -> None:
             arrivals.put_nowait((message, time.monotonic()))
     except grpc.aio.AioRpcError as error:
         arrivals.put_nowait(error)
-    except asyncio.CancelledError as error:  # grpc.aio says this of our own cancel() too
+    except asyncio.CancelledError as error:  # grpc.aio also raises this after our own cancel()
         arrivals.put_nowait(error)
         raise
     else:
@@ -39,11 +39,11 @@ async def _read(call: Call, arrivals: asyncio.Queue[Arrival]) -> None:
 
 
 def _cancel(loop: asyncio.AbstractEventLoop, call: Call) -> None:
-    """Cancel ``call`` of ``loop`` from any thread: the garbage collector runs in any."""
-    if loop.is_closed():  # its end cancelled the call's reader, and with it the call
+    """Cancel ``call``, which belongs to ``loop``, from any thread, because the garbage collector runs in any thread."""
+    if loop.is_closed():  # the reader and the call were cancelled with the loop
         return
     if loop.is_running() and not _runs_here(loop):
-        with contextlib.suppress(RuntimeError):  # closed just now
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
             loop.call_soon_threadsafe(call.cancel)
     else:
         call.cancel()
@@ -57,17 +57,16 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 class AsyncStream:
-    """Tokens as they come (``async for``), then `result`. The call leaves on first use, after the channel is
-    connected. A task reads ahead, so that a token's time is that of its arrival whatever else awaits in between (but
-    nothing can be read while the event loop is kept busy).
+    """The tokens of one request (``async for``), then its `result`. The call starts on first use, after the channel is
+    connected. A task reads ahead, so that a token's time is that of its arrival, whatever the caller awaits in between;
+    nothing can be read while the event loop is blocked.
 
-    The request is cancelled when its stream is left before its end: an ``async for`` loop over it ends early
-    (``break``, an exception), the task that awaits it is cancelled (also by `asyncio.wait_for` or `asyncio.timeout`),
-    ``async with`` is left, the stream is closed or garbage collected, or its client is closed. To read a part and go on
-    later, call ``await anext(stream)``. Errors are those of `pdserve.core.errors`; each later use raises the same one.
+    The request is cancelled when the stream is left early: an ``async for`` loop over it ends (``break``, an
+    exception), the task that awaits it is cancelled (also by `asyncio.wait_for` or `asyncio.timeout`), ``async with``
+    is left, the stream is closed or garbage collected, or its client is closed. To read some tokens and continue later,
+    call ``await anext(stream)``. Errors are those of `pdserve.core.errors`; later uses raise the same error again.
 
-    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed.
-    """
+    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class AsyncStream:
         self._result: Generation | None = None
 
     def __aiter__(self) -> AsyncIterator[Token]:
-        return _Loop(self)
+        return _AsyncStreamLoop(self)
 
     async def __anext__(self) -> Token:
         token = await self._advance()
@@ -97,7 +96,7 @@ class AsyncStream:
         return token
 
     async def _advance(self) -> Token | None:
-        """The next token; None if the stream is complete."""
+        """The next token; None at the end of the stream."""
         if self._error is not None:
             raise self._error
         if self._result is not None:
@@ -105,7 +104,7 @@ class AsyncStream:
         try:
             return await self._next()
         except PdserveError as error:
-            self._error = self._error or error  # if it was cancelled in the meantime, that is why it ended
+            self._error = self._error or error  # keeps the error of a cancellation meanwhile
         except BaseException:
             self._abort("the task that read its stream was cancelled or interrupted")
             raise
@@ -147,14 +146,14 @@ class AsyncStream:
         return self._assembler
 
     async def result(self) -> Generation:
-        """Read what is left and return the whole generation."""
+        """Read the remaining tokens and return the whole generation."""
         while await self._advance() is not None:
             pass
         assert self._result is not None
         return self._result
 
     def cancel(self) -> None:
-        """Give the request up; nothing if it has ended. Readers get `RequestAborted`."""
+        """Cancel the request, unless it has ended. Readers get `RequestAborted`."""
         self._abort("")
 
     async def aclose(self) -> None:
@@ -176,9 +175,8 @@ class AsyncStream:
         await self.aclose()
 
 
-class _Loop:
-    """The iterator that an ``async for`` loop holds while it runs; the request is cancelled if it goes before the
-    end."""
+class _AsyncStreamLoop:
+    """The iterator of an ``async for`` loop. The request is cancelled if it is deleted before the end."""
 
     def __init__(self, stream: AsyncStream) -> None:
         self._stream = stream
@@ -186,7 +184,7 @@ class _Loop:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Token:  # a coroutine, so that it keeps the loop while it waits
+    async def __anext__(self) -> Token:  # a coroutine, which keeps this iterator alive while it waits
         return await anext(self._stream)
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a client's channel is opened, and what a gRPC status becomes."""
+"""Channel options of the clients, and the translation of gRPC statuses into errors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     # A hidden retry would make a request look slow instead of failed.
     ("grpc.enable_retries", 0),
-    # The service is the cluster's own: a proxy for the outside world is not on its way.
+    # The service is within the cluster, not behind a proxy for the outside world.
     ("grpc.enable_http_proxy", 0),
-    # A connection of its own for each client, with its own back-off.
+    # Each client has its own connection and back-off.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -48,7 +48,7 @@ _CLASSES: dict[grpc.StatusCode, type[PdserveError]] = {
 
 
 Trailing = Iterable[Any]
-"""Pairs of key and value; the type stubs know two kinds of them."""
+"""Pairs of key and value, for which the type stubs have two types."""
 
 
 def error_from_status(
@@ -58,11 +58,10 @@ def error_from_status(
     trailing: Trailing | None = None,
     has_begun: bool = False,
 ) -> PdserveError:
-    """The error that the service names in its trailing metadata; where it names none (or one of a later version), the
-    class for the gRPC status. Its message can stand alone. ``has_begun`` tells whether the call has had an answer.
+    """The error for a failed call: the one named in the service's trailing metadata, else the class for the gRPC
+    status. ``has_begun`` tells whether the call had received a message.
 
-    For calls that this client did not cancel itself: `RequestAborted` would say so, so no status becomes one.
-    """
+    For calls that this client did not cancel itself. No status becomes `RequestAborted`, which means just that."""
     details = " ".join((details or "").split())
     metadata = dict(trailing or ())
     error = _error(code, details, target, metadata.get(ERROR_KIND_KEY, ""), has_begun)
@@ -80,13 +79,13 @@ def _error(code: grpc.StatusCode, details: str, target: str, kind: Any, has_begu
         return _cancelled_by_the_server(details, target, has_begun)
     if code is grpc.StatusCode.UNAVAILABLE and is_reset(details):
         return NotReady(
-            f"the server at {target} ended the stream ({details}): it is stopping, or takes no more streams now; try "
-            "again after a while"
+            f"the server at {target} ended the stream ({details}): it is stopping, or accepts no more streams now; try "
+            "again later"
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return NotReady(f"the service at {target} is not available: {details or 'no reason given'}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        # grpc's own words for it ("Deadline Exceeded", "Stream removed (Deadline Exceeded)") tell a user nothing.
+        # grpc's own message ("Deadline Exceeded", "Stream removed (Deadline Exceeded)") does not help users.
         own = not details or "deadline exceeded" in details.lower()
         return DeadlineExceeded("the request's deadline passed; raise it or reduce the load" if own else details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -104,29 +103,29 @@ def _error(code: grpc.StatusCode, details: str, target: str, kind: Any, has_begu
 
 
 def _cancelled_by_the_server(details: str, target: str, has_begun: bool) -> PdserveError:
-    """A gRPC server beyond its limit on open streams answers CANCELLED without a word, or resets the stream with the
-    HTTP/2 code of that name."""
+    """A gRPC server that exceeds its limit of open streams answers CANCELLED without details, or resets the stream with
+    the HTTP/2 code CANCEL."""
     unexplained = details in ("", grpc.StatusCode.CANCELLED.name) or is_reset(details)
     if unexplained and not has_begun:
         return _overloaded(target, details or grpc.StatusCode.CANCELLED.name)
     reason = details or "no reason given"
-    return NotReady(f"the server at {target} cancelled the request ({reason}); send it again after a while")
+    return NotReady(f"the server at {target} cancelled the request ({reason}); send it again later")
 
 
 def _overloaded(target: str, details: str) -> CapacityExceeded:
     return CapacityExceeded(
         f"the server at {target} refused the stream, most likely because too many are open ({details}); "
-        "send fewer at a time, or try again after a while"
+        "send fewer at a time, or try again later"
     )
 
 
 def is_reset(details: str | None) -> bool:
-    """Whether a server that is there ended the stream or the connection on the level of HTTP/2."""
+    """Whether a reachable server ended the stream or the connection at the HTTP/2 level."""
     return any(frame in (details or "") for frame in ("RST_STREAM", "GOAWAY"))
 
 
 def _retry_after_s(value: Any) -> float | None:
-    """Seconds from the metadata's milliseconds; None if there are none or they make no sense."""
+    """Seconds from the metadata's milliseconds; None if they are missing or invalid."""
     try:
         milliseconds = float(value)
     except (TypeError, ValueError):
@@ -135,12 +134,12 @@ def _retry_after_s(value: Any) -> float | None:
 
 
 def unreachable(target: str) -> NotReady:
-    """Nothing listens at ``target``."""
+    """The error for a target where nothing listens."""
     return NotReady(
         f"nothing answers at {target}: start the service with `pdserve up`, or name the right host:port as the target"
     )
 
 
 def client_closed(target: str) -> RequestAborted:
-    """The caller closed its own client."""
+    """The error after the caller closed its own client."""
     return RequestAborted(f"cancelled by the client: the client of {target} was closed")

@@ -1,4 +1,4 @@
-"""What a client gets: tokens as they come, and at the end the whole generation with its explanation."""
+"""Results of a request: tokens as they arrive, and finally the whole generation with its breakdowns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """A token that could have come: its id, what it looks like by itself, and the natural logarithm of its probability
-    under the model's own distribution (before bias, penalties, temperature and filters)."""
+    """An alternative token: its id, its text, and the natural logarithm of its probability under the model's own
+    distribution (before bias, penalties, temperature, and filters)."""
 
     token_id: int
     text: str
@@ -24,9 +24,9 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token. ``text`` is what it adds (may be empty while a character is incomplete), ``index`` 0 is the first
-    after the prompt, ``arrived_s`` the client's monotonic clock when its message was read. ``logprob`` and
-    ``top_logprobs`` (likeliest first) are there if ``logprobs`` were asked for."""
+    """One token. ``text`` is what it adds to the output (may be empty while a character is incomplete). ``index`` 0 is
+    the first token after the prompt. ``arrived_s`` is the client's monotonic clock when the message was read.
+    ``logprob`` and ``top_logprobs`` (likeliest first) are set if ``logprobs`` were requested."""
 
     token_id: int
     text: str
@@ -38,12 +38,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class TransferDetails:
-    """How the KV blocks travelled; all zero without a transfer. The three times that are easily confused:
-    ``wire_ms`` the receiver spent on moving bytes, ``exposed_ms`` is the part not hidden behind the prefill (what the
-    request waited for; ``room_wait_ms`` of it because decode had no room yet), ``request_to_ready_ms`` decode's
-    allocation to last block verified. Around them: ``export_ms`` the sender's reading and hashing, ``import_ms`` the
-    receiver's hashing, ``span_ms`` first message to last block verified. ``gbs`` was achieved (10^9 bytes per second
-    of wire and import), ``ceiling_gbs`` is what the link moved at best when it was opened (0: not measured)."""
+    """How the KV blocks were transferred; all zero without a transfer.
+
+    Three times that are easily confused: ``wire_ms`` is what the receiver spent on moving bytes, ``exposed_ms`` the
+    part that was not hidden behind the prefill (of it ``room_wait_ms`` because decode had no room yet), and
+    ``request_to_ready_ms`` the time from decode's allocation to the last verified block. ``export_ms`` is the sender's
+    reading and hashing, ``import_ms`` the receiver's hashing, ``span_ms`` first message to last verified block. ``gbs``
+    is the achieved rate (10^9 bytes per second of wire and import), ``ceiling_gbs`` the link's best rate when it was
+    opened (0: not measured)."""
 
     export_ms: float
     wire_ms: float
@@ -61,17 +63,17 @@ class TransferDetails:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request. Times are the client's own: ``ttft_ms`` to token 1 (to the end of the stream if it had no
-    token at all), ``ttft_decode_ms`` to token 2 (None if there was none), ``itl_ms`` the gaps between tokens.
-    ``breakdowns`` has a figure only where its token was written. Bytes are whole blocks. From prefix caches:
-    ``prefill_cached_tokens`` of the prompt were not computed, ``kv_blocks_skipped`` not sent.
+    """A finished request.
 
-    ``tokens`` are those of ``token_ids``, in step with them: as they were streamed, less the last ones if a stop string
-    trimmed them.
+    Times are the client's own: ``ttft_ms`` to token 1 (to the end of the stream if there was no token),
+    ``ttft_decode_ms`` to token 2 (None if there was none), ``itl_ms`` the gaps between tokens. ``breakdowns`` has a
+    figure only if its token was written. Bytes are whole blocks. Prefix caches saved the computation of
+    ``prefill_cached_tokens`` of the prompt and the transfer of ``kv_blocks_skipped``.
 
-    ``timeline`` is the raw material of ``breakdowns``: `events` in the order in which they happened, each on the clock
-    of its own host, and for each worker its clock's offset to the gateway's (`clocks`).
-    """
+    ``tokens`` correspond to ``token_ids``: all streamed tokens, except those that a stop string trimmed.
+
+    ``timeline`` is the raw data of ``breakdowns``: `events` in order, each on the clock of its own host, and `clocks`,
+    the offset of each worker's clock to the gateway's."""
 
     request_id: str
     text: str
@@ -100,17 +102,17 @@ class Generation:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Everything that is known to have happened to the request, in order of the gateway's clock."""
+        """All known events of the request, in order of the gateway's clock."""
         return tuple(sorted(self.timeline.events.values(), key=lambda event: self.timeline.gateway_time(event.kind)))
 
     @property
     def clocks(self) -> Mapping[str, ClockOffset]:
-        """By worker: its host's clock minus the gateway's."""
+        """Offset of each worker's clock: its host's clock minus the gateway's."""
         return self.timeline.clocks
 
     @property
     def clock_error_ms(self) -> float:
-        """How far off a stage that spans two hosts may be; the larger one of both breakdowns."""
+        """Error bound of a stage that spans two hosts; the larger one of both breakdowns."""
         return max((breakdown.clock_error_ms for breakdown in self.breakdowns.values()), default=0.0)
 
     @property
@@ -123,8 +125,8 @@ class Generation:
         return self.ttft_ms if figure is Figure.TTFT else self.ttft_decode_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values: exactly what ``pdserve generate --json`` prints. ``logprobs`` (one entry per token
-        of ``token_ids``) are there only if they were asked for."""
+        """Plain values: the output of ``pdserve generate --json``. ``logprobs`` (one entry per token of ``token_ids``)
+        are included only if they were requested."""
         plain = {
             "request_id": self.request_id,
             "text": self.text,
@@ -171,13 +173,12 @@ class Generation:
         return plain
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """The raw timeline as a pandas DataFrame: a row for each of `events`, in their order.
+        """The timeline as a pandas DataFrame with one row per event.
 
-        Columns: ``request_id``, ``event``, ``worker``, ``time_s`` (the clock of the worker's host), ``gateway_ms``
-        (since the first event, on the gateway's clock) and ``clock_error_ms`` (how far off ``gateway_ms`` may be).
-        ImportError without pandas.
-        """
-        import pandas  # a client does not need it for anything else
+        Columns: ``request_id``, ``event``, ``worker``, ``time_s`` (clock of the worker's host), ``gateway_ms`` (since
+        the first event, on the gateway's clock) and ``clock_error_ms`` (error bound of ``gateway_ms``). ImportError
+        without pandas."""
+        import pandas  # optional dependency
 
         events, clocks, at_s = self.events, self.clocks, self.timeline.gateway_time
         return pandas.DataFrame(

@@ -1,4 +1,4 @@
-"""A generation request as both clients build it: checked here, so that a mistake needs no round trip."""
+"""Builds the request message for both clients. Checks it first, so that a mistake needs no round trip."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalt
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `generate` takes beside the prompt; what is left out (or None) is the service's default.
+    """Options of `generate`. Omitted options (or None) take the service's defaults.
 
-    ``timeout_s`` is the request's deadline, ``mode`` auto, pd or colocated, ``salt`` keeps cached KV apart: requests
-    share it only within one (256 characters at most; default: the empty one). The others are those of `SamplingParams`.
-    """
+    ``timeout_s`` is the request's deadline, ``mode`` is auto, pd or colocated. ``salt`` (at most 256 characters, empty
+    by default) separates cached KV: requests share it only within one salt. The others are those of
+    `SamplingParams`."""
 
     max_tokens: int | None
     temperature: float | None
@@ -66,7 +66,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
 
 
 def timeout_of(options: GenerateOptions) -> float | None:
-    """The request's deadline in seconds from now; `InvalidRequest` if it is not a positive number."""
+    """The request's deadline in seconds from now; `InvalidRequest` unless it is a positive number."""
     timeout_s = options.get("timeout_s")
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < float("inf")):
         raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a positive number of seconds")

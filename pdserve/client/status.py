@@ -1,4 +1,4 @@
-"""The service's own account of itself, typed."""
+"""The service's status, typed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pdserve.pb import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ServiceWorker:
-    """One worker as the router last heard of it, ``heartbeat_age_s`` ago. Of its prefix cache: tokens of all prompts
-    since its engine's start, how many of those were cached, and the blocks that can be found now. ``kv_refused`` counts
-    the KV messages it refused since its engine's start, by reason."""
+    """One worker, as reported ``heartbeat_age_s`` ago. Its prefix cache since the engine's start: prompt tokens looked
+    up, prompt tokens found, and blocks cached now. ``kv_refused`` counts refused KV messages since the engine's start,
+    by reason."""
 
     worker_id: str
     role: str
@@ -77,11 +77,10 @@ class ServiceWorker:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The service: its model, its workers, what waits in the router (``queued``) and what it runs (``running``).
+    """The service: its model, its workers, and the requests that wait in the router (``queued``) or run (``running``).
 
-    ``dtype`` is what the model is computed in, ``checkpoint_dtype`` what its weights are stored in. ``notes`` are what
-    users have to know: a missing tokenizer, a converted dtype, cores shared with another service.
-    """
+    ``dtype`` is the type of the computation, ``checkpoint_dtype`` that of the stored weights. ``notes`` are what users
+    have to know: a missing tokenizer, a converted dtype, cores shared with another service."""
 
     ready: bool
     version: str
@@ -102,23 +101,23 @@ class ServiceStatus:
 
     @property
     def idle(self) -> bool:
-        """Nothing queued, and nothing running or waiting on any worker."""
+        """Whether nothing is queued, running, or waiting on a worker."""
         return not (self.queued or self.running or any(w.running or w.waiting for w in self.workers))
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks held, over all workers."""
+        """KV blocks in use on all workers."""
         return sum(worker.num_blocks - worker.free_blocks for worker in self.workers)
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of KV that the smallest worker holds: what one request can have at most. 0 without workers."""
+        """Tokens of KV that the smallest worker holds, which limits a single request. 0 without workers."""
         known = [worker for worker in self.workers if worker.num_blocks]
         present = [worker for worker in known if worker.state != "lost"] or known
         return min((worker.num_blocks for worker in present), default=0) * self.block_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: what ``pdserve status --json`` prints."""
+        """Plain values: the output of ``pdserve status --json``."""
         return asdict(self)
 
     @classmethod

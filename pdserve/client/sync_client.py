@@ -30,12 +30,12 @@ from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 _RECHECK_S = 5.0
-"""A connection that answered this recently is taken for standing."""
+"""A connection that answered within this time is assumed to be open."""
 
 
 class Client:
-    """A pdserve service at ``target`` (host:port). Threads may share it; ``with`` closes it. After `close` every method
-    raises `RequestAborted`."""
+    """Client of the service at ``target`` (host:port). Threads may share it; ``with`` closes it. After `close` every
+    method raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target
@@ -47,8 +47,8 @@ class Client:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """Ask for a generation from text or token ids. `InvalidRequest` at once if a field is wrong; everything else
-        comes out of the stream."""
+        """Start a generation from text or token ids. Raises `InvalidRequest` at once if a field is wrong; all other
+        errors are raised by the stream."""
         request = build_request(prompt, options)
         timeout_s = timeout_of(options)
 
@@ -62,25 +62,25 @@ class Client:
         return Stream(connect, start, self.target, lambda: self._closed)
 
     def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Connect now, so that no request pays for it; `NotReady` if nothing answers within ``timeout_s``.
+        """Connect in advance, so that no request has to wait for it; `NotReady` if nothing answers within
+        ``timeout_s``.
 
-        `generate` does this itself before its clock starts, once for all streams that begin within a few seconds. It is
-        one health call: grpc's own way to watch a channel's state costs the blocking API a polling thread.
-        """
+        `generate` does this itself before its clock starts, once for all streams that start within a few seconds. It
+        makes a health call, because watching a channel's state costs grpc's blocking API a polling thread."""
         try:
             with self._while_open():
                 self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             if self._closed:
                 raise client_closed(self.target) from None
-            # Any other status came from a server, so the channel stands.
+            # Any other status comes from a server, so the channel is open.
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 if is_reset(error.details()):
                     raise self._error(error) from None
                 raise unreachable(self.target) from None
 
     def _connect_once(self, timeout_s: float) -> None:
-        """`connect`, unless the service answered within the last few seconds; one call for all threads that wait."""
+        """`connect`, unless the service answered within the last few seconds. One call serves all waiting threads."""
         began_s = time.monotonic()
         if not self._connecting.acquire(timeout=timeout_s):
             raise unreachable(self.target)
@@ -93,8 +93,8 @@ class Client:
             self._connecting.release()
 
     def status(self, timeout_s: float = 10.0) -> ServiceStatus:
-        """The service's workers, their load and their blocks."""
-        self.connect(timeout_s)  # for its message where nothing answers
+        """The service's workers, their load, and their blocks."""
+        self.connect(timeout_s)  # for its error message if nothing answers
         try:
             with self._while_open():
                 return ServiceStatus.from_proto(self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
@@ -102,7 +102,7 @@ class Client:
             raise self._error(error) from None
 
     def ready(self, timeout_s: float = 10.0) -> bool:
-        """Whether the service takes requests (grpc.health.v1); False as well if nothing answers."""
+        """Whether the service accepts requests (grpc.health.v1); False if nothing answers."""
         try:
             with self._while_open():
                 answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -111,7 +111,7 @@ class Client:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until the service takes requests; `NotReady` after ``timeout_s``."""
+        """Wait until the service accepts requests; `NotReady` after ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         while not self.ready(max(0.05, deadline_s - time.monotonic())):
             if time.monotonic() >= deadline_s:
@@ -119,13 +119,13 @@ class Client:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Close the channel; requests under way are cancelled."""
+        """Close the channel; running requests are cancelled."""
         self._closed = True
         self._channel.close()
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """grpc raises a plain ValueError for calls over a closed channel."""
+        """Translate the ValueError that grpc raises for calls over a closed channel."""
         try:
             yield
         except ValueError:

@@ -20,19 +20,19 @@ from pdserve.pb import inference_pb2 as pb
 
 
 class Call(Protocol):
-    """What grpc returns for a server-streaming call, as far as it is used here."""
+    """The part of grpc's server-streaming call that is used here."""
 
     def __iter__(self) -> Iterator[pb.GenerateResponse]:
         """The messages."""
         ...
 
     def cancel(self) -> Any:
-        """Give the call up."""
+        """Cancel the call."""
         ...
 
 
 Arrival = tuple[pb.GenerateResponse, float] | grpc.RpcError | None
-"""A message and when it came (monotonic seconds), the error that ended the call, or None: it is complete."""
+"""A message with its arrival time (monotonic seconds), the error that ended the call, or None at its end."""
 
 
 def _read(call: Call, arrivals: queue.SimpleQueue[Arrival]) -> None:
@@ -46,16 +46,15 @@ def _read(call: Call, arrivals: queue.SimpleQueue[Arrival]) -> None:
 
 
 class Stream:
-    """Tokens as they come (``for``), then `result`. The call leaves on first use, after the channel is connected. A
-    thread reads ahead, so that a token's time is that of its arrival, whatever the caller does in between.
+    """The tokens of one request (``for``), then its `result`. The call starts on first use, after the channel is
+    connected. A thread reads ahead, so that a token's time is that of its arrival, whatever the caller does in between.
 
-    The request is cancelled when its stream is left before its end: a ``for`` loop over it ends early (``break``,
-    an exception, Ctrl-C), ``with`` is left, `next` or `result` is interrupted, the stream is closed or garbage
-    collected, or its client is closed. To read a part and go on later, call ``next(stream)``. `cancel` and `close` may
-    be called from another thread. Errors are those of `pdserve.core.errors`; each later use raises the same one again.
+    The request is cancelled when the stream is left early: a ``for`` loop over it ends (``break``, an exception,
+    Ctrl-C), ``with`` is left, `next` or `result` is interrupted, the stream is closed or garbage collected, or its
+    client is closed. To read some tokens and continue later, call ``next(stream)``. `cancel` and `close` may be called
+    from another thread. Errors are those of `pdserve.core.errors`; later uses raise the same error again.
 
-    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed.
-    """
+    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Stream:
         self._start = start
         self._target = target
         self._is_closed = is_closed
-        # Reentrant: the garbage collector may end a loop over this stream at any point of this thread.
+        # Reentrant, because the garbage collector may end a loop over this stream at any point of this thread.
         self._lock = threading.RLock()
         self._cancel_call: weakref.finalize[[], Stream] | None = None
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -77,7 +76,7 @@ class Stream:
         self._result: Generation | None = None
 
     def __iter__(self) -> Iterator[Token]:
-        return _Loop(self)
+        return _StreamLoop(self)
 
     def __next__(self) -> Token:
         token = self._advance()
@@ -86,7 +85,7 @@ class Stream:
         return token
 
     def _advance(self) -> Token | None:
-        """The next token; None if the stream is complete."""
+        """The next token; None at the end of the stream."""
         if self._error is not None:
             raise self._error
         if self._result is not None:
@@ -94,7 +93,7 @@ class Stream:
         try:
             return self._next()
         except PdserveError as error:
-            self._error = self._error or error  # if it was cancelled in the meantime, that is why it ended
+            self._error = self._error or error  # keeps the error of a cancellation meanwhile
         except BaseException:
             self._abort("reading its stream was interrupted")
             raise
@@ -130,25 +129,25 @@ class Stream:
                 self._assembler = Assembler(time.monotonic())
                 call = self._start()
                 self._cancel_call = weakref.finalize(self, call.cancel)
-                self._cancel_call.atexit = False  # the process's end closes the connection
+                self._cancel_call.atexit = False  # the process's end closes the connection anyway
                 threading.Thread(target=_read, args=(call, self._arrivals), name="pdserve-stream", daemon=True).start()
             return self._assembler
 
     def result(self) -> Generation:
-        """Read what is left and return the whole generation."""
+        """Read the remaining tokens and return the whole generation."""
         try:
             while self._advance() is not None:
                 pass
         except PdserveError:
             raise
-        except BaseException:  # between two tokens, too
+        except BaseException:  # also between two tokens
             self._abort("reading its stream was interrupted")
             raise
         assert self._result is not None
         return self._result
 
     def cancel(self) -> None:
-        """Give the request up; nothing if it has ended. Readers get `RequestAborted`."""
+        """Cancel the request, unless it has ended. Readers get `RequestAborted`."""
         self._abort("")
 
     def close(self) -> None:
@@ -171,8 +170,8 @@ class Stream:
         self.close()
 
 
-class _Loop:
-    """The iterator that a ``for`` loop holds while it runs; the request is cancelled if it goes before the end."""
+class _StreamLoop:
+    """The iterator of a ``for`` loop. The request is cancelled if it is deleted before the end."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -1,8 +1,7 @@
-"""A clock for timeouts: it stands still while its event loop is blocked or its process is stopped.
+"""A clock for timeouts that stands still while its event loop is blocked or its process is stopped.
 
-When a loop was blocked for three seconds (or its process was stopped, or the machine paused), the peers' answers of
-those seconds wait unread in sockets. A timer on the host's clock would fire before the loop reads them.
-"""
+When a loop was blocked for three seconds, answers that arrived in that time wait unread in sockets. A timer on the
+host's clock would fire before the loop reads them."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from pdserve.core.clock import Clock, MonotonicClock
 
 TICK_S = 0.1
 MOST_S = 0.25
-"""A gap between two readings counts as this much at most."""
+"""Longest time that a gap between two readings counts as."""
 
 
 class AwakeClock:
-    """Seconds for which an event loop ran. Read it every `TICK_S` on that loop, or use `awake_clock`, which does."""
+    """Seconds for which an event loop ran. Read it every `TICK_S` on that loop, or use `awake_clock`, which does so."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
@@ -26,7 +25,7 @@ class AwakeClock:
         self._awake_s = 0.0
 
     def now(self) -> float:
-        """Seconds for which the loop has run since the clock was made."""
+        """Seconds for which the loop has run since the clock was created."""
         now_s = self._clock.now()
         self._awake_s += min(now_s - self._read_s, MOST_S)
         self._read_s = now_s
@@ -37,7 +36,7 @@ _CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, AwakeClock] = WeakKeyDicti
 
 
 def awake_clock() -> AwakeClock:
-    """The running event loop's own clock; the loop ticks it from the first call on."""
+    """The clock of the running event loop, which the loop advances from the first call on."""
     loop = asyncio.get_running_loop()
     clock = _CLOCKS.get(loop)
     if clock is None:
@@ -52,7 +51,7 @@ def _tick(loop: asyncio.AbstractEventLoop, clock: AwakeClock) -> None:
 
 
 class RunningAwakeClock:
-    """A `Clock` that reads the `awake_clock` of the running event loop: it can be made before there is a loop."""
+    """A `Clock` that reads the `awake_clock` of the running event loop. It can be created before the loop."""
 
     def now(self) -> float:
         """Seconds for which the running loop has run."""
@@ -60,8 +59,8 @@ class RunningAwakeClock:
 
 
 async def wait_awake(future: asyncio.Future[Any], timeout_s: float) -> bool:
-    """Wait until ``future`` is done, for ``timeout_s`` seconds of the running loop's `awake_clock` at most. Returns
-    whether it is done; it is never cancelled."""
+    """Wait until ``future`` is done, for at most ``timeout_s`` seconds of the running loop's `awake_clock`. Returns
+    whether it is done; the future is never cancelled."""
     clock = awake_clock()
     until_s = clock.now() + timeout_s
     while not future.done() and (left_s := until_s - clock.now()) > 0:

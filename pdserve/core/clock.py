@@ -1,8 +1,7 @@
-"""The clock as a dependency: product code asks a `Clock`, tests hand in a `FakeClock`.
+"""The clock as a dependency: product code uses a `Clock`, tests pass a `FakeClock`.
 
-All times inside pdserve are seconds of one host's monotonic clock. On Linux that clock is shared by all processes of
-a host, so a worker and its engine need no conversion; between hosts offsets are measured (see `pdserve.core.timeline`).
-"""
+All times inside pdserve are seconds of one host's monotonic clock. On Linux all processes of a host share that clock,
+so a worker and its engine need no conversion. Offsets between hosts are measured (see `pdserve.core.timeline`)."""
 
 from __future__ import annotations
 
@@ -13,11 +12,10 @@ from typing import Protocol
 
 
 def clock_id() -> str:
-    """Names the monotonic clock this process reads: two processes with equal ids read the very same clock.
+    """Identifies the monotonic clock that this process reads: processes with equal ids read the same clock.
 
-    The clock starts at boot and may be shifted per time namespace, so both are in the name. Empty (never equal to
-    anybody's) where the system does not tell.
-    """
+    The id contains the boot and the time namespace, because the clock starts at boot and may be shifted per namespace.
+    Empty, which never matches, where the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/time')}"
@@ -26,7 +24,7 @@ def clock_id() -> str:
 
 
 class Clock(Protocol):
-    """Anything that tells monotonic seconds."""
+    """A source of monotonic seconds."""
 
     def now(self) -> float:
         """Seconds of a monotonic clock."""
@@ -42,17 +40,17 @@ class MonotonicClock:
 
 
 class FakeClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s
 
     def now(self) -> float:
-        """The time it was last set to, in seconds."""
+        """The current time in seconds."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move forward by ``seconds`` (never back: ValueError)."""
+        """Move forward by ``seconds``; ValueError if negative."""
         if seconds < 0:
             raise ValueError(f"a monotonic clock cannot go back by {-seconds} s")
         self._now_s += seconds

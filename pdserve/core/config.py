@@ -1,7 +1,6 @@
-"""The configuration file, as types. Every field is documented here and nowhere else (`pdserve config` prints them).
+"""The configuration file as types. Each field is documented here and nowhere else; `pdserve config` prints them.
 
-Unknown keys and bad values raise `ConfigError` with the dotted key, what was wrong and what is allowed.
-"""
+Unknown keys and invalid values raise `ConfigError` with the dotted key, the problem, and the allowed values."""
 
 from __future__ import annotations
 
@@ -35,58 +34,58 @@ class ModelConfig(_Section):
     path: str = Field("tiny", description="'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json' or a folder")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="auto: the checkpoint's own type where the devices of all workers compute it natively, else the "
-        "fastest that they do: of bfloat16, float16 on GPUs before Ampere and float32 on CPUs without bfloat16 "
-        "instructions; a type that is named is used everywhere, with a warning where it is emulated",
+        description="auto: the checkpoint's own type if the devices of all workers compute it natively, else the "
+        "fastest type that they do (for bfloat16: float16 on GPUs before Ampere, float32 on CPUs without bfloat16 "
+        "instructions); an explicit type is used everywhere, with a warning where it is emulated",
     )
     name: str | None = Field(None, description="the name shown to clients; default: the folder's")
 
 
 class ClusterConfig(_Section):
-    """Which workers run, and where."""
+    """The workers and where they run."""
 
     prefill: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="prefill workers")
     decode: Annotated[int, Field(ge=0, le=1024)] = Field(1, description="decode workers")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray sees GPUs, else cpu")
     cores_per_worker: Positive = Field(1, description="cores of a CPU device slot, and threads of its engine")
-    oversubscribe: bool = Field(False, description="allow more workers than device slots (they then share slots)")
+    oversubscribe: bool = Field(False, description="allow more workers than device slots, which then share slots")
     address: str = Field("local", description="'local' starts a Ray of its own; 'auto' or host:port joins one")
     placement: PlacementPolicy = Field(
         "pack",
-        description="pack: as few nodes as possible, prefill and decode in pairs on one node; spread: each role over "
-        "as many nodes as possible, prefill and decode apart where that leaves a choice; strict_spread: a node for "
+        description="pack: as few nodes as possible, with pairs of prefill and decode on one node; spread: each role "
+        "on as many nodes as possible, prefill and decode on different nodes if possible; strict_spread: a node for "
         "each worker, or an error",
     )
     worker_resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray resources each worker asks for instead of its device slot's own"
+        default_factory=dict, description="Ray resources of each worker, instead of those of its device slot"
     )
     prefill_resources: dict[str, float] = Field(
         default_factory=dict,
-        description="Ray resources each prefill worker asks for besides, such as {prefill: 1}: ties it to nodes that "
-        "have them",
+        description="further Ray resources of each prefill worker, such as {prefill: 1}, which restrict it to nodes "
+        "that have them",
     )
     decode_resources: dict[str, float] = Field(
         default_factory=dict, description="the same for decode workers, such as {decode: 1}"
     )
     nodes: Positive | None = Field(
-        None, description="how many nodes a Ray that is joined must have before workers are placed; up waits for them"
+        None, description="nodes that a joined Ray must have before workers are placed; up waits for them"
     )
     autoscale: bool = Field(
-        False, description="workers that do not fit onto the present nodes are no error: Ray is asked for more nodes"
+        False, description="ask Ray for more nodes if the workers do not fit onto the present ones, instead of failing"
     )
     port_base: Annotated[int, Field(ge=1024, le=65_000)] | None = Field(
         None,
-        description="first of the ports of gateway and workers: the registry listens on this one, four for each "
-        "worker after it; default: 20000 on a Ray that is joined, free ones on a Ray of its own",
+        description="first port of gateway and workers: the registry's port, followed by four ports per worker; "
+        "default: 20000 on a Ray that is joined, free ports on a Ray of its own",
     )
-    start_timeout_s: Seconds = Field(180.0, description="how long start-up may take before it is given up")
+    start_timeout_s: Seconds = Field(180.0, description="time limit of the start-up")
 
 
 class EngineConfig(_Section):
-    """One engine's memory and scheduling."""
+    """Memory and scheduling of an engine."""
 
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None, description="tokens of a KV block; default 64 (few large blocks travel faster than many small ones)"
+        None, description="tokens of a KV block; default 64 (few large blocks transfer faster than many small ones)"
     )
     num_blocks: Positive | None = Field(None, description="KV blocks of the pool; default: what kv_memory_mb holds")
     kv_memory_mb: Positive | None = Field(
@@ -96,30 +95,32 @@ class EngineConfig(_Section):
     max_num_seqs: Positive = Field(64, description="requests that may run in one step")
     chunk_tokens: int | Literal["off"] | None = Field(
         None,
-        description="most tokens of one prompt that a step computes; default: the budget. off: a prompt is never cut, "
-        "and one beyond the budget gets a step of its own",
+        description="most tokens of one prompt that a step computes; default: the budget. off: prompts are never "
+        "split, and one that exceeds the budget gets a step of its own",
     )
     batching: Literal["continuous", "static"] = Field(
         "continuous",
-        description="continuous: requests join the running batch as soon as there is room; static: a batch is admitted "
-        "when nothing runs, and nobody joins until all of it has ended",
+        description="continuous: requests join the running batch as soon as there is room; static: a batch is "
+        "admitted when nothing is running, and no request joins until all of it has ended",
     )
     prefix_caching: bool = Field(
-        True, description="keep KV blocks of past prompts and reuse those of equal beginnings (within one salt)"
+        True,
+        description="keep KV blocks of past prompts and reuse them for prompts with the same beginning (within one "
+        "salt)",
     )
     hang_timeout_s: Seconds = Field(
-        6.0, description="an engine that neither answers nor computes for this long is killed and started again"
+        6.0, description="an engine that neither answers nor computes for this long is killed and restarted"
     )
     max_model_len: Positive | None = Field(None, description="longest prompt plus output; default: the model's context")
     cuda_graphs: bool = Field(
-        True, description="on a GPU, record decode steps as CUDA graphs at start-up: slower to start, faster to decode"
+        True, description="on a GPU, record decode steps as CUDA graphs at start-up: slower start, faster decode"
     )
 
     @field_validator("chunk_tokens", mode="before")
     @classmethod
     def _read_chunk_tokens(cls, value: object) -> object:
         if value is False:
-            return "off"  # which YAML takes for a boolean
+            return "off"  # YAML reads it as a boolean
         number = int(value) if isinstance(value, str) and value.isdecimal() else value
         if value in (None, "off") or (isinstance(number, int) and number is not True and number >= 1):
             return number
@@ -127,87 +128,90 @@ class EngineConfig(_Section):
 
 
 class TransferConfig(_Section):
-    """How KV blocks travel."""
+    """KV transfer between workers."""
 
     transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl", "loopback"] = Field(
         "auto",
-        description="auto: for each pair the best of what both ends share, which is shm on one host, cuda_ipc on one "
-        "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA, and needs pip install nixl; loopback works "
+        description="auto: for each pair the best transport that both ends share: shm on one host, cuda_ipc on one "
+        "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA and needs pip install nixl; loopback works "
         "only within a process",
     )
     overlap: Literal["none", "chunk", "layer"] = Field(
         "layer",
-        description="when blocks are pushed. layer: each group of layers while the next is computed; chunk: each chunk "
-        "of the prompt while the next is computed; none: all at the end",
+        description="when blocks are sent. layer: each group of layers while the next one is computed; chunk: each "
+        "chunk of the prompt while the next one is computed; none: all at the end",
     )
     layer_groups: Annotated[int, Field(ge=2, le=256)] = Field(
-        8, description="with overlap: layer, the groups of layers in which a chunk is pushed (at most one per layer)"
+        8, description="layer groups per chunk for overlap: layer (at most one per layer)"
     )
     checksum: bool = Field(
         True,
-        description="xxh3-64 over every message, verified before its blocks count as filled; nixl always uses it, "
-        "whatever is set here",
+        description="xxh3-64 checksum of every message, verified before its blocks count as received; nixl always "
+        "uses checksums",
     )
     message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
         4 * 2**20, description="target size of one message; blocks are coalesced up to it"
     )
     max_inflight_bytes: Annotated[int, Field(ge=4096)] = Field(
-        16 * 2**20, description="bytes that may be on their way to one worker before it has acknowledged some"
+        16 * 2**20, description="most unacknowledged bytes to one worker"
     )
     on_kv_failure: KVFailurePolicy = Field(
         "retry",
-        description="what becomes of a request whose hand-off fails. retry: another hand-off, from the same prefill "
-        "worker if it can (what that has computed is sent again, not computed again); recompute: one worker computes "
-        "everything there is and goes on; fail: an error at once",
+        description="what to do if a request's KV transfer fails. retry: another hand-off, if possible from the same "
+        "prefill worker, which sends its blocks again without computing them; recompute: one worker computes the "
+        "prompt and the output so far and continues; fail: an error at once",
     )
-    connect_timeout_s: Seconds = Field(10.0, description="how long a handshake with a peer may take")
-    lease_s: Seconds = Field(30.0, description="how long blocks are held for a silent peer")
+    connect_timeout_s: Seconds = Field(10.0, description="time limit of a handshake with a peer")
+    lease_s: Seconds = Field(30.0, description="how long blocks are held for a peer that does not respond")
     interface: str | None = Field(
         None,
-        description="what KV travels over on every host: a device (eth1), a network (10.1.0.0/16), or an address or "
-        "name; default: the address that Ray knows the host by",
+        description="interface for KV on every host: a device (eth1), a network (10.1.0.0/16), or an address or name; "
+        "default: the address by which Ray knows the host",
     )
 
 
 class RouterConfig(_Section):
-    """Which workers a request gets."""
+    """Routing of requests to workers."""
 
     policy: Literal["round_robin", "least_outstanding_tokens"] = Field(
-        "least_outstanding_tokens", description="how a worker is chosen among those that are ready"
+        "least_outstanding_tokens", description="how a worker is chosen among the ready ones"
     )
     prefill_backlog_tokens: Positive = Field(
-        1024, description="a prefill worker is free while fewer prompt tokens than this wait on it (or none at all)"
+        1024, description="a prefill worker is free while fewer prompt tokens than this wait on it, or none"
     )
-    max_queue: Positive = Field(1024, description="requests that may wait; one more is refused (RESOURCE_EXHAUSTED)")
+    max_queue: Positive = Field(
+        1024, description="most waiting requests; further ones are refused (RESOURCE_EXHAUSTED)"
+    )
     max_attempts: Positive = Field(
         5,
-        description="attempts of a request in a row that bring no token when workers or transfers fail; after a failed "
-        "transfer the last of them runs on one worker",
+        description="most attempts in a row without a new token when workers or transfers fail; after a failed "
+        "transfer the last attempt runs on one worker",
     )
     retry_pause_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        0.05, description="pause before the first retry of a request, with jitter; it doubles with each, up to 2 s"
+        0.05,
+        description="pause before the first retry of a request, with jitter; it doubles with each retry, up to 2 s",
     )
     retry_share: Annotated[float, Field(ge=0)] = Field(
         0.5,
-        description="retries are at most this share of the requests of the last 4 s, and 10; further ones wait",
+        description="most retries as a share of the requests of the last 4 s, plus 10; further retries wait",
     )
     patience_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         30.0,
-        description="how long a request waits for a worker to be ready again, within its deadline, in a service that "
-        "was ready; then it is refused (UNAVAILABLE)",
+        description="in a service that was ready, how long a request waits for a worker to become ready again, within "
+        "its deadline; then it is refused (UNAVAILABLE)",
     )
     max_unread_tokens: Annotated[int, Field(ge=2)] = Field(
         1024,
-        description="tokens of a request that may wait for its client to read; beyond that the request leaves its "
-        "workers, and goes on from there once the client has read them",
+        description="most tokens of a request that its client has not read; beyond that the request leaves its "
+        "workers, and continues once the client has read them",
     )
     heartbeat_s: Seconds = Field(0.5, description="how often workers report")
-    heartbeat_timeout_s: Seconds = Field(3.0, description="a worker silent for this long is taken for dead")
-    forget_s: Seconds = Field(60.0, description="a dead worker is no longer shown after this long")
+    heartbeat_timeout_s: Seconds = Field(3.0, description="a worker without a heartbeat for this long counts as dead")
+    forget_s: Seconds = Field(60.0, description="how long a dead worker is shown")
 
 
 class GatewayConfig(_Section):
-    """The front door."""
+    """The public server."""
 
     host: str = Field("0.0.0.0", description="address the gRPC server listens on")
     port: Annotated[int, Field(ge=0, le=65_535)] = Field(50_051, description="port of the gRPC server; 0 picks one")

@@ -1,30 +1,30 @@
-"""Every error pdserve raises on purpose, in one tree.
+"""The errors that pdserve raises deliberately, as one tree.
 
     PdserveError
-    ├── ConfigError           a configuration key or value is wrong; names its dotted key; fix it and start again
-    ├── ModelError            the model folder is missing, unsupported or corrupt; fix the folder
-    ├── LaunchError           the service cannot start as asked (port in use, too few device slots)
+    ├── ConfigError           a configuration key or value is wrong; names its dotted key
+    ├── ModelError            the model folder is missing, unsupported or corrupt
+    ├── LaunchError           the service cannot start as requested (port in use, too few device slots)
     ├── InvalidRequest        one field of a request is wrong; names the field; do not retry unchanged
-    ├── CapacityExceeded      the request can never fit, or the queue is full; retry later or ask for less
-    ├── NotReady              no worker can take the request yet; retry after a while
+    ├── CapacityExceeded      the request does not fit, or the queue is full; retry later or ask for less
+    ├── NotReady              no worker can take the request yet; retry later
     ├── DeadlineExceeded      the request's own deadline passed; raise it or reduce the load
-    ├── RequestAborted        the client cancelled; nothing to do
+    ├── RequestAborted        the client cancelled the request
     ├── WorkerLost            a worker or its engine died with the request on it; safe to retry
-    └── TransferError         the KV hand-off failed; safe to retry
+    └── TransferError         the KV transfer failed; safe to retry
         ├── TransferTimeout   a peer did not answer within the deadline
         ├── PeerLost          the connection to the peer broke
         ├── LayoutMismatch    two workers' KV layouts or models differ; never retry, fix the deployment
         ├── TransferRefused   the receiver refused a message (stale, foreign, malformed, out of bounds)
-        └── ChecksumMismatch  the payload arrived changed
+        └── ChecksumMismatch  the payload was changed on the way
 
-Errors cross process borders as ``(kind, message)``: `to_wire` and `from_wire` are the only two places that know how.
-``retry_after_s`` does not travel with them; the gateway sends it as metadata of its answer.
+Errors travel between processes as ``(kind, message)``, made by `to_wire` and read by `from_wire`. ``retry_after_s`` is
+not included; the gateway sends it as metadata of its answer.
 """
 
 from __future__ import annotations
 
 ERROR_KIND_KEY = "pdserve-error"
-"""Trailing metadata of a failed gRPC call: the name of the error's class here, which is finer than the status."""
+"""Trailing metadata of a failed gRPC call: the name of the error's class, which is more specific than the status."""
 
 RETRY_AFTER_KEY = "retry-after-ms"
 """Trailing metadata of a refused gRPC call: decimal milliseconds after which the service expects to have room."""
@@ -41,11 +41,11 @@ class ConfigError(PdserveError):
 
 
 class ModelError(PdserveError):
-    """The model cannot be loaded; the message names the folder or file and what is wrong with it."""
+    """The model cannot be loaded; the message names the folder or file and the problem."""
 
 
 class LaunchError(PdserveError):
-    """The service cannot be started (or found) as asked."""
+    """The service cannot be started, or found, as requested."""
 
 
 class InvalidRequest(PdserveError):
@@ -53,8 +53,8 @@ class InvalidRequest(PdserveError):
 
 
 class CapacityExceeded(PdserveError):
-    """The request does not fit, now or ever; the message says which limit. ``retry_after_s`` is the number of seconds
-    after which the service expects to have room; None if it does not say."""
+    """The request does not fit, now or at all; the message names the limit. ``retry_after_s`` is the time in seconds
+    until the service expects to have room (None: unknown)."""
 
     def __init__(self, *args: object, retry_after_s: float | None = None) -> None:
         super().__init__(*args)
@@ -62,7 +62,7 @@ class CapacityExceeded(PdserveError):
 
 
 class NotReady(PdserveError):
-    """No worker is ready to take the request. ``retry_after_s`` is as in `CapacityExceeded`."""
+    """No worker is ready for the request. ``retry_after_s`` is as in `CapacityExceeded`."""
 
     retryable = True
 
@@ -80,13 +80,13 @@ class RequestAborted(PdserveError):
 
 
 class WorkerLost(PdserveError):
-    """A worker (or its engine process) died while it held the request."""
+    """A worker, or its engine process, died while it was serving the request."""
 
     retryable = True
 
 
 class TransferError(PdserveError):
-    """The hand-off of KV blocks failed."""
+    """The KV transfer failed."""
 
     retryable = True
 

@@ -1,8 +1,7 @@
-"""A request and its two state tables: end to end (the router's) and inside one engine (the scheduler's).
+"""A request, and the tables of its states: end to end (the router's) and within one engine (the scheduler's).
 
-What happens *inside* a state is not a state but an event (`pdserve.core.timeline`). Both tables are exhaustive: a pair
-that is not listed raises `IllegalTransition`.
-"""
+What happens within a state is an event (`pdserve.core.timeline`). Both tables are exhaustive: a transition that is not
+listed raises `IllegalTransition`."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from pdserve.core.sampling import SamplingParams
 
 
 class Mode(StrEnum):
-    """Where a request runs: prefill and decode apart (``pd``), both on one worker (``colocated``), or the router's
-    choice (``auto``: ``pd`` where workers of both roles are ready, else ``colocated`` on any ready worker)."""
+    """Where a request runs: prefill and decode on separate workers (``pd``), both on one worker (``colocated``), or the
+    router's choice (``auto``: ``pd`` if workers of both roles are ready, else ``colocated`` on any ready worker)."""
 
     AUTO = "auto"
     PD = "pd"
@@ -25,7 +24,7 @@ class Mode(StrEnum):
 
 
 class RequestStatus(StrEnum):
-    """End to end, owned by the router."""
+    """The end-to-end state, owned by the router."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -35,7 +34,7 @@ class RequestStatus(StrEnum):
 
 
 class EngineStatus(StrEnum):
-    """Inside one engine, owned by its scheduler."""
+    """The state within one engine, owned by its scheduler."""
 
     WAITING = "waiting"
     WAITING_FOR_KV = "waiting_for_kv"
@@ -64,26 +63,26 @@ ENGINE_TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
 
 
 class IllegalTransition(AssertionError):
-    """A state machine was asked for a step its table does not have: a bug in pdserve, never a user's mistake."""
+    """A state transition that is not in its table: a bug in pdserve."""
 
 
 S = TypeVar("S", RequestStatus, EngineStatus)
 
 
 def check_transition(table: Mapping[S, frozenset[S]], current: S, to: S) -> S:
-    """``to``, if the table allows it from ``current``; else `IllegalTransition`."""
+    """Return ``to`` if the table allows it from ``current``; else raise `IllegalTransition`."""
     if to not in table[current]:
         raise IllegalTransition(f"{current} → {to} is not in the table; allowed: {sorted(table[current]) or 'none'}")
     return to
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One generation request: the same object in gateway, router, worker and engine.
+    """A generation request: the same object in gateway, router, worker, and engine.
 
-    ``request_id`` is the client's. ``timeout_s`` is what is left of the request's deadline when it is handed over.
-    Cached KV is shared within one ``salt`` only. What belongs to one attempt (see `attempt`): ``attempt_id`` is its
-    name on the workers, and ``output_token_ids`` are the tokens of earlier attempts, from which it goes on.
-    """
+    ``request_id`` is the client's. ``timeout_s`` is the time left until the request's deadline when it is passed on.
+    Cached KV is shared only within one ``salt``. Two fields belong to an attempt (see `attempt`): ``attempt_id``
+    identifies it on the workers, and ``output_token_ids`` are the tokens of earlier attempts, after which it
+    continues."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -95,22 +94,22 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     output_token_ids: tuple[int, ...] = ()
 
     def attempt(self, attempt_id: str, output_token_ids: Iterable[int], timeout_s: float) -> Request:
-        """This request as workers get it for one attempt."""
+        """A copy of this request for one attempt."""
         return msgspec.structs.replace(
             self, attempt_id=attempt_id, output_token_ids=tuple(output_token_ids), timeout_s=timeout_s
         )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and outputs so far: what a worker has to prefill to go on from here."""
+        """Prompt and outputs so far: the tokens that a worker has to prefill to continue."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property
     def num_tokens(self) -> int:
-        """How many `token_ids` there are."""
+        """Number of `token_ids`."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens still wanted."""
+        """Tokens that are still to be generated."""
         return self.sampling.max_tokens - len(self.output_token_ids)

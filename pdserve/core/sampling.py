@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, and when it ends."""
+"""Sampling parameters, and the reasons for which a request ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_STOP_TOKEN_IDS = 1024
 
 
 class FinishReason(StrEnum):
-    """Why a request produced its last token."""
+    """Why the output ended."""
 
     STOP = "stop"  # end-of-sequence token, stop id or stop string
     LENGTH = "length"  # max_tokens reached
@@ -28,19 +28,19 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. A draw is keyed by ``(seed, position)`` alone, so that neither batch, hand-off nor resume
-    changes it; requests without a seed get one from the gateway.
+    """How tokens are sampled. Sampling depends on ``(seed, position)`` only, so batches, hand-offs, and resumes do not
+    change the result. The gateway chooses a seed for requests without one.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``stop`` are strings (the gateway's business),
-    ``stop_token_ids`` are ids (the engine's). ``ignore_eos`` goes on to ``max_tokens`` whatever is sampled.
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. The gateway handles the strings in ``stop``, the
+    engine ``stop_token_ids``. With ``ignore_eos`` generation continues to ``max_tokens``.
 
-    ``min_p`` drops tokens less than that many times as likely as the likeliest (0: off). ``repetition_penalty`` divides
-    positive and multiplies negative logits of tokens in prompt or output (1: off). ``presence_penalty`` is taken once,
-    ``frequency_penalty`` as often as it came, from the logit of a token in the output (0: off). ``logit_bias`` is
-    added to the logits of its token ids; -100 forbids a token, 100 forbids all others. ``logprobs`` asks for the log-
-    probability of each token and of that many likeliest ones (None: not at all), of the model's own distribution
-    (`pdserve.core.logprobs.TokenLogprobs`). In which order all this happens stands in ``engine/model/sampler.py``.
-    """
+    ``min_p`` drops tokens less than ``min_p`` times as likely as the likeliest one (0: off). ``repetition_penalty``
+    divides positive and multiplies negative logits of tokens in prompt or output (1: off). From the logit of a token in
+    the output, ``presence_penalty`` is subtracted once, and ``frequency_penalty`` for each occurrence (0: off).
+    ``logit_bias`` is added to the logits of its token ids; -100 forbids a token, 100 forbids all others. ``logprobs``
+    requests log-probabilities of each token and of that many likeliest ones (None: none), of the model's own
+    distribution (`pdserve.core.logprobs.TokenLogprobs`). ``engine/model/sampler.py`` defines the order of these
+    operations."""
 
     max_tokens: int = 128
     temperature: float = 0.0

@@ -1,13 +1,12 @@
-"""From events to the breakdown: one table says which stage lies between which events on whose clock.
+"""The breakdown of a request: a table defines which stage lies between which events.
 
-A request collects `Event`s: (kind, worker, that host's monotonic seconds). `breakdown` reads the stages of a figure
-(``ttft`` or ``ttft_decode``) from them. No stage is computed as what is left: the residue, ``unattributed``, is the
-client's own figure minus the sum, and shows whether the events leave a gap.
+A request collects `Event`s: (kind, worker, monotonic seconds of that host). `Timeline.breakdown` computes the stages of
+a figure (``ttft`` or ``ttft_decode``). No stage is computed as the remainder: ``unattributed``, the client's own figure
+minus the sum of the stages, shows whether the events leave a gap.
 
-A span whose two events lie on different hosts is corrected by the measured clock offsets; `Breakdown.clock_error_ms`
-bounds the error of any one stage. Where two such spans of one stage go to the same worker and back (``dispatch`` of
-``ttft``), the offset cancels: the stage is then the difference of two durations and exact.
-"""
+A span between two hosts is corrected by the measured clock offsets; `Breakdown.clock_error_ms` bounds the error of each
+stage. If two spans of one stage go to the same worker and back (``dispatch`` of ``ttft``), the offset cancels out, and
+the stage is exact."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ GATEWAY = "gateway"
 
 
 class EventKind(StrEnum):
-    """What can happen to a request. Clock: ``g`` gateway, ``p`` worker that prefills, ``d`` worker that decodes."""
+    """The events of a request. Clock: ``g`` gateway, ``p`` worker that prefills, ``d`` worker that decodes."""
 
     RECEIVED = "received"  # g: the gateway has the request
     TOKENIZED = "tokenized"  # g: tokens handed to the router
@@ -42,14 +41,14 @@ class EventKind(StrEnum):
 
 
 class Figure(StrEnum):
-    """The two honest figures: token 1 at the client, and token 2 (which has paid for the hand-off) at the client."""
+    """The two latency figures: token 1 at the client, and token 2 at the client, which includes the hand-off."""
 
     TTFT = "ttft"
     TTFT_DECODE = "ttft_decode"
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """Something happened to a request: on ``worker`` (or `GATEWAY`), at ``time_s`` of that host's monotonic clock."""
+    """An event on ``worker`` (or `GATEWAY`), at ``time_s`` of that host's monotonic clock."""
 
     kind: EventKind
     worker: str
@@ -58,7 +57,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """A worker's clock minus the gateway's, in seconds, give or take ``error_s`` (half the best round trip)."""
+    """A worker's clock minus the gateway's, in seconds, ± ``error_s`` (half the shortest round trip)."""
 
     offset_s: float
     error_s: float
@@ -66,7 +65,7 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From the first of ``starts`` that happened to ``end``. A span whose end did not happen counts nothing."""
+    """From the first of ``starts`` that happened to ``end``. If the end did not happen, the span is empty."""
 
     starts: tuple[EventKind, ...]
     end: EventKind
@@ -74,7 +73,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A named part of a figure: the sum of its spans; ``what`` is shown to users."""
+    """A named part of a figure: the sum of its spans. ``what`` describes it to users."""
 
     name: str
     spans: tuple[Span, ...]
@@ -86,7 +85,7 @@ NETWORK, UNATTRIBUTED = "network", "unattributed"
 
 
 def _stages(arrived: EventKind, emitted: EventKind, sampled: EventKind) -> tuple[Stage, ...]:
-    """The stages every figure has, for the token whose three events these are."""
+    """The stages of every figure, for the token with these three events."""
     return (
         Stage(
             "gateway",
@@ -129,7 +128,7 @@ EMITTED: Mapping[Figure, EventKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """A figure's stages in milliseconds, in order, ``unattributed`` last; all of them sum to ``total_ms``."""
+    """The stages of a figure in milliseconds, in order, with ``unattributed`` last. They sum up to ``total_ms``."""
 
     figure: Figure
     total_ms: float
@@ -144,22 +143,22 @@ class Breakdown:
 
 @dataclass(slots=True)
 class Timeline:
-    """The events of one request (the last attempt's win) and the clock offsets of the workers in them."""
+    """The events of one request (those of its last attempt), and the clock offsets of their workers."""
 
     events: dict[EventKind, Event] = field(default_factory=dict)
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
 
     def record(self, kind: EventKind, worker: str, time_s: float) -> None:
-        """Note an event; a later attempt's replaces an earlier one's."""
+        """Record an event; it replaces that of an earlier attempt."""
         self.events[kind] = Event(kind, worker, time_s)
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Note several events."""
+        """Record several events."""
         for event in events:
             self.events[event.kind] = event
 
     def forget(self, kinds: Iterable[EventKind]) -> None:
-        """Drop the events of an attempt that came to nothing."""
+        """Drop the events of a failed attempt."""
         for kind in kinds:
             self.events.pop(kind, None)
 
@@ -168,31 +167,30 @@ class Timeline:
         return kind in self.events
 
     def gateway_time(self, kind: EventKind) -> float:
-        """When ``kind`` happened, in seconds of the gateway's clock; KeyError if it did not."""
+        """When ``kind`` happened, in seconds of the gateway's clock; KeyError if it did not happen."""
         event = self.events[kind]
         offset = self.clocks.get(event.worker)
         return event.time_s - (offset.offset_s if offset else 0.0)
 
     def gateway_total_ms(self, figure: Figure) -> float | None:
-        """From the request's receipt to the writing of the figure's token, by the gateway's clock; None if it never
-        came to that (a one-token request has no ``ttft_decode``)."""
+        """Time from receiving the request to writing the figure's token, on the gateway's clock. None if the token was
+        not written (a request for one token has no ``ttft_decode``)."""
         if not self.has(EMITTED[figure]) or not self.has(_K.RECEIVED):
             return None
         return (self.gateway_time(EMITTED[figure]) - self.gateway_time(_K.RECEIVED)) * 1e3
 
     @property
     def room_wait_ms(self) -> float:
-        """The part of ``kv_exposed`` in which token 1 was there, but decode had no room for the prompt's blocks yet."""
+        """The part of ``kv_exposed`` during which decode had no room for the prompt's blocks."""
         if not self.has(_K.TOKEN_1_SAMPLED) or not self.has(_K.ROOM_MADE):
             return 0.0
         return max(0.0, self.gateway_time(_K.ROOM_MADE) - self.gateway_time(_K.TOKEN_1_SAMPLED)) * 1e3
 
     def breakdown(self, figure: Figure, client_total_ms: float | None = None) -> Breakdown | None:
-        """The figure's stages; None if its token was never written.
+        """The stages of a figure; None if its token was not written.
 
-        With the client's own figure, ``network`` is that minus the gateway's total; without it, the breakdown is the
-        gateway's own and has no ``network``.
-        """
+        With the client's own figure, ``network`` is that minus the gateway's total. Without it, the breakdown is the
+        gateway's own and has no ``network``."""
         gateway_total_ms = self.gateway_total_ms(figure)
         if gateway_total_ms is None:
             return None
@@ -216,7 +214,7 @@ class Timeline:
         return None if start is None or not self.has(span.end) else (start, span.end)
 
     def _error_s(self, spans: Iterable[tuple[EventKind, EventKind]]) -> float:
-        """How far the offsets may put the sum of ``spans`` wrong: what is added and subtracted again cancels."""
+        """Error bound of the sum of ``spans``. Offsets that are both added and subtracted cancel out."""
         net: dict[str, int] = {}
         for start, end in spans:
             for kind, sign in ((end, 1), (start, -1)):

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from ops.bench.leaks import settled
+from ops.bench.load import settled
 from pdserve import AsyncClient, AsyncStream, Client, Stream
 from tests.local_cluster import ROOT, LocalCluster, local_cluster
 

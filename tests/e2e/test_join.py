@@ -56,7 +56,7 @@ def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
         assert len(noted) == 5, "the gateway, two workers, two engines"
         psutil.Process(state.pid).kill()
         gone = at_home.run("down", "--target", f"localhost:{port}")
-        assert "is gone already" in gone.stderr
+        assert "has already ended" in gone.stderr
         assert not [process for process in noted if runs(process)]
         again = at_home.run(
             *up_here, "--address", head.address, "--port", str(port), "--detach"

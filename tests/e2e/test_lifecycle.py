@@ -132,7 +132,7 @@ def test_up_that_is_told_to_stop_leaves_nothing(host: Host) -> None:
                 up.terminate()
             _, told = up.communicate(timeout=WAIT_S)
         assert up.returncode == (1 if tell == "down" else 143)
-        assert ("error: the service was told to stop while it started" in told) == (tell == "down")
+        assert ("error: the service was asked to stop while it was starting" in told) == (tell == "down")
         host.check_gone(*states)
 
 
@@ -141,7 +141,7 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
     assert len(host.processes()) > 8
     again = host.cli.run("up", "--port", str(host.port), "--detach")
     assert again.returncode == 1
-    assert "cannot listen" in again.stderr or "has port" in again.stderr
+    assert "cannot listen" in again.stderr or "uses port" in again.stderr
 
     # Without its raylet no worker would be started again. It is noticed, and all comes up anew, on the same port.
     raylet = next(process for process in host.processes() if process.name() == "raylet")

@@ -135,7 +135,7 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
         before = pids(wait_for(target, "2P1D", lambda status: states(status) == all_ready))
         refused = at_home.run("scale", "--decode", "0", "--target", target)
         assert refused.returncode == 1
-        assert "a service keeps the roles it was started with" in refused.stderr
+        assert "a service keeps its initial roles" in refused.stderr
 
         # The other node dies, with whomever it has; Ray puts it elsewhere once there is room.
         with ray_node(tmp_path, head.address):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
-from gateway.detokenizer import Detokenizer, WindowDetokenizer
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer
 
 TEXTS = st.text(st.sampled_from("abc é日本語😀 ▁\n\u200d"), max_size=40)
 

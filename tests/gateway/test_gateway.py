@@ -88,7 +88,7 @@ async def test_a_bug_in_the_gateways_own_loops_is_told_and_they_go_on(
         service.make("p0")
         await service.beat("p0")
         await service.until(lambda: "unexpected error while watching heartbeats" in caplog.text)
-        await service.until(lambda: "unexpected error while telling the service's health" in caplog.text)
+        await service.until(lambda: "unexpected error while updating the service's health" in caplog.text)
     await service.bring_up("p0", "d0")
     assert await health_of(service) == "SERVING"
 

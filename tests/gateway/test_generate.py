@@ -228,7 +228,7 @@ async def test_errors_are_statuses(start_service: StartService) -> None:
     service = await start_service("p0", "d0", router={"max_attempts": 1})
     code = grpc.StatusCode
     assert await refused(service, code.INVALID_ARGUMENT) == (
-        "prompt: there is none; set text or token_ids", "InvalidRequest",
+        "prompt: it is missing; set text or token_ids", "InvalidRequest",
     )  # fmt: skip
     details, _ = await refused(service, code.INVALID_ARGUMENT, token_ids=pb.TokenIds(ids=[1000]))
     assert details.startswith("prompt: token id 1000")

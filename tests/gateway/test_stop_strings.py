@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output_text import OutputText
-from gateway.stop_strings import StopStrings
+from gateway.output_text import OutputText, StopStrings
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:

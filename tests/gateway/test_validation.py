@@ -139,7 +139,7 @@ async def test_prompts(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({}, "there is none; set text or token_ids"),
+        ({}, "it is missing; set text or token_ids"),
         ({"text": ""}, "it is empty"),
         ({"token_ids": pb.TokenIds()}, "it is empty"),
         ({"token_ids": pb.TokenIds(ids=[1, 500, 2])}, "token id 500 at position 1 is not below"),
@@ -161,7 +161,7 @@ def test_stop_ids_come_once_each() -> None:
 
 def test_a_message_that_is_none_says_so() -> None:
     for data in (b"\xff\xff\xff", b"\x12\x02\xc3\x28"):  # no protobuf; `text` that is not UTF-8
-        with pytest.raises(InvalidRequest, match=r"^message: it is no GenerateRequest, or a string in it is not UTF-8"):
+        with pytest.raises(InvalidRequest, match=r"^message: it is not a GenerateRequest, or a string"):
             read_message(data)
 
 

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 
-from ops.bench.leaks import leaked_blocks, settled
-from ops.bench.load import Load, Outcome, arrivals, run_load, token_ids
-from ops.bench.report import BenchReport
-from ops.bench.slo import SLO
-from ops.bench.statistics import Distribution, percentile
+from ops.bench.load import BenchLoad, Outcome, arrivals, leaked_blocks, run_load, settled, token_ids
+from ops.bench.report import SLO, BenchReport, Distribution
 from pdserve import AsyncClient, ServiceStatus, ServiceWorker
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
 from pdserve.core.request import Mode
@@ -25,22 +22,16 @@ from tests.ops.made_up import made_up
 from tests.pdserve.scripted_service import ScriptedService
 
 
-def test_percentiles_interpolate() -> None:
-    values = [float(v) for v in range(1, 11)]
-    assert percentile(values, 0) == 1
-    assert percentile(values, 100) == 10
-    assert percentile(values, 50) == statistics.median(values)
-    assert percentile(values, 90) == pytest.approx(9.1)
-    assert percentile([3.0], 99) == 3.0
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-
-
 def test_distribution() -> None:
     distribution = Distribution.of([4.0, 1.0, 3.0, 2.0])
     assert distribution is not None
     assert (distribution.mean, distribution.p50, distribution.count) == (2.5, 2.5, 4)
     assert Distribution.of([]) is None
+    tenths = Distribution.of(float(value) for value in range(10, 0, -1))
+    assert tenths is not None
+    assert tenths.p50 == 5.5
+    assert tenths.p90 == pytest.approx(9.1)
+    assert Distribution.of([3.0]) == Distribution(3.0, 3.0, 3.0, 3.0, 1)
 
 
 def test_arrivals_are_poisson_and_repeatable() -> None:
@@ -61,7 +52,7 @@ def test_prompts_depend_on_seed_and_index_alone() -> None:
 
 
 def test_both_modes_share_prompts_and_alternate() -> None:
-    load = Load(requests=4, input_len=1, output_len=1, concurrency=1, mode="both")
+    load = BenchLoad(requests=4, input_len=1, output_len=1, concurrency=1, mode="both")
     assert [load.prompt_of(i) for i in range(4)] == [0, 0, 1, 1]
     assert [load.mode_of(i) for i in range(4)] == [Mode.PD, Mode.COLOCATED, Mode.COLOCATED, Mode.PD]
 
@@ -82,7 +73,7 @@ def test_both_modes_share_prompts_and_alternate() -> None:
     ],
 )
 def test_wrong_loads_are_refused(change: Any) -> None:
-    load = replace(Load(requests=1, input_len=1, output_len=1, concurrency=1), **change)
+    load = replace(BenchLoad(requests=1, input_len=1, output_len=1, concurrency=1), **change)
     with pytest.raises(InvalidRequest):
         load.validate()
 
@@ -154,7 +145,7 @@ def test_a_report_of_nothing() -> None:
 async def test_a_load_that_cannot_fit_is_refused_before_it_starts(
     service: ScriptedService, input_len: int, output_len: int, kind: type[PdserveError], message: str
 ) -> None:
-    load = Load(requests=1, input_len=input_len, output_len=output_len, concurrency=1)
+    load = BenchLoad(requests=1, input_len=input_len, output_len=output_len, concurrency=1)
     async with AsyncClient(service.target) as client:
         status = await client.status()
     with pytest.raises(kind, match=message):
@@ -178,7 +169,7 @@ def test_the_smallest_worker_that_is_there_bounds_a_request() -> None:
 
 @pytest.mark.parametrize("pace", [{"concurrency": 3}, {"rate": 100.0}])
 async def test_run_load_against_a_service(service: ScriptedService, pace: Any) -> None:
-    load = Load(requests=10, input_len=20, output_len=3, seed=5, mode="both", **pace)
+    load = BenchLoad(requests=10, input_len=20, output_len=3, seed=5, mode="both", **pace)
     done: list[Outcome] = []
     async with AsyncClient(service.target) as client:
         outcomes, duration_s = await run_load(client, load, 1000, done.append)
@@ -196,7 +187,7 @@ async def test_run_load_against_a_service(service: ScriptedService, pace: Any) -
 
 @pytest.mark.parametrize("pace", [{"concurrency": 3}, {"rate": 100.0}])
 async def test_a_load_that_is_stopped_returns_what_had_finished(service: ScriptedService, pace: Any) -> None:
-    load = Load(requests=10_000, input_len=20, output_len=50, **pace)
+    load = BenchLoad(requests=10_000, input_len=20, output_len=50, **pace)
     done: list[Outcome] = []
     stop = asyncio.Event()
 

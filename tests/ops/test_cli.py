@@ -203,7 +203,7 @@ def test_bench_counts_refusals(service: ScriptedService, pdserve: Any) -> None:
     options = ("--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
     ran = pdserve("bench", *options)
     assert ran.code == 1
-    assert "refused     4 requests; to be tried again after 250 ms (median)" in ran.out
+    assert "refused     4 requests; retry after 250 ms (median)" in ran.out
     ran = pdserve("bench", *options, "--json")
     assert ran.json["refused"] == {"requests": 4, "retry_after_ms": 250}
 
@@ -216,7 +216,7 @@ def test_bench_reports_even_if_the_service_goes_before_its_blocks_are_counted(
     assert ran.code == 1
     assert "KV blocks could not be counted: the service at" in ran.err
     assert "TTFT_DECODE" in ran.out
-    assert "leaked      not known" in ran.out
+    assert "leaked      unknown" in ran.out
 
 
 def interrupted_bench(service: ScriptedService, *options: str) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from ops.cli.main import main
 from ops.demo.prompts import demo_prompts
-from ops.demo.report import DemoReport, Pair
+from ops.demo.report import DemoReport, PairedRound
 from pdserve.core.errors import NotReady
 from pdserve.core.timeline import Figure
 from pdserve.pb import inference_pb2 as pb
@@ -70,7 +70,7 @@ def test_prompts_have_very_different_lengths_and_fit() -> None:
 
 
 def report() -> DemoReport:
-    pairs = [Pair(i, made_up(n), made_up(n, mode="colocated")) for i, n in enumerate((10, 100))]
+    pairs = [PairedRound(i, made_up(n), made_up(n, mode="colocated")) for i, n in enumerate((10, 100))]
     return DemoReport(requests=2, live=[made_up(10), made_up(100)], pairs=pairs)
 
 

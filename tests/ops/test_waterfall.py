@@ -59,7 +59,7 @@ def test_the_terminal_shows_both_figures_residue_and_proof() -> None:
 def test_stages_without_value_are_left_out() -> None:
     colocated = printed(waterfall(made_up(mode="colocated")))
     assert "kv_exposed" not in colocated
-    assert "kv not moved (colocated)" in colocated
+    assert "kv not transferred (colocated)" in colocated
     one_token = printed(waterfall(made_up(second_token=False)))
     assert "first_decode" not in one_token
     assert "no second token" in one_token
@@ -81,11 +81,11 @@ def test_the_overview_fits_eight_requests_into_80_columns() -> None:
 def test_proof_says_when_bytes_differ_were_skipped_or_retried() -> None:
     good = made_up(70)
     assert "≠ expected 1.3 MB (7 ≠ 1310720 bytes)" in proof(replace(good, kv_bytes=7))
-    assert "2 held by decode already" in proof(replace(good, kv_blocks_skipped=2))
+    assert "2 already on decode" in proof(replace(good, kv_blocks_skipped=2))
     held = replace(good, kv_bytes=0, kv_bytes_expected=0, kv_blocks_sent=0, kv_blocks_skipped=2)
-    assert "kv 0 B = expected, 0 blocks over grpc_stream, 2 held by decode already" in proof(held)
+    assert "kv 0 B = expected, 0 blocks over grpc_stream, 2 already on decode" in proof(held)
     assert "1.0 kB retried" in proof(replace(good, transfer=replace(good.transfer, kv_bytes_retried=1000)))
-    assert proof(made_up(second_token=False)) == "kv not moved (nothing to hand over)"
+    assert proof(made_up(second_token=False)) == "kv not transferred (no hand-off needed)"
 
 
 def test_what_prefix_caches_saved() -> None:

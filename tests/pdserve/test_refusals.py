@@ -35,8 +35,8 @@ def reset(code: int) -> Callable[[Connection, int], None]:
     [
         (reset(CANCEL), CapacityExceeded, "send fewer at a time"),
         (reset(ENHANCE_YOUR_CALM), CapacityExceeded, "send fewer at a time"),
-        (reset(REFUSED_STREAM), NotReady, "try again after a while"),
-        (lambda connection, stream: connection.go_away(0, 0), NotReady, "try again after a while"),
+        (reset(REFUSED_STREAM), NotReady, "try again later"),
+        (lambda connection, stream: connection.go_away(0, 0), NotReady, "try again later"),
     ],
     ids=["CANCEL", "ENHANCE_YOUR_CALM", "REFUSED_STREAM", "GOAWAY"],
 )

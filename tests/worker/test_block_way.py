@@ -72,7 +72,7 @@ class Engine:
 
 
 class Trace:
-    """Collects the functions of ours that are on the stack, in any thread, when a function of ``STATIONS`` is called."""
+    """Collects the functions of ours on the stack, in any thread, when a function of ``STATIONS`` is called."""
 
     def __init__(self) -> None:
         self.functions: dict[str, None] = {}
@@ -128,8 +128,8 @@ async def end(name: str, transport: str) -> AsyncIterator[tuple[KVThread, Engine
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_block_passes_few_functions(transport: str) -> None:
-    """Those that hand it on: they are on the stack where it changes hands, between the event of prefill's engine that it
-    is computed and the command to decode's engine that its KV is there."""
+    """Those that hand it on: they are on the stack where it changes hands, from the event of prefill's engine that it
+    is computed to the command to decode's engine that its KV is there."""
     deadline_s = MonotonicClock().now() + 60
     request = Request("r", tuple(range(8)), SamplingParams(4), attempt_id="r")
     trace.functions.clear()

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.model.dtypes import NativeDtypes, choose_dtype
 from kv_transfer.handshake import LinkFigures
-from ops.doctor.endpoints import Endpoints, Trouble
-from ops.doctor.finding import Finding, Level
-from ops.doctor.meeting import Meeting, Obstacle
-from ops.doctor.memory_need import MemoryNeed
+from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_checks import (
     check_clocks,
     check_cores,
@@ -27,11 +25,12 @@ from ops.doctor.node_checks import (
     check_versions,
 )
 from ops.doctor.node_report import Device, NodeReport
-from ops.doctor.pair_checks import check_reach, check_speed
-from ops.doctor.ping import ClockReading
-from ops.doctor.report import ExaminedNode, ExaminedPair, Prediction
+from ops.doctor.pairs import check_reach, check_speed
+from ops.doctor.probe_api import Endpoints, Meeting, Trouble
+from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Level, Prediction
 from ops.doctor.seats import Seat
 from ops.launch.plan import Node
+from ops.model_memory import MemoryNeed
 from pdserve.core.worker import Role
 from worker.addresses import Interface
 from worker.cores import CoreHolder
@@ -75,7 +74,7 @@ def node(
     endpoints: Sequence[Endpoints] = (),
 ) -> ExaminedNode:
     seats = tuple(seat(f"decode-{index}", ip, gpus) for index in range(workers))
-    return ExaminedNode(Node(ip, ip, {"GPU": gpus}), seats, report, clock, tuple(endpoints))
+    return ExaminedNode(Node(ip, ip, {"GPU": gpus}), seats, report, clock, {each.worker_id: each for each in endpoints})
 
 
 def levels(findings: Sequence[Finding]) -> list[Level]:
@@ -113,7 +112,7 @@ def test_a_model_that_the_gateways_host_lacks_is_told_once() -> None:
 
 def test_a_report_survives_the_trip() -> None:
     report = replace(REPORT, devices=(Device("A100", 2, 1),), held_cores=(CoreHolder(0, 1, 2, 3, "s", "prefill-0"),))
-    assert NodeReport.from_wire(json.loads(json.dumps(report.to_wire()))) == report
+    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(report))), NodeReport) == report
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from ops.doctor.dial import Dial, dial, split_address
-from ops.doctor.endpoints import Endpoints
-from ops.doctor.meeting import Meeting, Obstacle
-from ops.doctor.ping import PingServer, read_clock
-from ops.doctor.probe import Probe
-from ops.doctor.probe_process import ProbeProcess
+from ops.doctor.local_host import ProbeProcess
+from ops.doctor.network import Obstacle, PingServer, dial, read_clock, split_address
+from ops.doctor.node_report import NodeReport
+from ops.doctor.probe import WorkerProbe
+from ops.doctor.probe_api import Endpoints, Meeting
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import DeadlineExceeded, WorkerLost
 from pdserve.core.worker import Role
@@ -29,17 +29,17 @@ def spec(worker_id: str, role: Role, **transfer: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def probing(worker_id: str, role: Role, **transfer: Any) -> Iterator[tuple[Probe, Endpoints]]:
-    probe = Probe()
+def probing(worker_id: str, role: Role, **transfer: Any) -> Iterator[tuple[WorkerProbe, Endpoints]]:
+    probe = WorkerProbe()
     try:
         opened = probe.call("open", {"spec": spec(worker_id, role, **transfer), "device": "cpu"})
-        yield probe, Endpoints.from_wire(opened["value"])
+        yield probe, msgspec.convert(opened["value"], Endpoints)
     finally:
         probe.close()
         probe.close()
 
 
-def meet(probe: Probe, transport: str, address: str, **changes: Any) -> Meeting:
+def meet(probe: WorkerProbe, transport: str, address: str, **changes: Any) -> Meeting:
     arguments = {
         "worker_id": "decode-0",
         "endpoints": [{"transport": transport, "address": address}],
@@ -47,7 +47,7 @@ def meet(probe: Probe, transport: str, address: str, **changes: Any) -> Meeting:
         "timeout_s": 0.5,
         **changes,
     }
-    return Meeting.from_wire(probe.call("meet", arguments)["value"])
+    return msgspec.convert(probe.call("meet", arguments)["value"], Meeting)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc_stream"])
@@ -63,7 +63,6 @@ def test_two_meet_and_measure(transport: str) -> None:
         assert met.figures is not None
         assert met.figures.best_gbs >= met.figures.gbs > 0.001
         assert 0 < met.figures.round_trip_s <= met.figures.median_round_trip_s < 0.2
-        assert Meeting.from_wire(met.to_wire()) == met
         another = meet(prefill, endpoint.transport, endpoint.address, worker_id="decode-7", timeout_s=5.0)
         assert another.obstacle is Obstacle.BROKEN  # as where two hosts have one address
         assert "another worker than decode-7" in another.what
@@ -71,11 +70,11 @@ def test_two_meet_and_measure(transport: str) -> None:
 
 def test_another_layout_is_told() -> None:
     with probing("prefill-0", Role.PREFILL) as (prefill, _):
-        decode = Probe()
+        decode = WorkerProbe()
         try:
             config = PdserveConfig.parse({"engine": {"block_size": 16}})
             told = WorkerSpec("decode-0", Role.DECODE, HOST, HOST, "cpu", "", "", config=config).to_wire()
-            ends = Endpoints.from_wire(decode.call("open", {"spec": told, "device": "cpu"})["value"])
+            ends = msgspec.convert(decode.call("open", {"spec": told, "device": "cpu"})["value"], Endpoints)
             met = meet(prefill, ends.kv[0].transport, ends.kv[0].address, timeout_s=5.0)
             assert met.obstacle is Obstacle.LAYOUT
             assert "block_size" in met.what
@@ -116,8 +115,8 @@ def _full() -> Iterator[str]:
 def test_dial() -> None:
     with socket.create_server((HOST, 0)) as server:
         address = f"{HOST}:{server.getsockname()[1]}"
-        assert dial(address, 1.0) is Dial.OPEN
-    assert dial(address, 1.0) is Dial.REFUSED
+        assert dial(address, 1.0) is Obstacle.NONE
+    assert dial(address, 1.0) is Obstacle.REFUSED
     assert split_address("[::1]:80") == ("::1", 80)
     with pytest.raises(ValueError, match="not host:port"):
         split_address("80")
@@ -125,10 +124,10 @@ def test_dial() -> None:
 
 def test_clocks_are_compared_by_the_shortest_round_trip() -> None:
     server = PingServer(HOST, 0)
-    reading = read_clock(f"{HOST}:{server.port}")
+    reading = read_clock(server.address)
     assert abs(reading.offset_s) <= reading.error_s < 0.01  # the same clock
     assert abs(reading.wall_s) <= reading.error_s + 0.001
-    address = f"{HOST}:{server.port}"
+    address = server.address
     server.close()
     server.close()
     with pytest.raises(OSError, match="refused"):
@@ -138,11 +137,11 @@ def test_clocks_are_compared_by_the_shortest_round_trip() -> None:
 def test_a_probe_that_ends_or_hangs_is_an_error() -> None:
     probe = ProbeProcess("the probe", prefix=("sh", "-c", "echo no such luck >&2; exit 3"))
     with pytest.raises(WorkerLost, match="no such luck"):
-        probe.call("report", {"model": "tiny"}, 20.0)
+        probe.call("report", {"model": "tiny"}, 20.0, NodeReport)
     probe.close()
     probe = ProbeProcess("the probe", prefix=("sh", "-c", "exec sleep 60"))
     with pytest.raises(DeadlineExceeded, match="did not answer report within 1 s"):
-        probe.call("report", {"model": "tiny"}, 1.0)
+        probe.call("report", {"model": "tiny"}, 1.0, NodeReport)
     assert not probe.ended
     probe.close()
     assert probe.ended

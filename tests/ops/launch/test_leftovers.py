@@ -44,7 +44,7 @@ def test_down_clears_what_a_killed_supervisor_left(tmp_path: Path, monkeypatch: 
     rays, other = sleeper(f"--session-dir={folder}/session"), sleeper(str(folder), f"--session-dir={folder}x")
     try:
         ServiceState(gone_process(), time.time(), 7, "", str(folder)).claim()
-        with pytest.raises(LaunchError, match=rf"gone already; .*: 1 process\(es\) and {folder}$"):
+        with pytest.raises(LaunchError, match=rf"has already ended; .*: 1 process\(es\) and {folder}$"):
             stop_detached(7)
         assert not folder.exists()
         assert rays.poll() is not None
@@ -90,7 +90,7 @@ def test_the_next_up_clears_what_killed_services_left(tmp_path: Path, monkeypatc
     assert clear_dead_services() == {7: str(folder)}
     assert not folder.exists()
     assert ServiceState.all() == [alive]
-    with pytest.raises(LaunchError, match=r"no service .* port 7; services of this user have port 8"):
+    with pytest.raises(LaunchError, match=r"no service .* port 7; services of this user use port 8"):
         ServiceState.read(7)
 
 
@@ -110,7 +110,7 @@ def test_a_state_without_a_folder_is_of_a_ray_that_was_joined(tmp_path: Path, mo
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     ServiceState.path(7).parent.mkdir()
     ServiceState.path(7).write_text(f'{{"pid": {gone_process()}, "create_time": 1.0, "port": 7, "log": ""}}')
-    with pytest.raises(LaunchError, match=r"gone already$"):
+    with pytest.raises(LaunchError, match=r"has already ended$"):
         stop_detached(7)
 
 

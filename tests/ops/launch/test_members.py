@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from ops.launch.members import Members
-from ops.launch.plan import Node
+from ops.launch.plan import Node, worker_bundles
 from ops.launch.ports import first_port, port_base
 from ops.launch.service import _to_leave
-from ops.launch.slots import worker_bundles
 from ops.launch.state import ServiceState
 from pdserve.core.config import ClusterConfig, PdserveConfig
 from pdserve.core.errors import LaunchError
@@ -76,7 +75,7 @@ def test_a_killed_service_is_cleared_up_after_by_the_next_on_its_port(
     now.claim()
     assert not folder.exists()
     assert json.loads(ServiceState.path(7).read_text())["log"] == "log"
-    with pytest.raises(LaunchError, match=rf"process {other.pid}, starting\) has port 7; choose another with --port"):
+    with pytest.raises(LaunchError, match=rf"process {other.pid}, starting\) uses port 7; choose another with --port"):
         ServiceState(os.getpid(), psutil.Process().create_time(), 7, "").claim()
     killed.remove()
     assert ServiceState.read(7) == now, "a service removes its own file, not that of the next one"

@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ops.launch.placement import node_of, reserve_slot, wait_placed
+from ops.launch.members import node_of, reserve_slot, wait_placed
 from ops.launch.ray_session import RaySession
 from ops.launch.service import end_children
 

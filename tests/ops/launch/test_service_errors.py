@@ -46,7 +46,7 @@ def test_a_ray_that_breaks_while_the_service_starts(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RaySession, "start", breaks)
     service = Service(PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}}))
-    with pytest.raises(LaunchError, match=r"^Ray failed while the service started: .+$"):
+    with pytest.raises(LaunchError, match=r"^Ray failed while the service was starting: .+$"):
         service.start()
 
 

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from ops.launch.shutdown import DRAIN_S, Shutdown
+from ops.launch.shutdown import DRAIN_S, ServiceShutdown
 
 
 def test_the_first_signal_leaves_time_the_second_none() -> None:
-    shutdown = Shutdown()
+    shutdown = ServiceShutdown()
     before = signal.getsignal(signal.SIGTERM)
     with shutdown.caught() as renew:
         assert not shutdown.is_requested()
@@ -33,7 +33,7 @@ def test_a_signal_puts_off_the_alarm_that_would_abort_the_process() -> None:
     """Ray's handler, in whose place ours is put back, sets one of three seconds when the first signal comes."""
     previous = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     try:
-        with Shutdown().caught():
+        with ServiceShutdown().caught():
             signal.alarm(20)
             os.kill(os.getpid(), signal.SIGTERM)
             assert signal.alarm(0) == 0, "none was left"
@@ -43,7 +43,7 @@ def test_a_signal_puts_off_the_alarm_that_would_abort_the_process() -> None:
 
 def test_the_shorter_time_counts_and_is_told() -> None:
     told: list[str] = []
-    shutdown = Shutdown(told.append)
+    shutdown = ServiceShutdown(told.append)
     following = shutdown.follow()
     shutdown.request(100.0)
     shutdown.request(10.0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ops.launch.plan import Bundle, Node, plan
-from ops.launch.slots import count_slots, resolve_device, shared_bundles, worker_bundles
+from ops.launch.plan import Bundle, Node, count_slots, plan, resolve_device, shared_bundles, worker_bundles
 from pdserve.core.config import ClusterConfig
 from pdserve.core.errors import LaunchError
 from pdserve.core.worker import Role

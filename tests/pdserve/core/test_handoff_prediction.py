@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, Part, hidden_tokens_per_s, hiding_gbs, predict
+from ops.doctor.handoff_prediction import (
+    HandoffPart,
+    HandoffPlan,
+    LinkRate,
+    Overlap,
+    hidden_tokens_per_s,
+    hiding_gbs,
+    predict,
+)
 from pdserve.core.kv_layout import KVLayout
 
 LAYOUT = KVLayout.uniform("m", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)  # 1.4 MiB a block
@@ -81,8 +89,8 @@ def test_the_window_bounds_a_long_fat_link() -> None:
 
 
 def test_a_dead_link_is_an_error() -> None:
-    with pytest.raises(ValueError, match="moves nothing"):
-        predict((Part(1.0, 10),), LinkRate(0.0), 1.0)
+    with pytest.raises(ValueError, match="transfers nothing"):
+        predict((HandoffPart(1.0, 10),), LinkRate(0.0), 1.0)
 
 
 def test_a_prefill_of_no_time_cannot_hide_anything() -> None:

@@ -1,14 +1,28 @@
-"""The last message of a stream: the whole text, and the account of how it came about."""
+"""Messages of the response stream: one per token, and the completion at the end."""
 
 from __future__ import annotations
 
 from gateway.output_text import OutputText
+from gateway.tokenizer import Tokenizer
 from pdserve.core.request import Mode
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure, Timeline
 from pdserve.pb import inference_pb2 as pb
 from router.request_record import RequestRecord
-from router.routed import RoutingResult
+from router.routed import RoutedToken, RoutingResult
+
+
+def token_to_proto(token: RoutedToken, text: str, index: int, tokenizer: Tokenizer | None) -> pb.Token:
+    """The message for one token. ``text`` is what the token adds to the output. Log-probabilities belong to the token
+    itself, even if its text is held back or trimmed."""
+    message = pb.Token(token_id=token.token_id, text=text, index=index)
+    if (logprobs := token.logprobs) is not None:
+        message.logprob = logprobs.logprob
+        for token_id, logprob in logprobs.top:
+            alone = tokenizer.token_text(token_id) if tokenizer else ""
+            message.top_logprobs.append(pb.TopLogprob(token_id=token_id, text=alone, logprob=logprob))
+    return message
+
 
 _MODES: dict[Mode | None, pb.Mode.ValueType] = {Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
 
@@ -16,7 +30,7 @@ _MODES: dict[Mode | None, pb.Mode.ValueType] = {Mode.PD: pb.MODE_PD, Mode.COLOCA
 def completion_to_proto(
     record: RequestRecord, result: RoutingResult, output: OutputText, finish_reason: FinishReason
 ) -> pb.Completion:
-    """Everything the service knows of a finished request."""
+    """The account of a finished request."""
     request, timeline = record.request, record.timeline
     return pb.Completion(
         request_id=request.request_id,
