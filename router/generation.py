@@ -15,11 +15,12 @@ from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from router.arrivals import Arrivals
 from router.attempt import Attempt
-from router.registry import WorkerRegistry
+from router.placement import Needs, WaitMode
+from router.registry import Assignment, WorkerRegistry
 from router.request_record import RequestRecord
 from router.retry_budget import RetryBudget
 from router.routed import RoutedToken, RoutingResult
-from router.waiting_line import Placement, Waiting, WaitingLine, WaitMode
+from router.waiting_line import Waiting, WaitingLine
 from router.worker_stream import ReaderStalled
 
 log = logging.getLogger(__name__)
@@ -104,12 +105,12 @@ class Generation:
             await deadline.sleep(self._delay_s.get("route", 0.0), "it waited to be routed")
             failures = _Failures(self._config.max_attempts)
             while True:
-                placement = await self._place(failures)
+                assignment = await self._place(failures)
                 record.transition(RequestStatus.RUNNING)
                 record.attempts += 1
                 attempt = self._attempt = Attempt(
                     record,
-                    placement,
+                    assignment,
                     self.result,
                     self._registry,
                     self._clock,
@@ -132,7 +133,7 @@ class Generation:
                     handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
                     if handoff_failed and self._on_kv_failure == "fail":
                         raise
-                    if (final := failures.add(error, attempt, placement)) is not None:
+                    if (final := failures.add(error, attempt, assignment)) is not None:
                         raise final from error
                     log.warning("request %s: attempt %d failed: %s", request_id, record.attempts, error)
                     if handoff_failed and self._on_kv_failure == "recompute":
@@ -161,25 +162,20 @@ class Generation:
         while not self._budget.take():
             await deadline.sleep(self._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing} (router.retry_share)")
 
-    async def _place(self, failures: _Failures) -> Placement:
+    async def _place(self, failures: _Failures) -> Assignment:
         record, deadline = self.record, self.record.deadline
-        waiting = Waiting(
-            self._order,
-            self._mode,
-            prompt_tokens=record.num_tokens,
-            output_tokens=record.tokens_left,
-            patient=record.attempts > 0,
-            avoid=failures.avoid,
-            prefer=failures.prefer,
-        )
-        placement = await deadline.bound(self._line.place(waiting), "waiting for a free worker")
+        needs = Needs(self._mode, record.num_tokens, record.tokens_left, failures.avoid, failures.prefer)
+        waiting = Waiting(self._order, needs, patient=record.attempts > 0)
+        assignment = await deadline.bound(self._line.wait(waiting), "waiting for a free worker")
         if self._arrivals.is_burst:
             try:
                 await deadline.bound(self._arrivals.settled(), "other requests were taken in")
             except BaseException:
-                placement.end()
+                assignment.end()
                 raise
-        return placement
+        record.placements.append(assignment.reason)
+        log.debug("request %s: attempt %d: %s", record.request.request_id, record.attempts + 1, assignment.reason)
+        return assignment
 
     def _forget_attempt(self) -> None:
         """Events of tokens that were delivered stay, those of tokens that never came go."""
@@ -211,9 +207,9 @@ class _Failures:
         """Begin the counts anew."""
         self.in_a_row = self._lost_in_a_row = 0
 
-    def add(self, error: PdserveError, attempt: Attempt, placement: Placement) -> PdserveError | None:
+    def add(self, error: PdserveError, attempt: Attempt, assignment: Assignment) -> PdserveError | None:
         """Count a failed attempt. Returns the error that ends the request, or None if it may be tried again."""
-        # Another worker may have more room; the placement knows, and refuses what none can take.
+        # Another worker may have more room; `router.placement` refuses what none can take.
         elsewhere = isinstance(error, CapacityExceeded) and not attempt.failed <= self.avoid
         if attempt.gave_tokens:
             self.reset()
@@ -228,6 +224,6 @@ class _Failures:
                 "request is not tried on another"
             )
         self.avoid |= attempt.failed
-        prefill = placement.prefill.worker.worker_id
+        prefill = assignment.prefill.worker.worker_id
         self.prefer = "" if prefill in attempt.failed else prefill
         return None

@@ -13,7 +13,7 @@ from router.deadline import Deadline
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """A request, its bounds, and what has become of it. ``output_token_ids`` grows as tokens arrive, so that a retry
-    can go on from prompt and tokens so far."""
+    can go on from prompt and tokens so far. ``placements`` say where each attempt went, and why."""
 
     request: Request
     deadline: Deadline
@@ -21,6 +21,7 @@ class RequestRecord:
     status: RequestStatus = RequestStatus.QUEUED
     output_token_ids: list[int] = field(default_factory=list)
     attempts: int = 0
+    placements: list[str] = field(default_factory=list)
 
     def transition(self, to: RequestStatus) -> None:
         """Move to ``to``; `IllegalTransition` if the table forbids it."""

@@ -10,10 +10,11 @@ from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.request import Mode
 from router.arrivals import Arrivals
 from router.generation import Generation
+from router.placement import WaitMode
 from router.registry import WorkerRegistry
 from router.request_record import RequestRecord
 from router.retry_budget import RetryBudget
-from router.waiting_line import WaitingLine, WaitMode
+from router.waiting_line import WaitingLine
 
 MAX_TAKEN_IN = 1024
 """With so many requests in a line that is not full, the rest of a burst is left to gRPC, which needs less memory for

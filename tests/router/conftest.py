@@ -15,10 +15,10 @@ from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role, WorkerLoad
 from router.deadline import Deadline
 from router.fakes import FakeWorker, fake_info, fake_links
+from router.placement import WaitMode
 from router.registry import WorkerRegistry
 from router.request_record import RequestRecord
 from router.router import Router
-from router.waiting_line import WaitMode
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 
 
@@ -101,9 +101,10 @@ def make_cluster() -> MakeCluster:
         **config: object,
     ) -> Cluster:
         clock = LoopClock()
-        registry = WorkerRegistry(clock, heartbeat_timeout_s=3.0)
-        config = {"retry_pause_s": 0.0, "patience_s": 0.0, **config}
-        router = Router(registry, RouterConfig.model_validate(config), clock, delay_s, auto_mode, on_kv_failure)
+        config = {"retry_pause_s": 0.0, "patience_s": 0.0, "heartbeat_timeout_s": 3.0, **config}
+        router_config = RouterConfig.model_validate(config)
+        registry = WorkerRegistry(clock, router_config)
+        router = Router(registry, router_config, clock, delay_s, auto_mode, on_kv_failure)
         cluster = Cluster(router, registry, clock)
         decoders = tuple(f"d{i}" for i in range(decode))
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.clock import FakeClock
+from pdserve.core.config import RouterConfig
 from pdserve.core.errors import LayoutMismatch, NotReady, TransferTimeout
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role, WorkerLoad
@@ -19,7 +20,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def registry(clock: FakeClock) -> WorkerRegistry:
-    return WorkerRegistry(clock, heartbeat_timeout_s=3.0)
+    return WorkerRegistry(clock, RouterConfig(heartbeat_timeout_s=3.0))
 
 
 def worker(worker_id: str, epoch: str = "1") -> FakeWorker:
@@ -78,18 +79,17 @@ async def test_load_is_counted_until_its_end_and_never_leaks_into_a_new_incarnat
     entry = registry.add(worker("p0"))
     first, second = registry.begin("p0", 30, prompt_tokens=20), registry.begin("p0", 5)
     assert (entry.outstanding_tokens, entry.outstanding_requests, entry.prompt_tokens) == (35, 2, 20)
-    assert entry.is_free(21)
-    assert not entry.is_free(20)
+    assert registry.view().workers[0].prompt_tokens == 20
     first.prefilled()
     first.prefilled()
     assert (entry.outstanding_tokens, entry.prompt_tokens) == (15, 0), "what is computed is no load any more"
     first.token_made()
     assert entry.outstanding_tokens == 14
-    registry.end(second)
-    registry.end(second)
+    second.end()
+    second.end()
     assert (entry.outstanding_tokens, entry.outstanding_requests) == (9, 1)
     renewed = registry.add(worker("p0", epoch="2"))
-    registry.end(first)
+    first.end()
     assert (renewed.outstanding_tokens, renewed.outstanding_requests, entry.outstanding_tokens) == (0, 0, 0)
     assert renewed.last_used == entry.last_used
 

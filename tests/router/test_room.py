@@ -278,20 +278,20 @@ async def test_no_more_requests_are_placed_than_decode_has_blocks_for(make_clust
     cluster.registry.heartbeat("d0", WorkerLoad(free_blocks=5))
     tasks = at_once(cluster, 4)
     await asyncio.sleep(0.01)
-    assert (sent(cluster), decode.free_blocks) == (2, 1), "a prompt of 5 tokens takes two blocks of 4"
+    assert (sent(cluster), decode.view(late=False).room) == (2, 1), "a prompt of 5 tokens takes two blocks of 4"
     assert cluster.router.queued == 2
     assert len(cluster.fleet["p0"].requests) == 2, "prefill would only hold the blocks of the others"
 
     # The next heartbeat counts what was placed before it.
     cluster.registry.heartbeat("d0", WorkerLoad(free_blocks=3))
     await asyncio.sleep(0.01)
-    assert (sent(cluster), decode.free_blocks) == (3, 1)
+    assert (sent(cluster), decode.view(late=False).room) == (3, 1)
 
     # One that ends gives its blocks back, whether a heartbeat has counted it (r0) or not (r2).
     for ended, (placed, free) in ((0, (4, 1)), (2, (4, 3))):
         tasks[ended].cancel()
         await asyncio.sleep(0.01)
-        assert (sent(cluster), decode.free_blocks) == (placed, free)
+        assert (sent(cluster), decode.view(late=False).room) == (placed, free)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
