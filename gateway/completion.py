@@ -7,8 +7,7 @@ from pdserve.core.request import Mode
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure, Timeline
 from pdserve.pb import inference_pb2 as pb
-from router.request_record import RequestRecord
-from router.routed import RoutingResult
+from router.request_record import RequestRecord, RoutingResult
 
 _MODES: dict[Mode | None, pb.Mode.ValueType] = {Mode.PD: pb.MODE_PD, Mode.COLOCATED: pb.MODE_COLOCATED}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.tokenizer import Tokenizer
 from pdserve.pb import inference_pb2 as pb
-from router.routed import RoutedToken
+from router.request_record import RoutedToken
 
 
 def token_to_proto(token: RoutedToken, text: str, index: int, tokenizer: Tokenizer | None) -> pb.Token:

@@ -18,8 +18,7 @@ from router.arrivals import Arrivals
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker, Share
 from router.registry import Assignment, WorkerRegistry
-from router.request_record import RequestRecord
-from router.routed import RoutedToken, RoutingResult
+from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.worker_stream import Arrival, WorkerStream
 
 log = logging.getLogger(__name__)

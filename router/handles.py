@@ -52,7 +52,7 @@ class WorkerHandle(Protocol):
         ...
 
     async def wait_closed(self) -> None:
-        """Return once the control connection has ended, whoever ended it."""
+        """Return once the control connection has ended, on either side."""
         ...
 
     async def aclose(self) -> None:

@@ -34,7 +34,7 @@ class Assignment:
 class WorkerRegistry:
     """All workers this router may use. Not thread-safe: everything happens on the router's event loop.
 
-    Listeners (`subscribe`) are called synchronously whenever somebody may have become ready, free or lost.
+    Listeners (`subscribe`) are called synchronously whenever a worker may have become ready, free or lost.
     """
 
     def __init__(self, clock: Clock, config: RouterConfig) -> None:
@@ -47,7 +47,7 @@ class WorkerRegistry:
         self._choices = itertools.count(1)
         self._were_available: set[Mode] = set()
 
-    # --- who there is ------------------------------------------------------------------------------------------------
+    # --- the workers -------------------------------------------------------------------------------------------------
 
     def add(self, handle: WorkerHandle, load: WorkerLoad | None = None) -> RegisteredWorker:
         """Register a worker, or replace its earlier incarnation (whose handle is the caller's to close)."""
@@ -162,7 +162,7 @@ class WorkerRegistry:
 
     @property
     def workers(self) -> tuple[RegisteredWorker, ...]:
-        """Everybody registered, those lost lately too, by name."""
+        """All that are registered, those lost lately too, by name."""
         return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
 
     def get(self, worker_id: str) -> RegisteredWorker | None:

@@ -135,7 +135,7 @@ class WaitingLine:
         return self._registry.assign(waiting.needs, placed)
 
     def _serve(self) -> None:
-        """Place as many as possible, oldest first. Those who wait for the same workers never overtake each other."""
+        """Place as many as possible, oldest first. Requests of one mode never overtake each other."""
         if self._serving:  # placing changes the registry, which calls here again
             return
         self._serving = True

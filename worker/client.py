@@ -74,7 +74,7 @@ class WorkerClient:
         return client
 
     async def wait_closed(self) -> None:
-        """Return once the control stream has ended, whoever ended it."""
+        """Return once the control stream has ended, on either side."""
         await self._closed.wait()
 
     async def aclose(self) -> None:

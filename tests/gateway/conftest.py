@@ -19,7 +19,7 @@ from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc, worker_pb2_grpc
-from router.fakes import FakeWorker, fake_info, fake_links
+from tests.fake_worker import FakeWorker, fake_info, fake_links
 from worker.messages import BEAT_ANSWERS, Beat, BeatAnswer, to_frame
 
 CORPUS = [

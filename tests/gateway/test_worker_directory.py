@@ -13,7 +13,7 @@ from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import worker_pb2 as worker_pb
-from router.fakes import fake_info
+from tests.fake_worker import fake_info
 from worker.messages import Beat, BeatAnswer, to_frame
 
 if TYPE_CHECKING:

@@ -13,12 +13,11 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Role, WorkerLoad
-from router.deadline import Deadline
-from router.fakes import FakeWorker, fake_info, fake_links
 from router.placement import WaitMode
 from router.registry import WorkerRegistry
-from router.request_record import RequestRecord
+from router.request_record import Deadline, RequestRecord
 from router.router import Router
+from tests.fake_worker import FakeWorker, fake_info, fake_links
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 
 

@@ -9,8 +9,8 @@ from pdserve.core.config import RouterConfig
 from pdserve.core.errors import LayoutMismatch, NotReady, TransferTimeout
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role, WorkerLoad
-from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
+from tests.fake_worker import FakeWorker, fake_info, fake_links
 
 
 @pytest.fixture

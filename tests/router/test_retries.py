@@ -22,9 +22,9 @@ from pdserve.core.errors import (
 )
 from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.timeline import EventKind, Figure
-from router.deadline import Deadline
-from router.fakes import Point
-from router.retry_budget import MIN_RETRIES
+from router.request_record import Deadline
+from router.retries import MIN_RETRIES
+from tests.fake_worker import Point
 
 if TYPE_CHECKING:
     from tests.router.conftest import Cluster, MakeCluster

@@ -26,8 +26,7 @@ from pdserve.core.worker import WorkerLoad
 from router.attempt import PROOF_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from router.request_record import RequestRecord
-    from router.routed import RoutingResult
+    from router.request_record import RequestRecord, RoutingResult
     from tests.router.conftest import Cluster, MakeCluster
 
 ALL = [6, 7, 8, 9]

@@ -1,4 +1,4 @@
-"""A worker made of nothing, for tests and simulations: scripted tokens, delays, failures, deaths."""
+"""A worker without an engine, for tests of the router and the gateway: scripted tokens, delays, failures, deaths."""
 
 from __future__ import annotations
 
