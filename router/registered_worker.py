@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.handoff import PeerLink
+from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
 from router.placement import WorkerView
 
@@ -19,9 +20,9 @@ class RegisteredWorker:
     what it has still to compute of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is
     set when a request lost it before any heartbeat or broken connection said so; the next good heartbeat clears it.
     ``lost_s`` is when. ``retiring``: it finishes what it has and gets nothing more.
-    ``confirmed`` holds the peers it answered to have connected to, whatever its heartbeats say meanwhile.
-    ``held_blocks`` are those that the KV of the requests on it fills, ``held_at_beat`` what that was at its last
-    heartbeat.
+    ``linked`` and ``failed`` are the links to decode workers that it has, by its last heartbeat, and why it could not
+    open others. ``held_blocks`` are those that the KV of the requests on it fills, ``held_at_beat`` what that was at
+    its last heartbeat.
     """
 
     handle: WorkerHandle
@@ -38,10 +39,8 @@ class RegisteredWorker:
     lost_s: float = 0.0
     suspect: bool = False
     retiring: bool = False
-    confirmed: set[str] = field(default_factory=set)
-    unlisted: set[str] = field(default_factory=set)
-    stale_peers: set[str] = field(default_factory=set)
-    peer_errors: dict[str, PdserveError] = field(default_factory=dict)
+    linked: Mapping[WorkerEpoch, PeerLink] = field(default_factory=dict)
+    failed: Mapping[WorkerEpoch, PdserveError] = field(default_factory=dict)
 
     @property
     def worker_id(self) -> str:
@@ -69,17 +68,8 @@ class RegisteredWorker:
             return "suspect"
         return "ready" if self.info.ready else "starting"
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Decode workers it is connected to."""
-        return tuple(sorted((self.confirmed | set(self.load.peers)) - self.stale_peers))
-
-    def is_connected_to(self, worker_id: str) -> bool:
-        """Whether it has shaken hands with that decode worker's present incarnation."""
-        return worker_id not in self.stale_peers and (worker_id in self.confirmed or worker_id in self.load.peers)
-
-    def view(self, late: bool) -> WorkerView:
-        """What a decision may depend on of it, as plain values."""
+    def view(self, live: frozenset[WorkerEpoch], *, late: bool = False) -> WorkerView:
+        """What a decision may depend on of it, as plain values. Its links count to ``live`` incarnations only."""
         info, load = self.info, self.load
         return WorkerView(
             worker_id=info.worker_id,
@@ -97,23 +87,21 @@ class RegisteredWorker:
             live=not self.lost,
             ready=self.is_ready,
             late=late,
-            linked=frozenset(self.peers),
-            link_errors=tuple(self.peer_errors.values()),
+            linked=frozenset([worker_id for worker_id, _ in self.linked.keys() & live]),
+            link_errors=tuple([why for key, why in self.failed.items() if key in live]),
             last_used=self.last_used,
         )
 
-    def beat(self, load: WorkerLoad, info: WorkerInfo | None, now_s: float) -> None:
+    def beat(self, load: WorkerLoad, links: Links, info: WorkerInfo | None, now_s: float) -> None:
         """Take in a heartbeat."""
         self.heartbeat_s = now_s
         self.load = load
+        self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
+        self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
         self.held_at_beat = self.held_blocks
         self.suspect = False
         if info is not None:
             self.info = info
-        # A heartbeat may have left before a handshake it does not list was done: only the second in a row counts.
-        unlisted = self.confirmed - set(load.peers)
-        self.confirmed -= unlisted & self.unlisted
-        self.unlisted = unlisted
 
 
 class Share:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
-from pdserve.core.errors import LayoutMismatch, NotReady, PdserveError
+from pdserve.core.errors import LayoutMismatch, NotReady
+from pdserve.core.handoff import PeerLink
 from pdserve.core.request import Mode
-from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
 from router.placement import ClusterView, Needs, Placed, unavailable
 from router.registered_worker import RegisteredWorker, Share
+
+_NO_LINKS: Links = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,13 @@ class WorkerRegistry:
 
     # --- the workers -------------------------------------------------------------------------------------------------
 
-    def add(self, handle: WorkerHandle, load: WorkerLoad | None = None) -> RegisteredWorker:
-        """Register a worker, or replace its earlier incarnation (whose handle is the caller's to close)."""
+    def add(self, handle: WorkerHandle, load: WorkerLoad | None = None, links: Links = _NO_LINKS) -> RegisteredWorker:
+        """Register a worker by its first heartbeat, or replace its earlier incarnation (whose handle the caller
+        closes)."""
         info = handle.info
         replaced = self._workers.get(info.worker_id)
-        worker = RegisteredWorker(handle, info, self._clock.now(), load or WorkerLoad())
+        worker = RegisteredWorker(handle, info, self._clock.now())
+        worker.beat(load or WorkerLoad(), links, info, self._clock.now())
         self._workers[info.worker_id] = worker
         last = self._lives.get(info.worker_id)
         if last is not None and last != info.life:
@@ -63,20 +69,18 @@ class WorkerRegistry:
             worker.last_used = replaced.last_used
             worker.retiring = replaced.retiring and replaced.info.life == info.life
             self._lose(replaced, "it was replaced by a new incarnation")
-            for other in self._workers.values():
-                other.confirmed.discard(info.worker_id)
-                other.peer_errors.pop(info.worker_id, None)
-                if other is not worker and replaced.info.epoch != info.epoch:
-                    other.stale_peers.add(info.worker_id)
         self._came()
         return worker
 
-    def heartbeat(self, worker_id: str, load: WorkerLoad, info: WorkerInfo | None = None) -> bool:
-        """Note a sign of life. False: this incarnation is not registered, or it is lost; add it (again)."""
+    def heartbeat(
+        self, worker_id: str, load: WorkerLoad, info: WorkerInfo | None = None, links: Links = _NO_LINKS
+    ) -> bool:
+        """Note a sign of life, with what has come of the links that the worker should have. False: this incarnation is
+        not registered, or it is lost; add it (again)."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.lost or (info is not None and info.epoch != worker.info.epoch):
             return False
-        worker.beat(load, info, self._clock.now())
+        worker.beat(load, links, info, self._clock.now())
         self._came()
         return True
 
@@ -130,33 +134,11 @@ class WorkerRegistry:
 
     def _forget(self, worker: RegisteredWorker) -> None:
         del self._workers[worker.worker_id]
-        for other in self._workers.values():
-            other.confirmed.discard(worker.worker_id)
-            other.peer_errors.pop(worker.worker_id, None)
-            other.stale_peers.add(worker.worker_id)
 
     def suspect(self, worker: RegisteredWorker) -> None:
         """A request has just lost it: no more requests until its next heartbeat."""
         worker.suspect = True
         self.notify()
-
-    def connected(self, prefill_id: str, decode_id: str) -> None:
-        """The two have shaken hands."""
-        worker = self._workers.get(prefill_id)
-        if worker is not None:
-            worker.confirmed.add(decode_id)
-            worker.stale_peers.discard(decode_id)
-            worker.unlisted.discard(decode_id)
-            worker.peer_errors.pop(decode_id, None)
-            self._came()
-
-    def not_connected(self, prefill_id: str, decode_id: str, error: PdserveError) -> None:
-        """The handshake failed; requests that find no other pair are told ``error``."""
-        worker = self._workers.get(prefill_id)
-        if worker is not None:
-            worker.confirmed.discard(decode_id)
-            worker.peer_errors[decode_id] = error
-            self.notify()
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -173,13 +155,16 @@ class WorkerRegistry:
         """Seconds since its last heartbeat."""
         return self._clock.now() - worker.heartbeat_s
 
+    def links(self, worker: RegisteredWorker) -> tuple[PeerLink, ...]:
+        """The links it has to live workers, by worker id."""
+        return tuple(worker.linked[key] for key in sorted(worker.linked.keys() & self._live()))
+
+    def _live(self) -> frozenset[WorkerEpoch]:
+        return frozenset([worker.info.worker_epoch for worker in self._workers.values() if not worker.lost])
+
     def ready(self, role: Role | None = None) -> list[RegisteredWorker]:
         """Ready workers, of one role or all."""
         return [w for w in self._workers.values() if w.is_ready and (role is None or w.role == role)]
-
-    def ready_peers(self, prefill: RegisteredWorker) -> list[RegisteredWorker]:
-        """Ready decode workers that ``prefill`` is connected to."""
-        return [worker for worker in self.ready(Role.DECODE) if prefill.is_connected_to(worker.worker_id)]
 
     def was_available(self, mode: Mode) -> bool:
         """Whether requests of ``mode`` could run at some time: what is missing may then come back."""
@@ -192,8 +177,9 @@ class WorkerRegistry:
     def view(self) -> ClusterView:
         """All that placements depend on, as it is now."""
         late_s = self._clock.now() - self._config.heartbeat_timeout_s / 2
+        live = self._live()
         return ClusterView(
-            tuple([worker.view(late=worker.heartbeat_s < late_s) for worker in self._workers.values()]),
+            tuple([worker.view(live, late=worker.heartbeat_s < late_s) for worker in self._workers.values()]),
             self._config.policy,
             self._config.prefill_backlog_tokens,
         )

@@ -14,6 +14,7 @@ from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure
 from pdserve.core.worker import TokenOutput
+from tests.fake_worker import fake_links
 
 if TYPE_CHECKING:
     from tests.router.conftest import MakeCluster
@@ -174,7 +175,7 @@ async def test_a_service_that_was_ready_waits_for_its_workers(make_cluster: Make
     await asyncio.sleep(0.01)
     assert cluster.router.queued == 1
     cluster.registry.add(cluster.fleet["p0"])
-    cluster.registry.connected("p0", "d0")
+    cluster.beat("p0", fake_links("d0"))
     assert await waiting == [6, 7, 8, 9]
     cluster.check_idle()
 
