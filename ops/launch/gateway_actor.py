@@ -1,4 +1,4 @@
-"""The Ray actor around the gateway: it holds a `GatewayHost` and nothing else."""
+"""The Ray actor around the gateway: it holds a `GatewayThread` and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from gateway.host import GatewayHost
+from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.worker import Role
@@ -26,8 +26,8 @@ class GatewayActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._error: PdserveError | None = None
         try:
-            self._host = GatewayHost(PdserveConfig.parse(config), registry_address, VERSION, service)
-            self._host.start()
+            self._gateway = GatewayThread(PdserveConfig.parse(config), registry_address, VERSION, service)
+            self._gateway.start()
         except PdserveError as error:
             self._error = error
             if ray.get_runtime_context().was_current_actor_reconstructed:
@@ -43,7 +43,7 @@ class GatewayActor:
     def wait_serving(self, timeout_s: float) -> dict[str, Any]:
         """Empty once requests can be served, or ``{"error": (kind, message)}`` of what is in the way."""
         try:
-            self._host.wait_serving(timeout_s)
+            self._gateway.wait_serving(timeout_s)
         except PdserveError as error:
             return {"error": to_wire(error)}
         return {}
@@ -51,18 +51,18 @@ class GatewayActor:
     def expect(self, members: dict[str, str], notes: list[str]) -> None:
         """Who belongs to the service: worker ids and their roles. ``notes`` are shown with the status."""
         if self._error is None:
-            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
+            self._gateway.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Give these workers nothing more; returns when they have finished, or after ``drain_s`` seconds."""
         if self._error is None:
-            self._host.retire(worker_ids, drain_s)
+            self._gateway.retire(worker_ids, drain_s)
 
     def drain(self) -> int:
         """Refuse new requests from now on; returns how many are still in progress."""
-        return self._host.drain() if self._error is None else 0
+        return self._gateway.drain() if self._error is None else 0
 
     def stop(self) -> None:
         """Close everything. What is still in progress ends with UNAVAILABLE; `drain` comes before this."""
         if self._error is None:
-            self._host.stop(0.0)
+            self._gateway.stop(0.0)

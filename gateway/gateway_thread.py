@@ -20,7 +20,7 @@ START_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 5.0
 
 
-class GatewayHost:
+class GatewayThread:
     """A gateway in this process. `start` raises LaunchError or ModelError if it cannot be had."""
 
     def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:
