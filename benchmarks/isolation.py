@@ -37,9 +37,9 @@ from pdserve.core.worker import Role
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
 from worker.cores import leave_engine_cores
-from worker.host import WorkerHost
 from worker.messages import TO_GATEWAY, Outputs, Ping, Run, to_frame
 from worker.spec import WorkerSpec
+from worker.worker_thread import WorkerThread
 
 ROOT = Path(__file__).resolve().parents[1]
 STREAMS = 4
@@ -209,11 +209,11 @@ def _serve(spec: WorkerSpec) -> None:
     logging.basicConfig(level=logging.ERROR)  # suppresses warnings about the missing gateway
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     leave_engine_cores(spec)
-    host = WorkerHost(spec, ROLES)
-    sys.stdout.write(host.wait_ready(_START_S).control_address + "\n")
+    thread = WorkerThread(spec, ROLES)
+    sys.stdout.write(thread.wait_ready(_START_S).control_address + "\n")
     sys.stdout.flush()
     sys.stdin.read()
-    host.stop()
+    thread.stop()
     sys.stdout.write(json.dumps(_RecordingClient.steps))
 
 

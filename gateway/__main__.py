@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 
-from gateway.host import GatewayHost
+from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.process import end_with_parent
@@ -23,12 +23,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
     try:
-        host = GatewayHost(PdserveConfig.parse(json.loads(sys.argv[1])), sys.argv[2], "0+no-ray")
-        host.start()
+        gateway = GatewayThread(PdserveConfig.parse(json.loads(sys.argv[1])), sys.argv[2], "0+no-ray")
+        gateway.start()
     except PdserveError as error:
         sys.exit(f"error: {error}")
     stop.wait()
-    host.stop()
+    gateway.stop()
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from pdserve.core.errors import LaunchError, NotReady, PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
 from pdserve.pb import worker_pb2_grpc
+from router.placement import WaitMode
 from router.registry import WorkerRegistry
 from router.router import Router
-from router.waiting_line import WaitMode
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Gateway:
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
-        self.registry = WorkerRegistry(RunningAwakeClock(), config.router.heartbeat_timeout_s, config.router.forget_s)
+        self.registry = WorkerRegistry(RunningAwakeClock(), config.router)
         both_roles = config.cluster.prefill and config.cluster.decode
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)

@@ -34,8 +34,7 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, EventKind
 from pdserve.pb import inference_pb2 as pb
-from router.deadline import Deadline
-from router.request_record import RequestRecord
+from router.request_record import Deadline, RequestRecord
 from router.router import Router
 
 log = logging.getLogger(__name__)

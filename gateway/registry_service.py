@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class RegistryService(worker_pb2_grpc.RegistryServicer):
-    """Hands heartbeats to the directory."""
+    """Hands heartbeats to the directory, and answers them with what is wanted of the worker."""
 
     def __init__(self, directory: WorkerDirectory, gateway_epoch: str, service: str) -> None:
         self._directory = directory
@@ -33,5 +33,7 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
         is_ours = beat.info.service == self._service
         if not is_ours:
             log.warning("worker %s of another service reports here: it is told to end", beat.info.worker_id)
-        welcome = is_ours and self._directory.heard(beat.info, beat.load)
-        return to_frame(BeatAnswer(self._gateway_epoch, superseded=not welcome))
+        if not (is_ours and self._directory.heard(beat)):
+            return to_frame(BeatAnswer(self._gateway_epoch, superseded=True))
+        peers = list(self._directory.wanted_links(beat.info.role))
+        return to_frame(BeatAnswer(self._gateway_epoch, superseded=False, peers=peers))

@@ -8,8 +8,7 @@ from pdserve.core.request import Mode
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure, Timeline
 from pdserve.pb import inference_pb2 as pb
-from router.request_record import RequestRecord
-from router.routed import RoutedToken, RoutingResult
+from router.request_record import RequestRecord, RoutedToken, RoutingResult
 
 
 def token_to_proto(token: RoutedToken, text: str, index: int, tokenizer: Tokenizer | None) -> pb.Token:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from gateway.validation import Limits
 from pdserve.core.clock import Clock
-from pdserve.core.worker import Role, WorkerLoad
+from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
@@ -106,7 +106,7 @@ class StatusReport:
             heartbeat_age_s=self._registry.age_s(worker),
             engine_restarts=info.engine_restarts,
             preemptions=load.preemptions,
-            links=[_link(peer, load) for peer in worker.peers],
+            links=[pb.PeerLink(**asdict(link)) for link in self._registry.links(worker)],
             cuda_visible_devices=info.cuda_visible_devices,
             cores=info.cores,
             kv_refused=load.kv_refused,
@@ -115,9 +115,3 @@ class StatusReport:
             cached_blocks=load.cached_blocks,
             kv_addresses={endpoint.transport: endpoint.address for endpoint in info.kv_endpoints},
         )
-
-
-def _link(worker_id: str, load: WorkerLoad) -> pb.PeerLink:
-    """What is known about the link to a peer; only its worker id until a heartbeat describes it."""
-    known = next((link for link in load.links if link.worker_id == worker_id), None)
-    return pb.PeerLink(worker_id=worker_id) if known is None else pb.PeerLink(**asdict(known))

@@ -1,4 +1,4 @@
-"""Turns heartbeats into connected workers: makes handles, shakes hands for every pair, closes what is lost."""
+"""Turns heartbeats into registered workers: makes handles, says which links are wanted, closes what is lost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.handoff import KVPeer
+from pdserve.core.worker import Role, WorkerInfo
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
+from worker.messages import Beat
 
 log = logging.getLogger(__name__)
 
@@ -26,21 +28,30 @@ class WorkerDirectory:
     def __init__(self, registry: WorkerRegistry, connect: Connect) -> None:
         self._registry = registry
         self._connect = connect
-        self._joining: dict[str, str] = {}  # worker id → the epoch being connected
-        self._shaking: set[tuple[RegisteredWorker, RegisteredWorker]] = set()
+        self._joining: dict[str, Beat] = {}  # by worker id, the last heartbeat of those being connected
         self._told: dict[tuple[str, ...], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def heard(self, info: WorkerInfo, load: WorkerLoad) -> bool:
+    def heard(self, beat: Beat) -> bool:
         """A heartbeat: the first of an incarnation registers it. False: it has been superseded and has to end."""
+        info = beat.info
         if self._registry.is_superseded(info.life):
             return False
-        if self._registry.heartbeat(info.worker_id, load, info):
-            self._introduce(info.worker_id)
-        elif self._joining.get(info.worker_id) != info.epoch:
-            self._joining[info.worker_id] = info.epoch
-            self._spawn(self._join(info, load))
+        if self._registry.heartbeat(info.worker_id, beat.load, info, beat.links):
+            self._tell_failures(info.worker_id)
+            return True
+        joining = self._joining.get(info.worker_id)
+        self._joining[info.worker_id] = beat
+        if joining is None or joining.info.epoch != info.epoch:
+            self._spawn(self._join(info))
         return True
+
+    def wanted_links(self, role: Role) -> tuple[KVPeer, ...]:
+        """The workers that one of this role should have KV links to: a prefill worker to all live decode workers."""
+        if role is not Role.PREFILL:
+            return ()
+        live = (worker for worker in self._registry.workers if not worker.lost)
+        return tuple(worker.info.peer for worker in live if worker.role is Role.DECODE)
 
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """Let these workers finish what they have, for ``drain_s`` at most, then part with them: requests that are
@@ -88,63 +99,53 @@ class WorkerDirectory:
             self._registry.lost(worker.worker_id, "the gateway stops")
             await worker.handle.aclose()
 
-    async def _join(self, info: WorkerInfo, load: WorkerLoad) -> None:
+    async def _join(self, info: WorkerInfo) -> None:
         try:
             handle = await self._connect(info)
         except PdserveError as error:
             self._tell_once((info.worker_id, info.epoch), f"worker {info.worker_id}: cannot connect: {error}")
             return
         finally:
-            superseded = self._joining.get(info.worker_id) != info.epoch
-            if not superseded:
+            latest = self._joining.get(info.worker_id)
+            if latest is not None and latest.info.epoch == info.epoch:
                 del self._joining[info.worker_id]
+            else:
+                latest = None
         # Another process may have taken its name while the connection was made, or it was retired.
-        if superseded or self._registry.is_superseded(info.life):
+        if latest is None or self._registry.is_superseded(info.life):
             await handle.aclose()
             return
         replaced = self._registry.get(info.worker_id)
-        self._spawn(self._watch_connection(self._registry.add(handle, load)))
+        self._spawn(self._watch_connection(self._registry.add(handle, latest.load, latest.links)))
         log.info("worker %s is there: %s on %s", info.worker_id, info.device, info.node)
+        self._tell_failures(info.worker_id)
+        self._spread_news()
         if replaced is not None:
             await replaced.handle.aclose()
-        self._introduce(info.worker_id)
 
     async def _watch_connection(self, worker: RegisteredWorker) -> None:
         await worker.handle.wait_closed()
-        if self._are_current(worker):
+        if self._registry.get(worker.worker_id) is worker and not worker.lost:
             log.warning("worker %s is lost: its control connection broke", worker.worker_id)
             self._registry.lost(worker.worker_id)
             await worker.handle.aclose()
 
-    def _introduce(self, worker_id: str) -> None:
-        """Have every pair with this worker in it that is not connected shake hands."""
-        live = [worker for worker in self._registry.workers if not worker.lost]
-        for prefill in (worker for worker in live if worker.role is Role.PREFILL):
-            for decode in (worker for worker in live if worker.role is Role.DECODE):
-                pair = (prefill, decode)
-                if worker_id not in (prefill.worker_id, decode.worker_id) or pair in self._shaking:
-                    continue
-                if not prefill.is_connected_to(decode.worker_id):
-                    self._shaking.add(pair)
-                    self._spawn(self._shake(prefill, decode))
+    def _spread_news(self) -> None:
+        """Have the prefill workers report that do not know of all live decode workers: the answer names them."""
+        wanted = {(peer.worker_id, peer.epoch) for peer in self.wanted_links(Role.PREFILL)}
+        for worker in self._registry.workers:
+            known = worker.linked.keys() | worker.failed.keys()
+            if worker.role is Role.PREFILL and not worker.lost and not wanted <= known:
+                worker.handle.beat_now()
 
-    async def _shake(self, prefill: RegisteredWorker, decode: RegisteredWorker) -> None:
-        names = (prefill.worker_id, decode.worker_id)
-        try:
-            await prefill.handle.connect_peer(decode.info.peer)
-        except PdserveError as error:
-            if self._are_current(prefill, decode):
-                self._registry.not_connected(*names, error)
-                self._tell_once(names, f"workers {names[0]} and {names[1]} cannot be paired: {error}")
-        else:
-            if self._are_current(prefill, decode):
-                self._registry.connected(*names)
-                self._told.pop(names, None)
-        finally:
-            self._shaking.discard((prefill, decode))
-
-    def _are_current(self, *workers: RegisteredWorker) -> bool:
-        return all(self._registry.get(worker.worker_id) is worker and not worker.lost for worker in workers)
+    def _tell_failures(self, worker_id: str) -> None:
+        """Log once which workers it cannot be paired with."""
+        if (worker := self._registry.get(worker_id)) is None:
+            return
+        for peer_id, _ in worker.linked:
+            self._told.pop((worker_id, peer_id), None)
+        for (peer_id, _), error in worker.failed.items():
+            self._tell_once((worker_id, peer_id), f"workers {worker_id} and {peer_id} cannot be paired: {error}")
 
     def _tell_once(self, key: tuple[str, ...], message: str) -> None:
         if self._told.get(key) != message:

@@ -16,11 +16,9 @@ from pdserve.core.timeline import GATEWAY, Event, EventKind
 from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
 from router.handles import WorkerHandle
-from router.registered_worker import RegisteredWorker
-from router.registry import Share, WorkerRegistry
-from router.request_record import RequestRecord
-from router.routed import RoutedToken, RoutingResult
-from router.waiting_line import Placement
+from router.registered_worker import RegisteredWorker, Share
+from router.registry import Assignment, WorkerRegistry
+from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.worker_stream import Arrival, WorkerStream
 
 log = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ class Attempt:
     def __init__(
         self,
         record: RequestRecord,
-        placement: Placement,
+        assignment: Assignment,
         result: RoutingResult,
         registry: WorkerRegistry,
         clock: Clock,
@@ -52,7 +50,7 @@ class Attempt:
         self.failed: set[str] = set()
         self._record = record
         self._request = record.next_attempt()
-        self._placement = placement
+        self._assignment = assignment
         self._result = result
         self._registry = registry
         self._clock = clock
@@ -70,9 +68,9 @@ class Attempt:
         self._dispatched = self._decoded = False
 
     async def __aenter__(self) -> Attempt:
-        prefill = self._placement.prefill.worker
+        prefill = self._assignment.prefill.worker
         result = self._result
-        colocated = self._placement.decode is None
+        colocated = self._assignment.decode is None
         result.mode = Mode.COLOCATED if colocated else Mode.PD
         result.prefill_worker, result.decode_worker = prefill.worker_id, prefill.worker_id if colocated else ""
         result.proof, result.kv_bytes_expected, result.prefill_cached_tokens = None, 0, 0
@@ -104,7 +102,7 @@ class Attempt:
             }
             for task in self._aborts:
                 _keep(task)
-        self._placement.end()
+        self._assignment.end()
 
     @property
     def age_s(self) -> float:
@@ -129,22 +127,22 @@ class Attempt:
 
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens this attempt adds; raises what went wrong (`failed` then names the workers to avoid)."""
-        return self._colocated() if self._placement.decode is None else self._pd(self._placement.decode)
+        return self._colocated() if self._assignment.decode is None else self._pd(self._assignment.decode)
 
     async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
-        share = self._placement.prefill
+        share = self._assignment.prefill
         await self._send(share.worker)
         stream = self._open(share, share.worker.handle.run(self._request))
         while not self._complete:
             yield await self._token(stream)
 
     async def _pd(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
-        share, decode, request = self._placement.prefill, decode_share.worker, self._request
+        share, decode, request = self._assignment.prefill, decode_share.worker, self._request
         if request.max_tokens == 1:
             await self._send(share.worker)
             token = await self._token(self._open(share, share.worker.handle.run(request)))
             self._complete = True
-            self._placement.end()
+            self._assignment.end()
             yield token
             return
         self._result.decode_worker = decode.worker_id

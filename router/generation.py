@@ -10,25 +10,21 @@ from contextlib import aclosing
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
-from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError, WorkerLost
+from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError
 from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from router.arrivals import Arrivals
 from router.attempt import Attempt
-from router.registry import WorkerRegistry
-from router.request_record import RequestRecord
-from router.retry_budget import RetryBudget
-from router.routed import RoutedToken, RoutingResult
-from router.waiting_line import Placement, Waiting, WaitingLine, WaitMode
+from router.placement import Needs, WaitMode
+from router.registry import Assignment, WorkerRegistry
+from router.request_record import RequestRecord, RoutedToken, RoutingResult
+from router.retries import Failures, RetryBudget
+from router.waiting_line import Waiting, WaitingLine
 from router.worker_stream import ReaderStalled
 
 log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 2.0
-MAX_LOST_IN_A_ROW = 2
-LOST_AT_ONCE_S = 1.0
-"""A request ends when `MAX_LOST_IN_A_ROW` workers in a row were lost within `LOST_AT_ONCE_S` of getting it, before its
-first token: it may be what breaks them."""
 
 _BEFORE_ROUTER = frozenset({EventKind.RECEIVED, EventKind.TOKENIZED})
 _ALL_ATTEMPT = frozenset(EventKind) - _BEFORE_ROUTER
@@ -46,7 +42,7 @@ _TOKEN_2 = frozenset(
 class Generation:
     """The tokens of a request as an async iterator (use ``contextlib.aclosing``), and what became of it in `result`.
 
-    Closing it, or cancelling whoever reads it, aborts the request on its workers.
+    Closing it, or cancelling its reader, aborts the request on its workers.
     """
 
     def __init__(
@@ -102,14 +98,14 @@ class Generation:
         self._budget.note_request()
         try:
             await deadline.sleep(self._delay_s.get("route", 0.0), "it waited to be routed")
-            failures = _Failures(self._config.max_attempts)
+            failures = Failures(self._config.max_attempts)
             while True:
-                placement = await self._place(failures)
+                assignment = await self._place(failures)
                 record.transition(RequestStatus.RUNNING)
                 record.attempts += 1
                 attempt = self._attempt = Attempt(
                     record,
-                    placement,
+                    assignment,
                     self.result,
                     self._registry,
                     self._clock,
@@ -132,7 +128,7 @@ class Generation:
                     handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
                     if handoff_failed and self._on_kv_failure == "fail":
                         raise
-                    if (final := failures.add(error, attempt, placement)) is not None:
+                    if (final := failures.add(error, attempt, assignment)) is not None:
                         raise final from error
                     log.warning("request %s: attempt %d failed: %s", request_id, record.attempts, error)
                     if handoff_failed and self._on_kv_failure == "recompute":
@@ -161,25 +157,20 @@ class Generation:
         while not self._budget.take():
             await deadline.sleep(self._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing} (router.retry_share)")
 
-    async def _place(self, failures: _Failures) -> Placement:
+    async def _place(self, failures: Failures) -> Assignment:
         record, deadline = self.record, self.record.deadline
-        waiting = Waiting(
-            self._order,
-            self._mode,
-            prompt_tokens=record.num_tokens,
-            output_tokens=record.tokens_left,
-            patient=record.attempts > 0,
-            avoid=failures.avoid,
-            prefer=failures.prefer,
-        )
-        placement = await deadline.bound(self._line.place(waiting), "waiting for a free worker")
+        needs = Needs(self._mode, record.num_tokens, record.tokens_left, failures.avoid, failures.prefer)
+        waiting = Waiting(self._order, needs, patient=record.attempts > 0)
+        assignment = await deadline.bound(self._line.wait(waiting), "waiting for a free worker")
         if self._arrivals.is_burst:
             try:
                 await deadline.bound(self._arrivals.settled(), "other requests were taken in")
             except BaseException:
-                placement.end()
+                assignment.end()
                 raise
-        return placement
+        record.placements.append(assignment.reason)
+        log.debug("request %s: attempt %d: %s", record.request.request_id, record.attempts + 1, assignment.reason)
+        return assignment
 
     def _forget_attempt(self) -> None:
         """Events of tokens that were delivered stay, those of tokens that never came go."""
@@ -190,44 +181,3 @@ class Generation:
     def _end(self, status: RequestStatus) -> None:
         if status in REQUEST_TRANSITIONS[self.record.status]:
             self.record.transition(status)
-
-
-class _Failures:
-    """What a request's failed attempts say about the next one. An attempt that gave tokens begins the count anew."""
-
-    def __init__(self, max_attempts: int) -> None:
-        self.in_a_row = 0
-        self.avoid: frozenset[str] = frozenset()
-        self.prefer = ""
-        self._max_attempts = max_attempts
-        self._lost_in_a_row = 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether one more failure ends the request."""
-        return self.in_a_row + 1 >= self._max_attempts
-
-    def reset(self) -> None:
-        """Begin the counts anew."""
-        self.in_a_row = self._lost_in_a_row = 0
-
-    def add(self, error: PdserveError, attempt: Attempt, placement: Placement) -> PdserveError | None:
-        """Count a failed attempt. Returns the error that ends the request, or None if it may be tried again."""
-        # Another worker may have more room; the placement knows, and refuses what none can take.
-        elsewhere = isinstance(error, CapacityExceeded) and not attempt.failed <= self.avoid
-        if attempt.gave_tokens:
-            self.reset()
-        self.in_a_row += 1
-        at_once = isinstance(error, WorkerLost) and not attempt.gave_tokens and attempt.age_s < LOST_AT_ONCE_S
-        self._lost_in_a_row = self._lost_in_a_row + 1 if at_once else 0
-        if not (error.retryable or elsewhere) or self.in_a_row >= self._max_attempts:
-            return error
-        if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
-            return WorkerLost(
-                f"{error}; it is the second worker in a row that was lost as soon as it had this request, so the "
-                "request is not tried on another"
-            )
-        self.avoid |= attempt.failed
-        prefill = placement.prefill.worker.worker_id
-        self.prefer = "" if prefill in attempt.failed else prefill
-        return None

@@ -46,13 +46,12 @@ class WorkerHandle(Protocol):
         """Drop the request in whatever state it is in; never raises for one that is gone."""
         ...
 
-    async def connect_peer(self, peer: KVPeer) -> None:
-        """Shake hands with a decode worker (this one prefills): `LayoutMismatch`, or another `TransferError`. Asked
-        again for a pair that is connected, it does nothing."""
+    def beat_now(self) -> None:
+        """Have the worker send its next heartbeat at once: the answer has news. Never raises."""
         ...
 
     async def wait_closed(self) -> None:
-        """Return once the control connection has ended, whoever ended it."""
+        """Return once the control connection has ended, on either side."""
         ...
 
     async def aclose(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.handoff import PeerLink
+from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
+from router.placement import WorkerView
 
 
 @dataclass(slots=True, eq=False)
@@ -17,9 +20,9 @@ class RegisteredWorker:
     what it has still to compute of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is
     set when a request lost it before any heartbeat or broken connection said so; the next good heartbeat clears it.
     ``lost_s`` is when. ``retiring``: it finishes what it has and gets nothing more.
-    ``confirmed`` holds the peers it answered to have connected to, whatever its heartbeats say meanwhile.
-    ``held_blocks`` are those that the KV of the requests on it fills, ``held_at_beat`` what that was at its last
-    heartbeat.
+    ``linked`` and ``failed`` are the links to decode workers that it has, by its last heartbeat, and why it could not
+    open others. ``held_blocks`` are those that the KV of the requests on it fills, ``held_at_beat`` what that was at
+    its last heartbeat.
     """
 
     handle: WorkerHandle
@@ -36,10 +39,8 @@ class RegisteredWorker:
     lost_s: float = 0.0
     suspect: bool = False
     retiring: bool = False
-    confirmed: set[str] = field(default_factory=set)
-    unlisted: set[str] = field(default_factory=set)
-    stale_peers: set[str] = field(default_factory=set)
-    peer_errors: dict[str, PdserveError] = field(default_factory=dict)
+    linked: Mapping[WorkerEpoch, PeerLink] = field(default_factory=dict)
+    failed: Mapping[WorkerEpoch, PdserveError] = field(default_factory=dict)
 
     @property
     def worker_id(self) -> str:
@@ -67,48 +68,90 @@ class RegisteredWorker:
             return "suspect"
         return "ready" if self.info.ready else "starting"
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Decode workers it is connected to."""
-        return tuple(sorted((self.confirmed | set(self.load.peers)) - self.stale_peers))
+    def view(self, live: frozenset[WorkerEpoch], *, late: bool = False) -> WorkerView:
+        """What a decision may depend on of it, as plain values. Its links count to ``live`` incarnations only."""
+        info, load = self.info, self.load
+        return WorkerView(
+            worker_id=info.worker_id,
+            role=info.role,
+            block_size=info.layout.block_size,
+            num_blocks=info.num_blocks,
+            max_tokens=min(info.num_blocks * info.layout.block_size, info.max_model_len),
+            running=load.running,
+            waiting=load.waiting,
+            free_blocks=load.free_blocks,
+            blocks_placed=self.held_blocks - self.held_at_beat,
+            outstanding_tokens=self.outstanding_tokens,
+            outstanding_requests=self.outstanding_requests,
+            prompt_tokens=self.prompt_tokens,
+            live=not self.lost,
+            ready=self.is_ready,
+            late=late,
+            linked=frozenset([worker_id for worker_id, _ in self.linked.keys() & live]),
+            link_errors=tuple([why for key, why in self.failed.items() if key in live]),
+            last_used=self.last_used,
+        )
 
-    def is_connected_to(self, worker_id: str) -> bool:
-        """Whether it has shaken hands with that decode worker's present incarnation."""
-        return worker_id not in self.stale_peers and (worker_id in self.confirmed or worker_id in self.load.peers)
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens whose KV its pool holds."""
-        return self.info.num_blocks * self.info.layout.block_size
-
-    def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens, prompt and outputs, could ever run there."""
-        return tokens <= min(self.pool_tokens, self.info.max_model_len)
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that are free there: as many as its last heartbeat said, less what requests have taken since, and with
-        what they have given back."""
-        return min(self.load.free_blocks + self.held_at_beat - self.held_blocks, self.info.num_blocks)
-
-    def has_room(self, tokens: int) -> bool:
-        """Whether it can allocate the blocks of so many tokens now. A worker without requests always can (see
-        `fits`)."""
-        return not self.outstanding_requests or self.info.layout.blocks_for(tokens) <= self.free_blocks
-
-    def is_free(self, prefill_backlog_tokens: int) -> bool:
-        """Whether another prompt may be sent: fewer prompt tokens than this wait on it, or none."""
-        return self.prompt_tokens == 0 or self.prompt_tokens < prefill_backlog_tokens
-
-    def beat(self, load: WorkerLoad, info: WorkerInfo | None, now_s: float) -> None:
+    def beat(self, load: WorkerLoad, links: Links, info: WorkerInfo | None, now_s: float) -> None:
         """Take in a heartbeat."""
         self.heartbeat_s = now_s
         self.load = load
+        self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
+        self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
         self.held_at_beat = self.held_blocks
         self.suspect = False
         if info is not None:
             self.info = info
-        # A heartbeat may have left before a handshake it does not list was done: only the second in a row counts.
-        unlisted = self.confirmed - set(load.peers)
-        self.confirmed -= unlisted & self.unlisted
-        self.unlisted = unlisted
+
+
+class Share:
+    """What one request adds to one worker's load, until `end`: what is still to be computed, not what was sent.
+
+    It is to compute ``tokens`` there, of which ``prompt_tokens`` are prefilled first; ``kv_tokens`` are those whose KV
+    the worker holds at first. ``changed`` is called when the worker may take more.
+    """
+
+    def __init__(
+        self, worker: RegisteredWorker, tokens: int, prompt_tokens: int, kv_tokens: int, changed: Callable[[], None]
+    ) -> None:
+        self.worker = worker
+        self._kv_tokens = kv_tokens
+        self._changed = changed
+        self._tokens = tokens
+        self._prompt_tokens = prompt_tokens
+        self._open = True
+        worker.held_blocks += worker.info.layout.blocks_for(kv_tokens)
+        worker.outstanding_tokens += tokens
+        worker.outstanding_requests += 1
+        worker.prompt_tokens += prompt_tokens
+
+    def prefilled(self) -> None:
+        """Its first token is there: the prompt no longer waits. Twice is fine."""
+        if self._prompt_tokens:
+            self.worker.prompt_tokens -= self._prompt_tokens
+            self._less(self._prompt_tokens)
+            self._prompt_tokens = 0
+            self._changed()
+
+    def token_made(self) -> None:
+        """One of its output tokens is there."""
+        self._less(1)
+        if self._open:
+            self.worker.held_blocks += self._kv_tokens % self.worker.info.layout.block_size == 0
+            self._kv_tokens += 1
+
+    def end(self) -> None:
+        """The request has left the worker. Twice is fine."""
+        if self._open:
+            self._open = False
+            self._less(self._tokens)
+            self.worker.outstanding_requests -= 1
+            self.worker.held_blocks -= self.worker.info.layout.blocks_for(self._kv_tokens)
+            self.worker.prompt_tokens -= self._prompt_tokens
+            self._prompt_tokens = 0
+            self._changed()
+
+    def _less(self, tokens: int) -> None:
+        tokens = min(tokens, self._tokens)
+        self._tokens -= tokens
+        self.worker.outstanding_tokens -= tokens

@@ -1,73 +1,49 @@
-"""Which workers there are, who is ready, who is connected to whom, and how much each has to do."""
+"""Which workers there are, which are ready and connected to which, and how much each has to do."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
+from pdserve.core.config import RouterConfig
+from pdserve.core.errors import LayoutMismatch, NotReady
+from pdserve.core.handoff import PeerLink
 from pdserve.core.request import Mode
-from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
+from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
 from router.handles import WorkerHandle
-from router.registered_worker import RegisteredWorker
+from router.placement import ClusterView, Needs, Placed, unavailable
+from router.registered_worker import RegisteredWorker, Share
+
+_NO_LINKS: Links = MappingProxyType({})
 
 
-class Share:
-    """What one request adds to one worker's load, until `end`: what is still to be computed, not what was sent."""
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A placed request's shares in its workers' load. ``decode`` is None when one worker does both."""
 
-    def __init__(
-        self, registry: WorkerRegistry, worker: RegisteredWorker, tokens: int, prompt_tokens: int, kv_tokens: int
-    ) -> None:
-        self.worker = worker
-        self._kv_tokens = kv_tokens
-        self._registry = registry
-        self._tokens = tokens
-        self._prompt_tokens = prompt_tokens
-        self._open = True
-
-    def prefilled(self) -> None:
-        """Its first token is there: the prompt no longer waits. Twice is fine."""
-        if self._prompt_tokens:
-            self.worker.prompt_tokens -= self._prompt_tokens
-            self._less(self._prompt_tokens)
-            self._prompt_tokens = 0
-            self._registry.notify()
-
-    def token_made(self) -> None:
-        """One of its output tokens is there."""
-        self._less(1)
-        if self._open:
-            self.worker.held_blocks += self._kv_tokens % self.worker.info.layout.block_size == 0
-            self._kv_tokens += 1
+    prefill: Share
+    decode: Share | None
+    reason: str
 
     def end(self) -> None:
-        """The request has left the worker. Twice is fine."""
-        if self._open:
-            self._open = False
-            self._less(self._tokens)
-            self.worker.outstanding_requests -= 1
-            self.worker.held_blocks -= self.worker.info.layout.blocks_for(self._kv_tokens)
-            self.worker.prompt_tokens -= self._prompt_tokens
-            self._prompt_tokens = 0
-            self._registry.notify()
-
-    def _less(self, tokens: int) -> None:
-        tokens = min(tokens, self._tokens)
-        self._tokens -= tokens
-        self.worker.outstanding_tokens -= tokens
+        """Give the load back on both."""
+        self.prefill.end()
+        if self.decode is not None:
+            self.decode.end()
 
 
 class WorkerRegistry:
     """All workers this router may use. Not thread-safe: everything happens on the router's event loop.
 
-    Listeners (`subscribe`) are called synchronously whenever somebody may have become ready, free or lost.
+    Listeners (`subscribe`) are called synchronously whenever a worker may have become ready, free or lost.
     """
 
-    def __init__(self, clock: Clock, heartbeat_timeout_s: float, forget_s: float = 60.0) -> None:
+    def __init__(self, clock: Clock, config: RouterConfig) -> None:
         self._clock = clock
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._forget_s = forget_s
+        self._config = config
         self._workers: dict[str, RegisteredWorker] = {}
         self._lives: dict[str, str] = {}  # the last of each name, forgotten workers' too
         self._superseded: set[str] = set()
@@ -75,13 +51,15 @@ class WorkerRegistry:
         self._choices = itertools.count(1)
         self._were_available: set[Mode] = set()
 
-    # --- who there is ------------------------------------------------------------------------------------------------
+    # --- the workers -------------------------------------------------------------------------------------------------
 
-    def add(self, handle: WorkerHandle, load: WorkerLoad | None = None) -> RegisteredWorker:
-        """Register a worker, or replace its earlier incarnation (whose handle is the caller's to close)."""
+    def add(self, handle: WorkerHandle, load: WorkerLoad | None = None, links: Links = _NO_LINKS) -> RegisteredWorker:
+        """Register a worker by its first heartbeat, or replace its earlier incarnation (whose handle the caller
+        closes)."""
         info = handle.info
         replaced = self._workers.get(info.worker_id)
-        worker = RegisteredWorker(handle, info, self._clock.now(), load or WorkerLoad())
+        worker = RegisteredWorker(handle, info, self._clock.now())
+        worker.beat(load or WorkerLoad(), links, info, self._clock.now())
         self._workers[info.worker_id] = worker
         last = self._lives.get(info.worker_id)
         if last is not None and last != info.life:
@@ -91,21 +69,19 @@ class WorkerRegistry:
             worker.last_used = replaced.last_used
             worker.retiring = replaced.retiring and replaced.info.life == info.life
             self._lose(replaced, "it was replaced by a new incarnation")
-            for other in self._workers.values():
-                other.confirmed.discard(info.worker_id)
-                other.peer_errors.pop(info.worker_id, None)
-                if other is not worker and replaced.info.epoch != info.epoch:
-                    other.stale_peers.add(info.worker_id)
-        self.notify()
+        self._came()
         return worker
 
-    def heartbeat(self, worker_id: str, load: WorkerLoad, info: WorkerInfo | None = None) -> bool:
-        """Note a sign of life. False: this incarnation is not registered, or it is lost; add it (again)."""
+    def heartbeat(
+        self, worker_id: str, load: WorkerLoad, info: WorkerInfo | None = None, links: Links = _NO_LINKS
+    ) -> bool:
+        """Note a sign of life, with what has come of the links that the worker should have. False: this incarnation is
+        not registered, or it is lost; add it (again)."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.lost or (info is not None and info.epoch != worker.info.epoch):
             return False
-        worker.beat(load, info, self._clock.now())
-        self.notify()
+        worker.beat(load, links, info, self._clock.now())
+        self._came()
         return True
 
     def lost(self, worker_id: str, why: str = "its control connection broke", *, epoch: str | None = None) -> None:
@@ -121,11 +97,11 @@ class WorkerRegistry:
         expired = [
             worker
             for worker in self._workers.values()
-            if not worker.lost and now_s - worker.heartbeat_s > self._heartbeat_timeout_s
+            if not worker.lost and now_s - worker.heartbeat_s > self._config.heartbeat_timeout_s
         ]
         for worker in expired:
             self._lose(worker, f"no heartbeat for {now_s - worker.heartbeat_s:.1f} s")
-        for worker in [w for w in self._workers.values() if w.lost and now_s - w.lost_s > self._forget_s]:
+        for worker in [w for w in self._workers.values() if w.lost and now_s - w.lost_s > self._config.forget_s]:
             self._forget(worker)
         if expired:
             self.notify()
@@ -158,39 +134,17 @@ class WorkerRegistry:
 
     def _forget(self, worker: RegisteredWorker) -> None:
         del self._workers[worker.worker_id]
-        for other in self._workers.values():
-            other.confirmed.discard(worker.worker_id)
-            other.peer_errors.pop(worker.worker_id, None)
-            other.stale_peers.add(worker.worker_id)
 
     def suspect(self, worker: RegisteredWorker) -> None:
         """A request has just lost it: no more requests until its next heartbeat."""
         worker.suspect = True
         self.notify()
 
-    def connected(self, prefill_id: str, decode_id: str) -> None:
-        """The two have shaken hands."""
-        worker = self._workers.get(prefill_id)
-        if worker is not None:
-            worker.confirmed.add(decode_id)
-            worker.stale_peers.discard(decode_id)
-            worker.unlisted.discard(decode_id)
-            worker.peer_errors.pop(decode_id, None)
-            self.notify()
-
-    def not_connected(self, prefill_id: str, decode_id: str, error: PdserveError) -> None:
-        """The handshake failed; requests that find no other pair are told ``error``."""
-        worker = self._workers.get(prefill_id)
-        if worker is not None:
-            worker.confirmed.discard(decode_id)
-            worker.peer_errors[decode_id] = error
-            self.notify()
-
     # --- asking ------------------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> tuple[RegisteredWorker, ...]:
-        """Everybody registered, those lost lately too, by name."""
+        """All that are registered, those lost lately too, by name."""
         return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
 
     def get(self, worker_id: str) -> RegisteredWorker | None:
@@ -201,74 +155,34 @@ class WorkerRegistry:
         """Seconds since its last heartbeat."""
         return self._clock.now() - worker.heartbeat_s
 
-    def late(self) -> frozenset[str]:
-        """Ids of the workers that have been silent for half of the heartbeat timeout; choose them last."""
-        return frozenset(
-            worker.worker_id
-            for worker in self._workers.values()
-            if not worker.lost and self.age_s(worker) > self._heartbeat_timeout_s / 2
-        )
+    def links(self, worker: RegisteredWorker) -> tuple[PeerLink, ...]:
+        """The links it has to live workers, by worker id."""
+        return tuple(worker.linked[key] for key in sorted(worker.linked.keys() & self._live()))
+
+    def _live(self) -> frozenset[WorkerEpoch]:
+        return frozenset([worker.info.worker_epoch for worker in self._workers.values() if not worker.lost])
 
     def ready(self, role: Role | None = None) -> list[RegisteredWorker]:
         """Ready workers, of one role or all."""
         return [w for w in self._workers.values() if w.is_ready and (role is None or w.role == role)]
 
-    def ready_peers(self, prefill: RegisteredWorker) -> list[RegisteredWorker]:
-        """Ready decode workers that ``prefill`` is connected to."""
-        return [worker for worker in self.ready(Role.DECODE) if prefill.is_connected_to(worker.worker_id)]
-
     def was_available(self, mode: Mode) -> bool:
         """Whether requests of ``mode`` could run at some time: what is missing may then come back."""
         return mode in self._were_available
 
-    def unavailable(self, mode: Mode) -> PdserveError | None:
-        """Why no request of ``mode`` can run now, however long it waits for a free worker; None: one can. For mode
-        ``auto`` any ready worker is enough."""
-        if mode is not Mode.PD and not self.ready():
-            return NotReady(f"no worker is ready ({self._census()}); try again")
-        if mode is Mode.COLOCATED:
-            return None
-        if mode is Mode.AUTO:
-            error = self.unavailable(Mode.PD)
-            return error if isinstance(error, LayoutMismatch) else None
-        for role in Role:
-            if not self.ready(role):
-                hint = "; modes auto and colocated need none" if self.ready() else ""
-                return NotReady(f"no {role} worker is ready ({self._census()}){hint}; try again")
-        if any(self.ready_peers(prefill) for prefill in self.ready(Role.PREFILL)):
-            return None
-        errors = [error for prefill in self.ready(Role.PREFILL) for error in prefill.peer_errors.values()]
-        mismatch = next((error for error in errors if isinstance(error, LayoutMismatch)), None)
-        why = f": {mismatch or errors[0]}" if errors else ""
-        message = f"workers are ready, but no prefill worker is connected to a decode worker{why}"
-        return LayoutMismatch(message) if mismatch else NotReady(f"{message}; try again")
+    def unavailable(self, mode: Mode) -> NotReady | LayoutMismatch | None:
+        """Why no request of ``mode`` can run now (`router.placement.unavailable`); None: one can."""
+        return unavailable(mode, self.view())
 
-    def capacity_error(self, mode: Mode, prompt_tokens: int, output_tokens: int) -> CapacityExceeded | None:
-        """Why no worker that is there could ever hold a request of this size; None: one could (or none is there)."""
-        live = [worker for worker in self._workers.values() if not worker.lost]
-        tokens = prompt_tokens + output_tokens
-        alone = [worker for worker in live if worker.fits(tokens)]
-        prefill = [worker for worker in live if worker.role is Role.PREFILL]
-        decode = [worker for worker in live if worker.role is Role.DECODE]
-        if not live or (mode is not Mode.PD and alone):
-            return None
-        if mode is not Mode.COLOCATED:
-            first = prompt_tokens + 1
-            if not (prefill and decode):
-                return None
-            if any(worker.fits(first) for worker in prefill) and any(worker.fits(tokens) for worker in decode):
-                return None
-        most = max(min(worker.pool_tokens, worker.info.max_model_len) for worker in live)
-        return CapacityExceeded(
-            f"prompt and max_tokens: {prompt_tokens} + {output_tokens} tokens exceed what any worker's KV pool holds "
-            f"({most} tokens at most); ask for less, or raise engine.kv_memory_mb"
+    def view(self) -> ClusterView:
+        """All that placements depend on, as it is now."""
+        late_s = self._clock.now() - self._config.heartbeat_timeout_s / 2
+        live = self._live()
+        return ClusterView(
+            tuple([worker.view(live, late=worker.heartbeat_s < late_s) for worker in self._workers.values()]),
+            self._config.policy,
+            self._config.prefill_backlog_tokens,
         )
-
-    def _census(self) -> str:
-        if not self._workers:
-            return "none has registered"
-        by_role = (f"{sum(w.role == role for w in self._workers.values())} {role} registered" for role in Role)
-        return ", ".join(by_role)
 
     # --- load --------------------------------------------------------------------------------------------------------
 
@@ -276,16 +190,19 @@ class WorkerRegistry:
         """Count a request on a worker that is to compute ``tokens``, of which ``prompt_tokens`` it must prefill first.
         ``kv_tokens`` are those whose KV it will hold at first. KeyError for an unknown worker."""
         worker = self._workers[worker_id]
-        worker.held_blocks += worker.info.layout.blocks_for(kv_tokens)
-        worker.outstanding_tokens += tokens
-        worker.outstanding_requests += 1
-        worker.prompt_tokens += prompt_tokens
         worker.last_used = next(self._choices)
-        return Share(self, worker, tokens, prompt_tokens, kv_tokens)
+        return Share(worker, tokens, prompt_tokens, kv_tokens, self.notify)
 
-    def end(self, share: Share) -> None:
-        """The request has left the worker."""
-        share.end()
+    def assign(self, needs: Needs, placed: Placed) -> Assignment:
+        """Count a request where it was placed. KeyError for workers that the view it was placed by did not have."""
+        prompt = needs.prompt_tokens
+        if placed.decode is None:
+            return Assignment(self.begin(placed.prefill, needs.tokens, prompt, prompt), None, placed.reason)
+        return Assignment(
+            self.begin(placed.prefill, prompt, prompt, prompt),
+            self.begin(placed.decode, needs.output_tokens, kv_tokens=prompt),
+            placed.reason,
+        )
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
@@ -296,8 +213,12 @@ class WorkerRegistry:
 
     def notify(self) -> None:
         """Something changed: tell the listeners."""
+        for listener in list(self._listeners):
+            listener()
+
+    def _came(self) -> None:
+        """A worker or a link may have become ready."""
         for mode in Mode:
             if mode not in self._were_available and self.unavailable(mode) is None:
                 self._were_available.add(mode)
-        for listener in list(self._listeners):
-            listener()
+        self.notify()

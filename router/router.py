@@ -10,10 +10,11 @@ from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.request import Mode
 from router.arrivals import Arrivals
 from router.generation import Generation
+from router.placement import WaitMode
 from router.registry import WorkerRegistry
 from router.request_record import RequestRecord
-from router.retry_budget import RetryBudget
-from router.waiting_line import WaitingLine, WaitMode
+from router.retries import RetryBudget
+from router.waiting_line import WaitingLine
 
 MAX_TAKEN_IN = 1024
 """With so many requests in a line that is not full, the rest of a burst is left to gRPC, which needs less memory for
@@ -67,8 +68,8 @@ class Router:
     def generate(self, record: RequestRecord) -> Generation:
         """The request's tokens; nothing happens before the first is asked for.
 
-        Iterating raises `NotReady` or `LayoutMismatch` (nobody can take it), `CapacityExceeded` (queue full, does not
-        fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` once the attempts are used up.
+        Iterating raises `NotReady` or `LayoutMismatch` (no worker can take it), `CapacityExceeded` (queue full, does
+        not fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` once the attempts are used up.
         """
         return Generation(
             record,

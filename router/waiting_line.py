@@ -4,56 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
-from pdserve.core.errors import CapacityExceeded, LayoutMismatch, PdserveError
+from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady
 from pdserve.core.request import Mode
-from pdserve.core.worker import Role
-from router.policies import LeastOutstandingTokens, create_policy
-from router.registered_worker import RegisteredWorker
-from router.registry import Share, WorkerRegistry
+from router.placement import Needs, Never, Placed, Wait, WaitMode, place
+from router.registry import Assignment, WorkerRegistry
 
-WaitMode = Literal[Mode.PD, Mode.COLOCATED, Mode.AUTO]
-"""How a request is to run; ``auto``: apart where prefill and decode workers are ready, else on any ready worker."""
+log = logging.getLogger(__name__)
 
 DRAIN_SAMPLES = 64
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request goes. ``decode`` is None when one worker does both."""
-
-    prefill: Share
-    decode: Share | None
-
-    def end(self) -> None:
-        """Give the load back on both."""
-        self.prefill.end()
-        if self.decode is not None:
-            self.decode.end()
-
-
 @dataclass(slots=True, order=True)
 class Waiting:
     """A request in the line. ``order`` is its place; a retry keeps the one it had. ``patient`` ones (retries) wait for
-    a worker to come back until their deadline, the others for ``router.patience_s``. ``avoid`` are workers that failed
-    them, ``prefer`` is the prefill worker of the attempt before: what it has computed, its cache still has."""
+    a worker to come back until their deadline, the others for ``router.patience_s``."""
 
     order: int
-    mode: WaitMode = field(compare=False)
-    prompt_tokens: int = field(compare=False)
-    output_tokens: int = field(compare=False)
+    needs: Needs = field(compare=False)
     patient: bool = field(compare=False, default=False)
-    avoid: frozenset[str] = field(compare=False, default=frozenset())
-    prefer: str = field(compare=False, default="")
     since_s: float = field(compare=False, default=0.0)
-    placed: asyncio.Future[Placement] = field(compare=False, default_factory=asyncio.Future)
+    placed: asyncio.Future[Assignment] = field(compare=False, default_factory=asyncio.Future)
 
 
 class _Line:
@@ -91,15 +69,13 @@ class _Line:
 
 
 class WaitingLine:
-    """The router's queue. A request leaves it when a worker that prefills is free; then its load counts already."""
+    """The router's queue: order, patience and refusal. Where a request goes is `router.placement.place`'s to say; it
+    leaves the line with its load counted there."""
 
     def __init__(self, registry: WorkerRegistry, config: RouterConfig, clock: Clock) -> None:
         self._registry = registry
         self._config = config
         self._clock = clock
-        self._prefill_policy = create_policy(config.policy)
-        self._decode_policy = create_policy(config.policy)
-        self._any_policy = LeastOutstandingTokens()
         self._lines: dict[WaitMode, _Line] = {Mode.PD: _Line(), Mode.COLOCATED: _Line(), Mode.AUTO: _Line()}
         self._placed_s: deque[float] = deque(maxlen=DRAIN_SAMPLES)
         self._serving = False
@@ -122,23 +98,24 @@ class WaitingLine:
             retry_after_s=self._retry_after_s(),
         )
 
-    async def place(self, waiting: Waiting) -> Placement:
+    async def wait(self, waiting: Waiting) -> Assignment:
         """Wait for a free worker. Raises `CapacityExceeded` when no worker can hold the request or too many wait
         already, and, unless it is patient, `NotReady` or `LayoutMismatch` when no worker can be free as things are:
         at once if none ever could, else after ``router.patience_s``."""
-        line, mode = self._lines[waiting.mode], waiting.mode
-        error: PdserveError | None = self._registry.capacity_error(mode, waiting.prompt_tokens, waiting.output_tokens)
-        if error is not None:
-            raise error
-        if not line.length and (placement := self._choose(waiting)) is not None:
-            self._placed_s.append(self._clock.now())
-            return placement
+        mode = waiting.needs.mode
+        line = self._lines[mode]
+        decision = place(waiting.needs, self._registry.view())
+        if isinstance(decision, Never):
+            raise decision.error
+        if isinstance(decision, Placed) and not line.length:
+            return self._assign(waiting, decision)
         if not waiting.patient:
             if self.is_full:
                 raise self.refusal()
-            error = self._registry.unavailable(mode)
-            if error is not None and not self._may_come_back(mode, error):
-                raise error
+            if isinstance(decision, Wait) and decision.error and not self._may_come_back(mode, decision.error):
+                raise decision.error
+        if isinstance(decision, Wait):
+            log.debug("a request waits: %s", decision.reason)
         waiting.since_s = self._clock.now()
         line.push(waiting)
         self._serve()
@@ -153,8 +130,12 @@ class WaitingLine:
                 waiting.placed.result().end()
             raise
 
+    def _assign(self, waiting: Waiting, placed: Placed) -> Assignment:
+        self._placed_s.append(self._clock.now())
+        return self._registry.assign(waiting.needs, placed)
+
     def _serve(self) -> None:
-        """Place as many as possible, oldest first. Those who wait for the same workers never overtake each other."""
+        """Place as many as possible, oldest first. Requests of one mode never overtake each other."""
         if self._serving:  # placing changes the registry, which calls here again
             return
         self._serving = True
@@ -162,21 +143,22 @@ class WaitingLine:
             lines = dict(self._lines)
             while heads := {mode: head for mode, line in lines.items() if (head := line.head) is not None}:
                 mode, waiting = min(heads.items(), key=lambda entry: entry[1])
-                placement = self._choose(waiting)
-                if placement is not None:
-                    self._placed_s.append(self._clock.now())
-                    waiting.placed.set_result(placement)
-                    lines[mode].left()
+                decision = place(waiting.needs, self._registry.view())
+                if isinstance(decision, Wait):
+                    self._refuse(mode, lines.pop(mode), decision.error)
                     continue
-                self._refuse(mode, lines.pop(mode))
+                if isinstance(decision, Placed):
+                    waiting.placed.set_result(self._assign(waiting, decision))
+                else:
+                    waiting.placed.set_exception(decision.error)
+                lines[mode].left()
         finally:
             self._serving = False
 
     # --- those that cannot be placed ---------------------------------------------------------------------------------
 
-    def _refuse(self, mode: WaitMode, line: _Line) -> None:
+    def _refuse(self, mode: WaitMode, line: _Line, error: NotReady | LayoutMismatch | None) -> None:
         """Refuse those that have waited long enough for a worker to be ready, if that is what they wait for."""
-        error = self._registry.unavailable(mode)
         now_s = self._clock.now()
         if error is None:
             line.unavailable_since_s = None
@@ -200,7 +182,7 @@ class WaitingLine:
             line.check_s = next_s
             asyncio.get_running_loop().call_later(next_s - now_s + 0.001, self._serve)
 
-    def _may_come_back(self, mode: WaitMode, error: PdserveError) -> bool:
+    def _may_come_back(self, mode: WaitMode, error: NotReady | LayoutMismatch) -> bool:
         """Whether waiting may help: workers that were ready may come back; a layout mismatch does not go away."""
         return self._registry.was_available(mode) and not isinstance(error, LayoutMismatch)
 
@@ -210,56 +192,3 @@ class WaitingLine:
             return 1.0
         rate = len(self._placed_s) / max(self._clock.now() - self._placed_s[0], 1e-3)
         return min(max(self.length / 4 / rate, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
-
-    # --- the choice --------------------------------------------------------------------------------------------------
-
-    def _choose(self, waiting: Waiting) -> Placement | None:
-        if waiting.mode is Mode.COLOCATED:
-            return self._choose_one(waiting)
-        placement = self._choose_pair(waiting)
-        if placement is None and waiting.mode is Mode.AUTO:
-            sizes = waiting.prompt_tokens, waiting.output_tokens
-            apart = self._registry.unavailable(Mode.PD) or self._registry.capacity_error(Mode.PD, *sizes)
-            # Workers that differ in model or layout would answer differently.
-            if apart is not None and not isinstance(apart, LayoutMismatch):
-                return self._choose_one(waiting)
-        return placement
-
-    def _choose_one(self, waiting: Waiting) -> Placement | None:
-        """A worker that does both."""
-        tokens = waiting.prompt_tokens + waiting.output_tokens
-        backlog = self._config.prefill_backlog_tokens
-        free = [worker for worker in self._registry.ready() if worker.is_free(backlog) and worker.fits(tokens)]
-        if not free:
-            return None
-        worker = self._any_policy.choose(_rather_not(free, waiting.avoid | self._registry.late()))
-        placed = self._registry.begin(worker.worker_id, tokens, waiting.prompt_tokens, waiting.prompt_tokens)
-        return Placement(placed, None)
-
-    def _choose_pair(self, waiting: Waiting) -> Placement | None:
-        """A prefill worker and a decode worker that are connected. The decode worker must have room for the prompt's KV
-        now: prefill would hold it meanwhile."""
-        prompt_tokens, tokens = waiting.prompt_tokens, waiting.prompt_tokens + waiting.output_tokens
-        pairs: dict[RegisteredWorker, list[RegisteredWorker]] = {}
-        for prefill in self._registry.ready(Role.PREFILL):
-            if prefill.is_free(self._config.prefill_backlog_tokens) and prefill.fits(prompt_tokens + 1):
-                peers = [p for p in self._registry.ready_peers(prefill) if p.fits(tokens) and p.has_room(prompt_tokens)]
-                if peers:
-                    pairs[prefill] = peers
-        if not pairs:
-            return None
-        avoid = waiting.avoid | self._registry.late()
-        # Skip prefill workers whose decode peers all failed this request.
-        usable = [p for p, peers in pairs.items() if any(peer.worker_id not in avoid for peer in peers)]
-        candidates = _rather_not(usable or list(pairs), avoid)
-        again = next((worker for worker in candidates if worker.worker_id == waiting.prefer), None)
-        prefill = again or self._prefill_policy.choose(candidates)
-        decode = self._decode_policy.choose(_rather_not(pairs[prefill], avoid))
-        return Placement(
-            self._registry.begin(prefill.worker_id, prompt_tokens, prompt_tokens, prompt_tokens),
-            self._registry.begin(decode.worker_id, waiting.output_tokens, kv_tokens=prompt_tokens),
-        )
-
-
-def _rather_not(workers: list[RegisteredWorker], avoid: frozenset[str]) -> list[RegisteredWorker]:
-    return [worker for worker in workers if worker.worker_id not in avoid] or workers

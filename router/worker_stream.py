@@ -12,8 +12,8 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, WorkerLost
 from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
-from router.deadline import Deadline
 from router.registered_worker import RegisteredWorker
+from router.request_record import Deadline
 
 
 class Arrival(NamedTuple):

@@ -20,7 +20,7 @@ from pdserve.core.timeline import ClockOffset
 from pdserve.core.worker import TokenOutput, WorkerInfo
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
-from worker.messages import TO_GATEWAY, Abort, Call, ConnectPeer, Ping, Push, Receive, Reply, Run, Work, to_frame
+from worker.messages import TO_GATEWAY, Abort, BeatNow, Call, Ping, Push, Receive, Reply, Run, Work, to_frame
 from worker.options import CONTROL_OPTIONS, MAX_CONTROL_BYTES
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ PING_TIMEOUT_S = 5.0
 PING_WINDOW = 64
 FIRST_PINGS = 8
 ABORT_TIMEOUT_S = 5.0
-CONNECT_TIMEOUT_S = 30.0
 Item = TokenOutput | PdserveError
 
 
@@ -74,7 +73,7 @@ class WorkerClient:
         return client
 
     async def wait_closed(self) -> None:
-        """Return once the control stream has ended, whoever ended it."""
+        """Return once the control stream has ended, on either side."""
         await self._closed.wait()
 
     async def aclose(self) -> None:
@@ -86,10 +85,6 @@ class WorkerClient:
         await self._channel.close(None)
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
-
-    async def connect_peer(self, peer: KVPeer) -> None:
-        """Have this (prefill) worker shake hands with a decode worker."""
-        await self._call(ConnectPeer(self._next_id(), peer), CONNECT_TIMEOUT_S)
 
     async def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
         """Run the prompt here, push its blocks to ``peer``, give one token."""
@@ -112,6 +107,11 @@ class WorkerClient:
         self._queues.pop(attempt_id, None)
         with contextlib.suppress(PdserveError):
             await self._call(Abort(self._next_id(), attempt_id), ABORT_TIMEOUT_S)
+
+    def beat_now(self) -> None:
+        """Have the worker report at once. Never raises."""
+        with contextlib.suppress(WorkerLost):
+            self._send(to_frame(BeatNow()))
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 

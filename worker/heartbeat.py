@@ -13,9 +13,8 @@ from typing import Protocol
 import grpc
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.worker import WorkerInfo, WorkerLoad
 from pdserve.pb import worker_pb2_grpc
-from worker.messages import BEAT_ANSWERS, Beat, to_frame
+from worker.messages import BEAT_ANSWERS, Beat, BeatAnswer, to_frame
 from worker.options import CONTROL_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -24,18 +23,12 @@ log = logging.getLogger(__name__)
 class ReportingWorker(Protocol):
     """The worker, as its heartbeat sees it."""
 
-    @property
-    def info(self) -> WorkerInfo:
-        """What it is now."""
+    def report(self) -> Beat:
+        """What it is now, and how it is doing."""
         ...
 
-    @property
-    def load(self) -> WorkerLoad:
-        """How full it is now."""
-        ...
-
-    def supersede(self) -> None:
-        """The gateway wants it no more."""
+    def on_answer(self, answer: BeatAnswer) -> None:
+        """Do what the gateway wants of it."""
         ...
 
 
@@ -71,15 +64,15 @@ class Heartbeat:
         async with grpc.aio.insecure_channel(self._registry_address, options=CONTROL_OPTIONS) as channel:
             registry: worker_pb2_grpc.RegistryAsyncStub = worker_pb2_grpc.RegistryStub(channel)  # type: ignore[assignment]
             while True:
+                self._wake.clear()  # what changes from now on, the report may not have
                 try:
                     answer = await registry.Heartbeat(
-                        to_frame(Beat(worker.info, worker.load)),
+                        to_frame(worker.report()),
                         timeout=max(interval_s, 2.0),
                         wait_for_ready=True,
                     )
                     failing = False
-                    if BEAT_ANSWERS.decode(answer).superseded:
-                        worker.supersede()
+                    worker.on_answer(BEAT_ANSWERS.decode(answer))
                 except (grpc.aio.AioRpcError, PdserveError) as error:
                     if not failing:
                         why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
@@ -87,4 +80,3 @@ class Heartbeat:
                     failing = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), interval_s)
-                self._wake.clear()

@@ -17,9 +17,9 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.process import end_with_parent
 from worker import messages
 from worker.cores import claim_cores, leave_engine_cores, sharing_notes
-from worker.host import WorkerHost
 from worker.request_table import Role
 from worker.spec import WorkerSpec
+from worker.worker_thread import WorkerThread
 
 
 def serve(roles: Mapping[type[messages.Work], Role]) -> None:
@@ -33,11 +33,11 @@ def serve(roles: Mapping[type[messages.Work], Role]) -> None:
     for note in sharing_notes(spec, claim.others):
         logging.getLogger(__name__).warning("%s", note)
     leave_engine_cores(spec)
-    host = WorkerHost(spec, roles, on_end=lambda: os._exit(1))
+    worker = WorkerThread(spec, roles, on_end=lambda: os._exit(1))
     try:
-        host.wait_ready(spec.config.cluster.start_timeout_s)
+        worker.wait_ready(spec.config.cluster.start_timeout_s)
     except PdserveError as error:
         sys.exit(f"error: {error}")
     stop.wait()
-    host.stop()
+    worker.stop()
     claim.close()

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pdserve.core.errors import PdserveError, from_wire, to_wire
-from pdserve.core.handoff import KVPeer
+from pdserve.core.handoff import KVPeer, PeerLink
 from pdserve.core.request import Request
-from pdserve.core.worker import TokenOutput, WorkerInfo, WorkerLoad
+from pdserve.core.worker import Links, TokenOutput, WorkerInfo, WorkerLoad
 from pdserve.pb import worker_pb2 as pb
 
 
@@ -66,21 +66,18 @@ class Abort(Message, frozen=True):
     attempt_id: str
 
 
-class ConnectPeer(Message, frozen=True):
-    """Shake hands with a decode worker. The `Reply` says how that went."""
-
-    call_id: int
-    peer: KVPeer
-
-
 class Ping(Message, frozen=True):
     """The `Reply` tells the worker's clock."""
 
     call_id: int
 
 
+class BeatNow(Message, frozen=True):
+    """Send the next heartbeat at once: its answer has news. There is no `Reply`."""
+
+
 Work = Run | Push | Receive
-Call = Abort | ConnectPeer | Ping
+Call = Abort | Ping
 
 
 # --- worker → gateway ------------------------------------------------------------------------------------------------
@@ -106,18 +103,40 @@ class Outputs(Message, frozen=True):
 # --- registration ----------------------------------------------------------------------------------------------------
 
 
+class LinkState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What has come of the link to one incarnation of a decode worker."""
+
+    worker_id: str
+    epoch: str
+    outcome: PeerLink | Failure
+
+
 class Beat(Message, frozen=True):
-    """A worker is there. The first one registers it."""
+    """A worker is there. The first one registers it. ``link_states`` are those that were named to a prefill worker in
+    an earlier answer, without those still being opened."""
 
     info: WorkerInfo
     load: WorkerLoad
+    link_states: list[LinkState] = []
+
+    @property
+    def links(self) -> Links:
+        """The same, by incarnation."""
+        return {
+            (state.worker_id, state.epoch): state.outcome.error()
+            if isinstance(state.outcome, Failure)
+            else state.outcome
+            for state in self.link_states
+        }
 
 
 class BeatAnswer(Message, frozen=True):
-    """``superseded``: another incarnation has taken this worker's place, or it was retired; it has to end."""
+    """``superseded``: another incarnation has taken this worker's place, or it was retired; it has to end. ``peers``
+    are the decode workers that this (prefill) worker should have links to, all of them and no others."""
 
     gateway_epoch: str
     superseded: bool
+    peers: list[KVPeer] = []
 
 
 M = TypeVar("M")
@@ -143,7 +162,7 @@ class FrameDecoder(Generic[M]):
             raise PdserveError(f"an unreadable message ({error}); gateway and worker differ in version") from None
 
 
-TO_WORKER: FrameDecoder[Work | Call] = FrameDecoder(Work | Call)  # type: ignore[arg-type]  # a union
+TO_WORKER: FrameDecoder[Work | Call | BeatNow] = FrameDecoder(Work | Call | BeatNow)  # type: ignore[arg-type]  # a union
 TO_GATEWAY: FrameDecoder[Reply | Outputs] = FrameDecoder(Reply | Outputs)  # type: ignore[arg-type]  # a union
 BEATS = FrameDecoder(Beat)
 BEAT_ANSWERS = FrameDecoder(BeatAnswer)

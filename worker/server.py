@@ -15,10 +15,9 @@ import grpc
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
-from pdserve.core.handoff import KVPeer
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
-from worker.messages import TO_WORKER, Abort, Call, ConnectPeer, Failure, Ping, Reply, Work
+from worker.messages import TO_WORKER, Abort, BeatNow, Failure, Ping, Reply, Work
 from worker.options import CONTROL_OPTIONS
 from worker.outbox import Outbox
 
@@ -40,8 +39,8 @@ class ControlledWorker(Protocol):
         """Drop all requests that came over a stream."""
         ...
 
-    async def connect_peer(self, peer: KVPeer) -> None:
-        """Shake hands with a decode worker. PdserveError if that fails."""
+    def beat_now(self) -> None:
+        """Report to the gateway at once."""
         ...
 
 
@@ -100,8 +99,10 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
                 message = TO_WORKER.decode(frame)
                 if isinstance(message, Ping):
                     outbox.reply(Reply(message.call_id, received_s, received_s))
-                elif isinstance(message, Abort | ConnectPeer):
-                    task = asyncio.create_task(self._answer(message, outbox, received_s))
+                elif isinstance(message, BeatNow):
+                    self._worker.beat_now()
+                elif isinstance(message, Abort):
+                    task = asyncio.create_task(self._abort(message, outbox, received_s))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
                 else:
@@ -120,13 +121,10 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
             log.exception("unexpected error in a request's beginning")
             outbox.error(work.request.attempt_id, from_wire(*to_wire(error)))
 
-    async def _answer(self, call: Call, outbox: Outbox, received_s: float) -> None:
+    async def _abort(self, call: Abort, outbox: Outbox, received_s: float) -> None:
         failure: Failure | None = None
         try:
-            if isinstance(call, Abort):
-                await self._worker.abort(call.attempt_id)
-            elif isinstance(call, ConnectPeer):
-                await self._worker.connect_peer(call.peer)
+            await self._worker.abort(call.attempt_id)
         except Exception as error:
             if not isinstance(error, PdserveError):
                 log.exception("unexpected error in a control call")

@@ -1,7 +1,7 @@
 """What every worker is made of: an engine with its KV ends (an `Incarnation`), and the requests on it.
 
 `run` serves until the engine dies, fails what was on it with WorkerLost, and begins a new incarnation with a new epoch:
-the gateway sees the epoch change and shakes hands anew.
+the gateway sees the epoch change, and has links to it opened anew.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 from engine.messages import EngineEvent, Failed, Finished, Load, Pong, Ready, Rejected, Step
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
-from pdserve.core.handoff import KVPeer
 from pdserve.core.worker import WorkerInfo, WorkerLoad
 from worker import messages
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
+from worker.links import LinkKeeper
 from worker.outbox import Outbox
 from worker.request_table import RequestTable, Role, ServedRequest
 from worker.server import ControlServer
@@ -48,6 +48,7 @@ class Worker:
         self._roles = dict(roles)
         self._table = RequestTable(spec.worker_id)
         self._incarnation: Incarnation | None = None
+        self._links: LinkKeeper | None = None
         self._info: WorkerInfo | None = None
         self._restarts = 0
         self._server = ControlServer(self, spec.worker_id, self.clock)
@@ -83,13 +84,6 @@ class Worker:
             await self._end_incarnation()
             await self._server.stop()
 
-    def supersede(self) -> None:
-        """The gateway wants this worker no more: another has taken its name while it was cut off, it was retired, or it
-        belongs to another service. `run` ends with WorkerLost."""
-        if not self._superseded.done():
-            why = f"worker {self.spec.worker_id} was replaced or retired, and ends"
-            self._superseded.set_exception(WorkerLost(why))
-
     def _announce(self, incarnation: Incarnation) -> None:
         ready = incarnation.ready
         self._info = WorkerInfo(
@@ -116,6 +110,8 @@ class Worker:
             life=self._life,
             service=self.spec.service,
         )
+        kv = incarnation.kv
+        self._links = LinkKeeper(kv.connect, lambda: kv.links, self._heartbeat.wake)
         self._heartbeat.start()
         self._heartbeat.wake()
         if not self.started.done():
@@ -146,15 +142,35 @@ class Worker:
     async def _end_incarnation(self) -> None:
         """The engine is gone or has to go: everything on it is lost, its pool and epoch too."""
         incarnation, self._incarnation = self._incarnation, None
+        links, self._links = self._links, None
         if incarnation is not None:
             self._heartbeat.wake()  # the gateway must not send more requests
+        if links is not None:
+            await links.aclose()
         why = f"the engine of worker {self.spec.worker_id} died; its requests are lost"
         self._table.fail_all(lambda: WorkerLost(why))
         await self._table.settled()
         if incarnation is not None:
             await incarnation.stop()
 
-    # --- what the gateway is told ------------------------------------------------------------------------------------
+    # --- heartbeats --------------------------------------------------------------------------------------------------
+
+    def report(self) -> messages.Beat:
+        """What the gateway is told with every heartbeat."""
+        return messages.Beat(self.info, self.load, [] if self._links is None else self._links.states())
+
+    def on_answer(self, answer: messages.BeatAnswer) -> None:
+        """Do what the gateway wants. A superseded worker (another has taken its name while it was cut off, it was
+        retired, or it belongs to another service) ends: `run` raises WorkerLost."""
+        if self._links is not None:
+            self._links.want(answer.peers)
+        if answer.superseded and not self._superseded.done():
+            why = f"worker {self.spec.worker_id} was replaced or retired, and ends"
+            self._superseded.set_exception(WorkerLost(why))
+
+    def beat_now(self) -> None:
+        """Report to the gateway at once."""
+        self._heartbeat.wake()
 
     @property
     def info(self) -> WorkerInfo:
@@ -166,12 +182,10 @@ class Worker:
 
     @property
     def load(self) -> WorkerLoad:
-        """How full the engine is, and the workers this one has shaken hands with."""
+        """How full the engine is, and what its KV end has refused."""
         if self._incarnation is None:
             return WorkerLoad()
-        return replace(
-            self._incarnation.load, links=self._incarnation.kv.links, kv_refused=self._incarnation.kv.refused
-        )
+        return replace(self._incarnation.load, kv_refused=self._incarnation.kv.refused)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -205,10 +219,6 @@ class Worker:
     def abort_all(self, outbox: Outbox) -> None:
         """The gateway behind ``outbox`` is gone: drop everything it asked for."""
         self._table.abort_all(outbox)
-
-    async def connect_peer(self, peer: KVPeer) -> None:
-        """Shake hands with a decode worker. NotReady, ConfigError or a TransferError if that fails."""
-        await self.incarnation.kv.connect(peer)
 
     # --- engine events -----------------------------------------------------------------------------------------------
 

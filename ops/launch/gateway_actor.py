@@ -1,4 +1,4 @@
-"""The Ray actor that holds a `GatewayHost`."""
+"""The Ray actor that holds a `GatewayThread`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from gateway.host import GatewayHost
+from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.worker import Role
@@ -26,8 +26,8 @@ class GatewayActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._error: PdserveError | None = None
         try:
-            self._host = GatewayHost(PdserveConfig.parse(config), registry_address, VERSION, service)
-            self._host.start()
+            self._gateway = GatewayThread(PdserveConfig.parse(config), registry_address, VERSION, service)
+            self._gateway.start()
         except PdserveError as error:
             self._error = error
             if ray.get_runtime_context().was_current_actor_reconstructed:
@@ -43,7 +43,7 @@ class GatewayActor:
     def wait_serving(self, timeout_s: float) -> dict[str, Any]:
         """Empty once requests can be served, or ``{"error": (kind, message)}`` with the reason why not."""
         try:
-            self._host.wait_serving(timeout_s)
+            self._gateway.wait_serving(timeout_s)
         except PdserveError as error:
             return {"error": to_wire(error)}
         return {}
@@ -51,18 +51,18 @@ class GatewayActor:
     def expect(self, members: dict[str, str], notes: list[str]) -> None:
         """Set the members of the service (worker ids and roles), and the ``notes`` shown with its status."""
         if self._error is None:
-            self._host.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
+            self._gateway.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Send these workers no more requests; returns when they have finished, or after ``drain_s`` seconds."""
         if self._error is None:
-            self._host.retire(worker_ids, drain_s)
+            self._gateway.retire(worker_ids, drain_s)
 
     def drain(self) -> int:
         """Refuse new requests; returns the number of requests in progress."""
-        return self._host.drain() if self._error is None else 0
+        return self._gateway.drain() if self._error is None else 0
 
     def stop(self) -> None:
         """Close everything. Requests in progress end with UNAVAILABLE; call `drain` first."""
         if self._error is None:
-            self._host.stop(0.0)
+            self._gateway.stop(0.0)

@@ -8,11 +8,18 @@ from enum import StrEnum
 
 import msgspec
 
+from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, TransferProof
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event
+
+WorkerEpoch = tuple[str, str]
+"""One incarnation of a worker: its id and its epoch."""
+
+Links = Mapping[WorkerEpoch, PeerLink | PdserveError]
+"""What has come of a prefill worker's links to decode workers: the link, or why there is none."""
 
 
 class Role(StrEnum):
@@ -50,6 +57,11 @@ class WorkerInfo:
     service: str = ""  # the one it was started for
 
     @property
+    def worker_epoch(self) -> WorkerEpoch:
+        """This incarnation."""
+        return self.worker_id, self.epoch
+
+    @property
     def peer(self) -> KVPeer:
         """This worker as the other end of a KV link."""
         return KVPeer(self.worker_id, self.epoch, self.kv_endpoints)
@@ -57,24 +69,18 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker says of itself with every heartbeat: its engine's load; ``links`` to workers it sends KV to; of its
-    prefix cache, prompt tokens of all requests its engine admitted, how many of those were cached, and the blocks that
-    can be found now; and how many KV messages it refused, by reason."""
+    """What a worker says of itself with every heartbeat: its engine's load; of its prefix cache, prompt tokens of all
+    requests its engine admitted, how many of those were cached, and the blocks that can be found now; and how many KV
+    messages it refused, by reason."""
 
     free_blocks: int = 0
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
-    links: tuple[PeerLink, ...] = ()
     prompt_tokens_looked_up: int = 0
     prompt_tokens_cached: int = 0
     cached_blocks: int = 0
     kv_refused: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The workers it sends KV to."""
-        return tuple(link.worker_id for link in self.links)
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):

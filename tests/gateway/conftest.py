@@ -19,7 +19,8 @@ from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc, worker_pb2_grpc
-from router.fakes import FakeWorker, fake_info, fake_links
+from tests.fake_worker import FakeWorker, fake_info
+from worker.links import LinkKeeper
 from worker.messages import BEAT_ANSWERS, Beat, BeatAnswer, to_frame
 
 CORPUS = [
@@ -68,6 +69,8 @@ class Service:
     fleet: dict[str, FakeWorker]
     infos: dict[str, WorkerInfo] = field(default_factory=dict)
     connects: list[str] = field(default_factory=list)
+    links: dict[FakeWorker, LinkKeeper] = field(default_factory=dict)
+    beats: set[asyncio.Task[BeatAnswer]] = field(default_factory=set)
 
     @property
     def stub(self) -> Any:
@@ -85,14 +88,37 @@ class Service:
         role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
         info = replace(fake_info(worker_id, role), **changes)
         self.infos[worker_id] = info
-        return FakeWorker(info, self.fleet)
+        worker = FakeWorker(info, self.fleet)
+
+        def beat_at_once() -> None:
+            task = asyncio.create_task(self.beat(worker_id))
+            self.beats.add(task)
+            task.add_done_callback(self.beats.discard)
+
+        worker.on_beat_now = beat_at_once
+        self.links[worker] = LinkKeeper(worker.connect_peer, worker.open_links, beat_at_once)
+        return worker
 
     async def beat(self, worker_id: str, **changes: Any) -> BeatAnswer:
-        """One heartbeat."""
+        """One heartbeat, and the links that its answer wants. When they are there, or the gateway asks for it, another
+        follows at once."""
         info = replace(self.infos[worker_id], **changes)
-        peers = tuple(sorted(self.fleet[worker_id].connected)) if worker_id in self.fleet else ()
-        load = WorkerLoad(free_blocks=info.num_blocks, links=fake_links(*peers))
-        return BEAT_ANSWERS.decode(await self.registry.Heartbeat(to_frame(Beat(info, load))))
+        links = self.links[self.fleet[worker_id]] if worker_id in self.fleet else None
+        load = WorkerLoad(free_blocks=info.num_blocks)
+        beat = Beat(info, load, [] if links is None else links.states())
+        answer = BEAT_ANSWERS.decode(await self.registry.Heartbeat(to_frame(beat)))
+        if links is not None:
+            links.want(answer.peers)
+        return answer
+
+    async def stop(self) -> None:
+        """No more heartbeats; then the gateway ends."""
+        for task in list(self.beats):
+            task.cancel()
+        for links in self.links.values():
+            await links.aclose()
+        await self.channel.close(None)
+        await self.gateway.stop(0.1)
 
     async def bring_up(self, *worker_ids: str) -> None:
         """Make workers, report them, and wait until the service serves."""
@@ -161,7 +187,6 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
 
     yield start
     for service in started:
-        await service.channel.close(None)
-        await service.gateway.stop(0.1)
+        await service.stop()
     for registry in registries:
         await registry.close(None)

@@ -18,7 +18,7 @@ from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb
 
 if TYPE_CHECKING:
-    from router.fakes import FakeWorker
+    from tests.fake_worker import FakeWorker
     from tests.gateway.conftest import Service, StartService
 
 PROMPT = pb.TokenIds(ids=[1, 2, 3])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gateway.tokenizer import Tokenizer
     from pdserve.core.worker import TokenOutput
-    from router.fakes import FakeWorker, Point
+    from tests.fake_worker import FakeWorker, Point
     from tests.gateway.conftest import Service, StartService
 
 PROMPT = pb.TokenIds(ids=[1, 2, 3, 4, 5])

@@ -10,10 +10,10 @@ import pytest
 
 from pdserve.core.errors import LayoutMismatch, TransferTimeout
 from pdserve.core.kv_layout import KVLayout
-from pdserve.core.worker import Role, WorkerLoad
+from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import worker_pb2 as worker_pb
-from router.fakes import fake_info
+from tests.fake_worker import FakeWorker, fake_info
 from worker.messages import Beat, BeatAnswer, to_frame
 
 if TYPE_CHECKING:
@@ -112,13 +112,13 @@ async def test_layouts_that_differ_are_told_before_any_request(
 
 async def test_a_failed_handshake_is_tried_again(start_service: StartService) -> None:
     service = await start_service()
-    service.make("p0").fail("connect_peer", TransferTimeout("no answer"))
+    service.make("p0").fail("connect_peer", *[TransferTimeout("no answer")] * 2)  # the second as its report is answered
     service.make("d0")
     await service.beat("p0")
     await service.beat("d0")
     await settle()
     assert "no answer" in ((await call_error(service)).details() or "")
-    await service.bring_up("d0")
+    await service.bring_up("p0")
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
 
 
@@ -128,12 +128,45 @@ async def test_all_pairs_are_connected(start_service: StartService) -> None:
     assert service.fleet["p0"].connected == service.fleet["p1"].connected == {"d0", "d1"}
     first, second = await service.beat("p0"), await service.beat("d0")
     assert first.gateway_epoch == second.gateway_epoch != ""
+    assert (first.peers, second.peers) == ([service.infos[name].peer for name in ("d0", "d1")], [])
+    status = await service.stub.GetStatus(pb.GetStatusRequest())
+    links = {worker.worker_id: [link.worker_id for link in worker.links] for worker in status.workers}
+    assert links == {"p0": ["d0", "d1"], "p1": ["d0", "d1"], "d0": [], "d1": []}
+    service.fleet["d1"].crash()
+    await settle()
+    assert [peer.worker_id for peer in (await service.beat("p0")).peers] == ["d0"]
+    await service.beat("p0")
+    status = await service.stub.GetStatus(pb.GetStatusRequest())
+    assert [link.worker_id for worker in status.workers for link in worker.links if worker.worker_id == "p0"] == ["d0"]
+
+
+async def test_a_link_that_opens_while_its_worker_is_being_connected_counts(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No heartbeat follows that would tell of it again."""
+    service = await start_service()
+    service.make("d0")
+    await service.beat("d0")
+    await settle()
+    prefill, opened, connect = service.make("p0"), asyncio.Event(), service.connect
+
+    async def slow(info: WorkerInfo) -> FakeWorker:
+        await opened.wait()
+        return await connect(info)
+
+    monkeypatch.setattr(service, "connect", slow)
+    await service.beat("p0")
+    await service.until(lambda: prefill.connected)
+    await settle()
+    prefill.on_beat_now = lambda: None
+    opened.set()
+    await service.gateway.wait_serving(30.0)
 
 
 def beat_with(field: str, value: object) -> bytes:
     """A heartbeat that a worker of some other version might send."""
-    kind, info, load = msgspec.msgpack.decode(to_frame(Beat(fake_info("x", Role.PREFILL), WorkerLoad())).data)
-    return msgspec.msgpack.encode([kind, {**info, field: value}, load])
+    kind, info, *rest = msgspec.msgpack.decode(to_frame(Beat(fake_info("x", Role.PREFILL), WorkerLoad())).data)
+    return msgspec.msgpack.encode([kind, {**info, field: value}, *rest])
 
 
 @pytest.mark.parametrize(

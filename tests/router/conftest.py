@@ -12,13 +12,12 @@ from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
-from pdserve.core.worker import Role, WorkerLoad
-from router.deadline import Deadline
-from router.fakes import FakeWorker, fake_info, fake_links
+from pdserve.core.worker import Links, Role, WorkerLoad
+from router.placement import WaitMode
 from router.registry import WorkerRegistry
-from router.request_record import RequestRecord
+from router.request_record import Deadline, RequestRecord
 from router.router import Router
-from router.waiting_line import WaitMode
+from tests.fake_worker import FakeWorker, fake_info, fake_links
 from tests.virtual_time import LoopClock, VirtualTimeLoop
 
 
@@ -62,11 +61,12 @@ class Cluster:
                 assert record.output_token_ids == got
         return got
 
-    def beat(self, worker_id: str) -> None:
-        """A heartbeat that changes nothing."""
+    def beat(self, worker_id: str, links: Links | None = None) -> None:
+        """A heartbeat that changes nothing but the links, if they are given."""
         worker = self.registry.get(worker_id)
         assert worker is not None
-        assert self.registry.heartbeat(worker_id, worker.load, worker.info)
+        links = {**worker.linked, **worker.failed} if links is None else links
+        assert self.registry.heartbeat(worker_id, worker.load, worker.info, links)
 
     def aborted(self, worker_id: str) -> list[str]:
         """The requests that a worker was told to drop."""
@@ -101,16 +101,17 @@ def make_cluster() -> MakeCluster:
         **config: object,
     ) -> Cluster:
         clock = LoopClock()
-        registry = WorkerRegistry(clock, heartbeat_timeout_s=3.0)
-        config = {"retry_pause_s": 0.0, "patience_s": 0.0, **config}
-        router = Router(registry, RouterConfig.model_validate(config), clock, delay_s, auto_mode, on_kv_failure)
+        config = {"retry_pause_s": 0.0, "patience_s": 0.0, "heartbeat_timeout_s": 3.0, **config}
+        router_config = RouterConfig.model_validate(config)
+        registry = WorkerRegistry(clock, router_config)
+        router = Router(registry, router_config, clock, delay_s, auto_mode, on_kv_failure)
         cluster = Cluster(router, registry, clock)
         decoders = tuple(f"d{i}" for i in range(decode))
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):
             role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
             worker = FakeWorker(fake_info(worker_id, role), cluster.fleet, clock=clock)
-            links = fake_links(*decoders) if role is Role.PREFILL else ()
-            registry.add(worker, WorkerLoad(free_blocks=worker.info.num_blocks, links=links))
+            links = fake_links(*decoders) if role is Role.PREFILL else {}
+            registry.add(worker, WorkerLoad(free_blocks=worker.info.num_blocks), links)
         return cluster
 
     return make

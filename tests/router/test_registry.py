@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.clock import FakeClock
+from pdserve.core.config import RouterConfig
 from pdserve.core.errors import LayoutMismatch, NotReady, TransferTimeout
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role, WorkerLoad
-from router.fakes import FakeWorker, fake_info, fake_links
 from router.registry import WorkerRegistry
+from tests.fake_worker import FakeWorker, fake_info, fake_links
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def registry(clock: FakeClock) -> WorkerRegistry:
-    return WorkerRegistry(clock, heartbeat_timeout_s=3.0)
+    return WorkerRegistry(clock, RouterConfig(heartbeat_timeout_s=3.0))
 
 
 def worker(worker_id: str, epoch: str = "1") -> FakeWorker:
@@ -78,18 +79,17 @@ async def test_load_is_counted_until_its_end_and_never_leaks_into_a_new_incarnat
     entry = registry.add(worker("p0"))
     first, second = registry.begin("p0", 30, prompt_tokens=20), registry.begin("p0", 5)
     assert (entry.outstanding_tokens, entry.outstanding_requests, entry.prompt_tokens) == (35, 2, 20)
-    assert entry.is_free(21)
-    assert not entry.is_free(20)
+    assert registry.view().workers[0].prompt_tokens == 20
     first.prefilled()
     first.prefilled()
     assert (entry.outstanding_tokens, entry.prompt_tokens) == (15, 0), "what is computed is no load any more"
     first.token_made()
     assert entry.outstanding_tokens == 14
-    registry.end(second)
-    registry.end(second)
+    second.end()
+    second.end()
     assert (entry.outstanding_tokens, entry.outstanding_requests) == (9, 1)
     renewed = registry.add(worker("p0", epoch="2"))
-    registry.end(first)
+    first.end()
     assert (renewed.outstanding_tokens, renewed.outstanding_requests, entry.outstanding_tokens) == (0, 0, 0)
     assert renewed.last_used == entry.last_used
 
@@ -99,40 +99,53 @@ async def test_listeners_hear_of_every_change(registry: WorkerRegistry, clock: F
     entry = registry.add(worker("p0"))
     share = registry.begin("p0", 9, 9)
     registry.subscribe(lambda: heard.append(entry.state))
-    for change in (share.prefilled, share.end, lambda: registry.connected("p0", "d0")):
+    for change in (share.prefilled, share.end):
         change()
     registry.heartbeat("p0", WorkerLoad())
-    assert heard == ["ready"] * 4
+    assert heard == ["ready"] * 3
     clock.advance(9)
     registry.expire()
-    assert heard[4:] == ["lost"]
+    assert heard[3:] == ["lost"]
     registry.lost("p0")
-    assert len(heard) == 5, "it was lost already"
+    assert len(heard) == 4, "it was lost already"
 
 
-async def test_pairs_are_those_that_shook_hands(registry: WorkerRegistry) -> None:
-    p0 = registry.add(worker("p0"))
+def linked(registry: WorkerRegistry, worker_id: str = "p0") -> set[str]:
+    """The workers that one can send KV to, for placements and in the status alike."""
+    (seen,) = [each for each in registry.view().workers if each.worker_id == worker_id]
+    entry = registry.get(worker_id)
+    assert entry is not None
+    assert {link.worker_id for link in registry.links(entry)} == seen.linked
+    return set(seen.linked)
+
+
+async def test_links_are_those_of_the_last_heartbeat_to_workers_that_live(registry: WorkerRegistry) -> None:
+    registry.add(worker("p0"), links=fake_links("d1"))
     registry.add(worker("d0"))
-    d1 = registry.add(worker("d1"))
-    assert registry.ready_peers(p0) == []
-    registry.heartbeat("p0", WorkerLoad(links=fake_links("d1")))
-    assert registry.ready_peers(p0) == [d1]
-    registry.connected("p0", "d0")
-    assert p0.peers == ("d0", "d1")
-    registry.heartbeat("p0", WorkerLoad(links=fake_links("d1")))
-    assert p0.peers == ("d0", "d1"), "that heartbeat may be older than the handshake"
-    registry.heartbeat("p0", WorkerLoad(links=fake_links("d1")))
-    assert [*p0.peers] == ["d1"]
+    assert linked(registry) == set(), "d1 is not there"
+    registry.add(worker("d1"))
+    assert linked(registry) == {"d1"}
+    registry.heartbeat("p0", WorkerLoad(), links=fake_links("d0", "d1"))
+    assert linked(registry) == {"d0", "d1"}
+    registry.heartbeat("p0", WorkerLoad(), links={**fake_links("d1"), ("d0", "1"): TransferTimeout("d0 is mute")})
+    assert linked(registry) == {"d1"}
+    registry.lost("d1")
+    assert linked(registry) == set()
+    registry.add(worker("d1"))
+    assert linked(registry) == {"d1"}, "it was only cut off"
 
 
-async def test_a_new_incarnation_of_decode_must_shake_hands_again(registry: WorkerRegistry) -> None:
-    p0 = registry.add(worker("p0"), WorkerLoad(links=fake_links("d0")))
+async def test_a_new_incarnation_of_decode_must_be_linked_anew(registry: WorkerRegistry) -> None:
+    registry.add(worker("p0"), links=fake_links("d0"))
     registry.add(worker("d0"))
-    d0 = registry.add(worker("d0", epoch="2"))
-    registry.heartbeat("p0", WorkerLoad(links=fake_links("d0")))
-    assert registry.ready_peers(p0) == [], "the prefill worker still speaks of the earlier one"
-    registry.connected("p0", "d0")
-    assert registry.ready_peers(p0) == [d0]
+    registry.add(worker("d0", epoch="2"))
+    assert linked(registry) == set()
+    registry.heartbeat("p0", WorkerLoad(), links=fake_links("d0"))
+    assert linked(registry) == set(), "the prefill worker still speaks of the earlier one"
+    registry.heartbeat("p0", WorkerLoad(), links={("d0", "1"): LayoutMismatch("of the earlier one")})
+    assert isinstance(registry.unavailable(Mode.PD), NotReady)
+    registry.heartbeat("p0", WorkerLoad(), links=fake_links("d0", epoch="2"))
+    assert linked(registry) == {"d0"}
 
 
 async def test_unavailable_says_what_is_missing(registry: WorkerRegistry) -> None:
@@ -149,20 +162,20 @@ async def test_unavailable_says_what_is_missing(registry: WorkerRegistry) -> Non
     assert registry.unavailable(Mode.COLOCATED) is None
     registry.add(worker("p0"))
     assert "no prefill worker is connected to a decode worker" in message()
-    registry.not_connected("p0", "d0", TransferTimeout("d0 did not answer"))
+    registry.heartbeat("p0", WorkerLoad(), links={("d0", "1"): TransferTimeout("d0 did not answer")})
     assert "d0 did not answer" in message()
-    registry.not_connected("p0", "d0", LayoutMismatch("KV layout differs in dtype"))
+    registry.heartbeat("p0", WorkerLoad(), links={("d0", "1"): LayoutMismatch("KV layout differs in dtype")})
     mismatch = registry.unavailable(Mode.PD)
     assert isinstance(mismatch, LayoutMismatch)
     assert "differs in dtype" in str(mismatch)
-    registry.connected("p0", "d0")
+    registry.heartbeat("p0", WorkerLoad(), links=fake_links("d0"))
     assert registry.unavailable(Mode.PD) is None
     registry.lost("d0")
     assert "no decode worker is ready (1 prefill registered, 1 decode registered)" in message()
 
 
 async def test_the_long_dead_are_forgotten(registry: WorkerRegistry, clock: FakeClock) -> None:
-    registry.add(worker("p0")).confirmed.add("d0")
+    registry.add(worker("p0"))
     registry.add(worker("d0"))
     registry.lost("d0")
     clock.advance(2.0)
@@ -173,10 +186,9 @@ async def test_the_long_dead_are_forgotten(registry: WorkerRegistry, clock: Fake
         registry.heartbeat("p0", WorkerLoad())
         assert registry.expire() == []
     assert [w.worker_id for w in registry.workers] == ["p0"]
-    assert registry.workers[0].peers == ()
     registry.add(worker("d0"))
     assert [w.worker_id for w in registry.ready(Role.DECODE)] == ["d0"]
-    assert not registry.workers[1].is_connected_to("d0"), "it has to shake hands again"
+    assert linked(registry) == set()
 
 
 async def test_what_was_replaced_or_dismissed_has_no_way_back(registry: WorkerRegistry) -> None:

@@ -22,9 +22,9 @@ from pdserve.core.errors import (
 )
 from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.timeline import EventKind, Figure
-from router.deadline import Deadline
-from router.fakes import Point
-from router.retry_budget import MIN_RETRIES
+from router.request_record import Deadline
+from router.retries import MIN_RETRIES
+from tests.fake_worker import Point, fake_links
 
 if TYPE_CHECKING:
     from tests.router.conftest import Cluster, MakeCluster
@@ -405,7 +405,7 @@ async def test_a_retry_waits_for_a_worker_to_come_back(make_cluster: MakeCluster
     assert record.output_token_ids == [6, 7]
     fake = type(cluster.fleet["d0"])(cluster.fleet["d0"].info, cluster.fleet)
     cluster.registry.add(fake)
-    cluster.registry.connected("p0", "d0")
+    cluster.beat("p0", fake_links("d0"))
     assert await task == ALL
     cluster.check_idle()
 

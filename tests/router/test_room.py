@@ -26,8 +26,8 @@ from pdserve.core.worker import WorkerLoad
 from router.attempt import PROOF_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from router.request_record import RequestRecord
-    from router.routed import RoutingResult
+    from router.registered_worker import RegisteredWorker
+    from router.request_record import RequestRecord, RoutingResult
     from tests.router.conftest import Cluster, MakeCluster
 
 ALL = [6, 7, 8, 9]
@@ -267,6 +267,10 @@ def at_once(cluster: Cluster, count: int) -> list[asyncio.Task[list[int]]]:
     return [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(count)]
 
 
+def room(worker: RegisteredWorker) -> int:
+    return worker.view(frozenset()).room
+
+
 def sent(cluster: Cluster) -> int:
     return len(cluster.fleet["d0"].requests)
 
@@ -278,20 +282,20 @@ async def test_no_more_requests_are_placed_than_decode_has_blocks_for(make_clust
     cluster.registry.heartbeat("d0", WorkerLoad(free_blocks=5))
     tasks = at_once(cluster, 4)
     await asyncio.sleep(0.01)
-    assert (sent(cluster), decode.free_blocks) == (2, 1), "a prompt of 5 tokens takes two blocks of 4"
+    assert (sent(cluster), room(decode)) == (2, 1), "a prompt of 5 tokens takes two blocks of 4"
     assert cluster.router.queued == 2
     assert len(cluster.fleet["p0"].requests) == 2, "prefill would only hold the blocks of the others"
 
     # The next heartbeat counts what was placed before it.
     cluster.registry.heartbeat("d0", WorkerLoad(free_blocks=3))
     await asyncio.sleep(0.01)
-    assert (sent(cluster), decode.free_blocks) == (3, 1)
+    assert (sent(cluster), room(decode)) == (3, 1)
 
     # One that ends gives its blocks back, whether a heartbeat has counted it (r0) or not (r2).
     for ended, (placed, free) in ((0, (4, 1)), (2, (4, 3))):
         tasks[ended].cancel()
         await asyncio.sleep(0.01)
-        assert (sent(cluster), decode.free_blocks) == (placed, free)
+        assert (sent(cluster), room(decode)) == (placed, free)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

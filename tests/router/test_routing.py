@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -8,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotReady
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotReady, TransferTimeout
 from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure
 from pdserve.core.worker import TokenOutput
+from tests.fake_worker import fake_links
 
 if TYPE_CHECKING:
     from tests.router.conftest import MakeCluster
@@ -72,6 +74,20 @@ async def test_the_salt_goes_to_every_worker_and_what_prefill_found_comes_back(
     assert generation.result.prefill_cached_tokens == told  # never more than the prompt has
     requests = [request for worker in cluster.fleet.values() for _, request in worker.requests]
     assert [request.salt for request in requests] == ["tenant"] * (2 if mode is Mode.PD else 1)
+
+
+async def test_each_attempts_placement_is_kept_and_logged_with_its_reason(
+    make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "router")
+    cluster = make_cluster(prefill=1, decode=2)
+    cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
+    record = cluster.record()
+    assert await cluster.tokens(record) == [6, 7, 8, 9]
+    first, second = record.placements
+    assert first.startswith("prefill on p0: the only one free; decode on d0: 0 outstanding tokens, the fewest of 2, ")
+    assert "decode on d1: the only one free, 1 avoided" in second
+    assert f"request r: attempt 2: {second}" in caplog.messages
 
 
 async def test_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:
@@ -159,7 +175,7 @@ async def test_a_service_that_was_ready_waits_for_its_workers(make_cluster: Make
     await asyncio.sleep(0.01)
     assert cluster.router.queued == 1
     cluster.registry.add(cluster.fleet["p0"])
-    cluster.registry.connected("p0", "d0")
+    cluster.beat("p0", fake_links("d0"))
     assert await waiting == [6, 7, 8, 9]
     cluster.check_idle()
 

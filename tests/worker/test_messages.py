@@ -28,9 +28,10 @@ from worker.messages import (
     Abort,
     Beat,
     BeatAnswer,
-    ConnectPeer,
+    BeatNow,
     Failure,
     FrameDecoder,
+    LinkState,
     Message,
     Outputs,
     Ping,
@@ -49,7 +50,11 @@ INFO = WorkerInfo(
     "prefill-0", Role.PREFILL, "e1", "10.0.0.1:4", ENDPOINTS, "10.0.0.1", "cpu", 1, 2,
     LAYOUT, 100, 2048, 512, 4096, "0", "0,1", "0.1.0", 3, True, "clock", "life", "service",
 )  # fmt: skip
-LOAD = WorkerLoad(1, 2, 3, 4, (PeerLink("decode-0", "shm", "because", 9.5),), 2**40, 2**39, 5, {"checksum": 2})
+LOAD = WorkerLoad(1, 2, 3, 4, 2**40, 2**39, 5, {"checksum": 2})
+LINKS = [
+    LinkState("decode-0", "e1", PeerLink("decode-0", "shm", "because", 9.5)),
+    LinkState("decode-1", "e2", Failure("LayoutMismatch", "dtype differs")),
+]
 EVERYTHING = SamplingParams(
     9, 0.5, 40, 0.9, 2**63 - 1, ("stop", "\N{GRINNING FACE}"), (1, 2), True, 0.1, 1.3, -0.5, 1.7,
     {0: -100.0, 4_000_000: 0.25}, 20,
@@ -77,7 +82,7 @@ def test_requests(request_: Request) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Abort(2**40, "r#1"), ConnectPeer(3, PEER), ConnectPeer(3, KVPeer("d", "", ())), Ping(0)],
+    [Abort(2**40, "r#1"), BeatNow(), Ping(0)],
     ids=lambda message: type(message).__name__,
 )
 def test_calls(message: Message) -> None:
@@ -127,12 +132,21 @@ def test_errors_keep_their_class() -> None:
 @pytest.mark.parametrize("load", [LOAD, WorkerLoad()])
 def test_beats(load: WorkerLoad) -> None:
     check(BEATS, Beat(INFO, load))
+    check(BEATS, Beat(INFO, load, LINKS))
     check(BEATS, Beat(replace(INFO, role=Role.DECODE, ready=False, kv_endpoints=()), load))
 
 
+def test_links_keep_their_errors_classes() -> None:
+    links = BEATS.decode(to_frame(Beat(INFO, LOAD, LINKS))).links
+    assert links["decode-0", "e1"] == LINKS[0].outcome
+    mismatch = links["decode-1", "e2"]
+    assert (type(mismatch), str(mismatch)) == (LayoutMismatch, "dtype differs")
+
+
 @pytest.mark.parametrize("superseded", [True, False])
-def test_beat_answers(superseded: bool) -> None:
-    check(BEAT_ANSWERS, BeatAnswer("g1", superseded))
+@pytest.mark.parametrize("peers", [[], [PEER, KVPeer("d", "", ())]])
+def test_beat_answers(superseded: bool, peers: list[KVPeer]) -> None:
+    check(BEAT_ANSWERS, BeatAnswer("g1", superseded, peers))
 
 
 # --- what is no message ----------------------------------------------------------------------------------------------
@@ -156,7 +170,7 @@ def changed(message: object, path: tuple[Any, ...], value: object) -> bytes:
     return msgspec.msgpack.encode(whole)
 
 
-RUN, PUSH, BEAT = Run(REQUESTS["greedy"]), Push(REQUESTS["greedy"], PEER), Beat(INFO, LOAD)
+RUN, PUSH, BEAT = Run(REQUESTS["greedy"]), Push(REQUESTS["greedy"], PEER), Beat(INFO, LOAD, LINKS)
 OUTPUT = Outputs([("r", OUTPUTS[-1])], [("s", Failure("WorkerLost", "gone"))])
 MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
     "nothing": (TO_WORKER, b""),
@@ -205,7 +219,10 @@ MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
     "a layout that lacks something": (BEATS, changed(BEAT, (1, "layout", "num_layers"), ...)),
     "a load that is none": (BEATS, changed(BEAT, (2,), 1)),
     "free blocks as a text": (BEATS, changed(BEAT, (2, "free_blocks"), "1")),
-    "a link that lacks something": (BEATS, changed(BEAT, (2, "links", 0, "transport"), ...)),
+    "a link that lacks something": (BEATS, changed(BEAT, (3, 0, 2, "transport"), ...)),
+    "a link without what came of it": (BEATS, changed(BEAT, (3, 0, 2), ...)),
+    "a link that is no link": (BEATS, changed(BEAT, (3, 0, 2), "open")),
+    "a wanted peer that is a text": (BEAT_ANSWERS, msgspec.msgpack.encode(["BeatAnswer", "g1", False, ["decode-0"]])),
     "superseded by a number": (BEAT_ANSWERS, msgspec.msgpack.encode(["BeatAnswer", "g1", 1])),
 }
 
@@ -222,12 +239,12 @@ ONE_OF_EACH: list[tuple[FrameDecoder[Any], Message]] = [
     (TO_WORKER, PUSH),
     (TO_WORKER, Receive(REQUESTS["greedy"], PEER)),
     (TO_WORKER, Abort(1, "r")),
-    (TO_WORKER, ConnectPeer(1, PEER)),
+    (TO_WORKER, BeatNow()),
     (TO_WORKER, Ping(1)),
     (TO_GATEWAY, Reply(1, 1.0, 1.0, Failure("WorkerLost", "gone"))),
     (TO_GATEWAY, OUTPUT),
     (BEATS, BEAT),
-    (BEAT_ANSWERS, BeatAnswer("g", True)),
+    (BEAT_ANSWERS, BeatAnswer("g", True, [PEER])),
 ]
 
 

@@ -393,7 +393,7 @@ async def test_prefill_fails_at_once_what_it_cannot_reach(model: Path) -> None:
 async def test_prefill_gives_back_what_its_receiver_gives_up(model: Path, begun: bool) -> None:
     """Once that has told where the blocks go, whether the request is there by then or not."""
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
-        await client.connect_peer(decode.peer)
+        await worker.incarnation.kv.connect(decode.peer)
         decode.announce("r", range(4), client.info)
         stream = outputs(client.push(request_for("r"), decode.peer))
         if begun:
@@ -598,7 +598,7 @@ async def test_both_halves_in_any_order(model: Path, order: str) -> None:
         running(model, Role.DECODE, DECODE) as (decode, to_decode),
     ):
         if order != "prefill first":
-            await to_prefill.connect_peer(to_decode.info.peer)
+            await prefill.incarnation.kv.connect(to_decode.info.peer)
         expected = greedy_tokens(model, PROMPT, 6)
         names = [f"r{i}" for i in range(4)]
 
@@ -630,7 +630,7 @@ async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None
         running(model, Role.PREFILL, PREFILL, testing=slow) as (prefill, to_prefill),
         running(model, Role.DECODE, DECODE) as (decode, to_decode),
     ):
-        await to_prefill.connect_peer(to_decode.info.peer)
+        await prefill.incarnation.kv.connect(to_decode.info.peer)
         pushing = asyncio.create_task(outputs(to_prefill.push(request_for("r"), to_decode.info.peer)))
         receiving = asyncio.create_task(outputs(to_decode.receive(request_for("r"), to_prefill.info.peer)))
         incoming = decode.incarnation.kv._receiver._by_attempt

@@ -21,7 +21,7 @@ START_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 5.0
 
 
-class GatewayHost:
+class GatewayThread:
     """A gateway in this process. LaunchError or ModelError if it cannot start."""
 
     def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:

@@ -24,7 +24,7 @@ SWITCH_INTERVAL_S = 0.0005
 """Python's thread switch interval here: control must not wait 5 ms for a thread that copies KV."""
 
 
-class WorkerHost:
+class WorkerThread:
     """A worker in this process. The thread starts at once; `wait_ready` tells how that went. ``on_end`` is called when
     the worker fails later, or (``restarted``: nobody asks `wait_ready` any more) at its first start, a pause later."""
 

@@ -1,4 +1,4 @@
-"""A worker made of nothing, for tests and simulations: scripted tokens, delays, failures, deaths."""
+"""A worker without an engine, for tests of the router and the gateway: scripted tokens, delays, failures, deaths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import ClockOffset, Event, EventKind
-from pdserve.core.worker import Role, TokenOutput, WorkerInfo
+from pdserve.core.worker import Links, Role, TokenOutput, WorkerInfo
 
 Point = Literal["connect_peer", "room", "prefill", "decode", "decode_more", "run", "run_more", "abort"]
 Call = Literal["push", "receive", "run"]
@@ -66,9 +66,14 @@ class _Held:
     ended: bool = False
 
 
-def fake_links(*worker_ids: str) -> tuple[PeerLink, ...]:
-    """What a worker says that is connected to these."""
-    return tuple(PeerLink(worker_id, "loopback", "it is a fake", 0.0) for worker_id in worker_ids)
+def fake_link(worker_id: str) -> PeerLink:
+    """What a worker says of its link to this one."""
+    return PeerLink(worker_id, "loopback", "it is a fake", 0.0)
+
+
+def fake_links(*worker_ids: str, epoch: str = "1") -> Links:
+    """What a worker says that is linked to these, all of the same epoch."""
+    return {(worker_id, epoch): fake_link(worker_id) for worker_id in worker_ids}
 
 
 class FakeWorker:
@@ -101,6 +106,7 @@ class FakeWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self.cached_tokens = 0
         self.connected: set[str] = set()
+        self.on_beat_now: Callable[[], object] = lambda: None
         self._time = clock or MonotonicClock()
         self._next_token = next_token
         self._eos_token_id = eos_token_id
@@ -123,13 +129,24 @@ class FakeWorker:
         """Whether it has crashed or was closed."""
         return self._dead.is_set()
 
-    # --- WorkerHandle ------------------------------------------------------------------------------------------------
+    # --- its KV end --------------------------------------------------------------------------------------------------
 
     async def connect_peer(self, peer: KVPeer) -> None:
         """Compare layouts as real workers do."""
+        self.connected.discard(peer.worker_id)
         await self._pass("connect_peer")
         self.info.layout.check_source(self.fleet[peer.worker_id].info.layout)
         self.connected.add(peer.worker_id)
+
+    def open_links(self) -> list[PeerLink]:
+        """The links it has."""
+        return [fake_link(worker_id) for worker_id in sorted(self.connected)]
+
+    # --- WorkerHandle ------------------------------------------------------------------------------------------------
+
+    def beat_now(self) -> None:
+        """Tell the test."""
+        self.on_beat_now()
 
     async def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
         """Token 2 and on; nothing is ever skipped."""

@@ -1,0 +1,110 @@
+"""Retries: what failed attempts say about the next one, and how many retries the router allows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.core.clock import Clock
+from pdserve.core.errors import CapacityExceeded, PdserveError, WorkerLost
+from router.attempt import Attempt
+from router.registry import Assignment
+
+MAX_LOST_IN_A_ROW = 2
+LOST_AT_ONCE_S = 1.0
+"""A request ends when `MAX_LOST_IN_A_ROW` workers in a row were lost within `LOST_AT_ONCE_S` of getting it, before its
+first token: it may be what breaks them."""
+
+WINDOW_S = 4
+MIN_RETRIES = 10
+"""Retries that every window allows, however little traffic there is."""
+
+
+class Failures:
+    """What a request's failed attempts say about the next one. An attempt that gave tokens begins the count anew."""
+
+    def __init__(self, max_attempts: int) -> None:
+        self.in_a_row = 0
+        self.avoid: frozenset[str] = frozenset()
+        self.prefer = ""
+        self._max_attempts = max_attempts
+        self._lost_in_a_row = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether one more failure ends the request."""
+        return self.in_a_row + 1 >= self._max_attempts
+
+    def reset(self) -> None:
+        """Begin the counts anew."""
+        self.in_a_row = self._lost_in_a_row = 0
+
+    def add(self, error: PdserveError, attempt: Attempt, assignment: Assignment) -> PdserveError | None:
+        """Count a failed attempt. Returns the error that ends the request, or None if it may be tried again."""
+        # Another worker may have more room; `router.placement` refuses what none can take.
+        elsewhere = isinstance(error, CapacityExceeded) and not attempt.failed <= self.avoid
+        if attempt.gave_tokens:
+            self.reset()
+        self.in_a_row += 1
+        at_once = isinstance(error, WorkerLost) and not attempt.gave_tokens and attempt.age_s < LOST_AT_ONCE_S
+        self._lost_in_a_row = self._lost_in_a_row + 1 if at_once else 0
+        if not (error.retryable or elsewhere) or self.in_a_row >= self._max_attempts:
+            return error
+        if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+            return WorkerLost(
+                f"{error}; it is the second worker in a row that was lost as soon as it had this request, so the "
+                "request is not tried on another"
+            )
+        self.avoid |= attempt.failed
+        prefill = assignment.prefill.worker.worker_id
+        self.prefer = "" if prefill in attempt.failed else prefill
+        return None
+
+
+@dataclass(slots=True)
+class _Second:
+    number: int
+    requests: int = 0
+    retries: int = 0
+
+
+class RetryBudget:
+    """At most `MIN_RETRIES` plus ``share`` times the requests of the last `WINDOW_S` seconds may be retries, so that an
+    outage does not multiply the load.
+
+    ``running`` tells how many requests the router has now; those that came before the window count while they run.
+    """
+
+    def __init__(self, share: float, clock: Clock, running: Callable[[], int]) -> None:
+        self._share = share
+        self._clock = clock
+        self._running = running
+        self._seconds: deque[_Second] = deque()
+
+    def note_request(self) -> None:
+        """Count a new request."""
+        self._now().requests += 1
+
+    def take(self) -> bool:
+        """Take one retry; False if none is left."""
+        now = self._now()
+        requests = max(self._running(), sum(second.requests for second in self._seconds))
+        if sum(second.retries for second in self._seconds) >= MIN_RETRIES + self._share * requests:
+            return False
+        now.retries += 1
+        return True
+
+    def wait_s(self) -> float:
+        """Seconds until the oldest retries leave the window; 0 if it has none."""
+        now_s = self._clock.now()
+        oldest = next((second for second in self._seconds if second.retries), None)
+        return 0.0 if oldest is None else max(0.0, oldest.number + WINDOW_S - now_s)
+
+    def _now(self) -> _Second:
+        number = int(self._clock.now())
+        while self._seconds and self._seconds[0].number <= number - WINDOW_S:
+            self._seconds.popleft()
+        if not self._seconds or self._seconds[-1].number != number:
+            self._seconds.append(_Second(number))
+        return self._seconds[-1]

@@ -1,0 +1,384 @@
+"""`place` as a function: plain values in, a decision with its reason out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PeerLost
+from pdserve.core.request import Mode
+from pdserve.core.worker import Role
+from router.placement import ClusterView, Decision, Needs, Never, Placed, Wait, WaitMode, WorkerView, place, unavailable
+
+PROMPT, OUTPUT = 20, 10
+ALL = frozenset({"d0", "d1", "d2"})
+
+
+def worker(worker_id: str, **changes: Any) -> WorkerView:
+    """A prefill worker (p...) linked to all, or a decode worker (d...): idle, of 32 blocks of 4 tokens."""
+    is_prefill = worker_id.startswith("p")
+    values = {"role": Role.PREFILL if is_prefill else Role.DECODE, "linked": ALL if is_prefill else frozenset()}
+    capacity = {"block_size": 4, "num_blocks": 32, "max_tokens": 128, "free_blocks": 32}
+    return WorkerView(worker_id, **{**values, **capacity, **changes})
+
+
+def busy(worker_id: str, tokens: int, **changes: Any) -> WorkerView:
+    """One with requests on it."""
+    return worker(worker_id, outstanding_tokens=tokens, outstanding_requests=1, **changes)
+
+
+def view(*workers: WorkerView, policy: str = "least_outstanding_tokens", backlog: int = 100) -> ClusterView:
+    return ClusterView(workers, policy, backlog)
+
+
+def needs(mode: WaitMode = Mode.PD, **changes: Any) -> Needs:
+    return Needs(mode, PROMPT, OUTPUT, **changes)
+
+
+def placed(decision: Decision) -> tuple[str, str | None]:
+    assert isinstance(decision, Placed), decision
+    return decision.prefill, decision.decode
+
+
+PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
+    "the only pair": (
+        needs(),
+        view(worker("p0"), worker("d0")),
+        ("p0", "d0"),
+        "prefill on p0: the only one free; decode on d0: the only one free, 0 running, 0 waiting, 32 blocks free for 5",
+    ),
+    "the least loaded of each role": (
+        needs(),
+        view(busy("p0", 9), busy("p1", 8), busy("d0", 3), busy("d1", 7, running=1), busy("d2", 4)),
+        ("p1", "d0"),
+        "prefill on p1: 8 outstanding tokens, the fewest of 2; decode on d0: 3 outstanding tokens, the fewest of 3",
+    ),
+    "among equals the one not used for longest": (
+        needs(),
+        view(worker("p0", last_used=2), worker("p1", last_used=1), worker("d1"), worker("d0")),
+        ("p1", "d0"),
+        "0 outstanding tokens, the fewest of 2",
+    ),
+    "in turns": (
+        needs(),
+        view(busy("p0", 9, last_used=1), worker("p1", last_used=2), worker("d0"), worker("d1"), policy="round_robin"),
+        ("p0", "d0"),
+        "prefill on p0: its turn among 2; decode on d0: its turn among 2",
+    ),
+    "only workers that have room": (
+        needs(),
+        view(worker("p0"), busy("d0", 1, free_blocks=4), busy("d1", 9, free_blocks=9, blocks_placed=4, running=2)),
+        ("p0", "d1"),
+        "decode on d1: the only one free, 2 running, 0 waiting, 5 blocks free for 5",
+    ),
+    "a worker without requests has room, whatever it says": (
+        needs(),
+        view(worker("p0"), worker("d0", free_blocks=0)),
+        ("p0", "d0"),
+        "0 blocks free for 5",
+    ),
+    "only linked pairs": (
+        needs(),
+        view(worker("p0", linked=frozenset()), busy("p1", 9, linked=frozenset({"d1"})), worker("d0"), busy("d1", 9)),
+        ("p1", "d1"),
+        "prefill on p1: the only one free; decode on d1: the only one free",
+    ),
+    "only workers it fits": (
+        needs(),
+        view(worker("p0", max_tokens=20), worker("p1", max_tokens=21), worker("d0", max_tokens=29), worker("d1")),
+        ("p1", "d1"),
+        "prefill on p1: the only one free",
+    ),
+    "not where it failed": (
+        needs(avoid=frozenset({"p0", "d0"})),
+        view(worker("p0"), busy("p1", 50), worker("d0"), busy("d1", 50)),
+        ("p1", "d1"),
+        "prefill on p1: the only one free, 1 avoided; decode on d1: the only one free, 1 avoided",
+    ),
+    "where it failed, if there is no other": (
+        needs(avoid=frozenset({"p0", "d0"})),
+        view(worker("p0"), worker("d0")),
+        ("p0", "d0"),
+        "prefill on p0: the only one free, though it failed the request",
+    ),
+    "not on a late one": (
+        needs(),
+        view(worker("p0", late=True), busy("p1", 50), worker("d0", late=True)),
+        ("p1", "d0"),
+        "decode on d0: the only one free, though its heartbeat is late",
+    ),
+    "by a prefill worker with a peer that did not fail it": (
+        needs(avoid=frozenset({"d0"})),
+        view(worker("p0", linked=frozenset({"d0"})), busy("p1", 50), worker("d0"), worker("d1")),
+        ("p1", "d1"),
+        "prefill on p1: the only one free",
+    ),
+    "where its cache is": (
+        needs(prefer="p1"),
+        view(worker("p0"), busy("p1", 50), worker("d0")),
+        ("p1", "d0"),
+        "prefill on p1: the attempt before ran there, and its cache holds the prompt",
+    ),
+    "not where its cache is, if that is full": (
+        needs(prefer="p1"),
+        view(worker("p0"), busy("p1", 100, prompt_tokens=100), worker("d0")),
+        ("p0", "d0"),
+        "prefill on p0: the only one free",
+    ),
+    "a prompt longer than the backlog, where none waits": (
+        needs(),
+        view(worker("p0"), worker("d0"), backlog=1),
+        ("p0", "d0"),
+        "the only one free",
+    ),
+    "colocated, the least loaded of all, whatever the policy": (
+        needs(Mode.COLOCATED),
+        view(busy("p0", 9, last_used=1), busy("d0", 3, last_used=2), policy="round_robin"),
+        ("d0", None),
+        "mode colocated; both on d0: 3 outstanding tokens, the fewest of 2",
+    ),
+    "auto is a pair": (needs(Mode.AUTO), view(worker("p0"), worker("d0")), ("p0", "d0"), "prefill on p0"),
+    "auto without a decode worker": (
+        needs(Mode.AUTO),
+        view(worker("p0"), worker("d0", ready=False)),
+        ("p0", None),
+        "mode auto: no decode worker is ready (1 prefill registered, 1 decode registered); both on p0: the only one",
+    ),
+    "auto without links": (
+        needs(Mode.AUTO),
+        view(
+            worker("p0", linked=frozenset(), link_errors=(PeerLost("d0 hung up"),)), worker("d0", outstanding_tokens=1)
+        ),
+        ("p0", None),
+        "mode auto: workers are ready, but no prefill worker is connected to a decode worker: d0 hung up; both on p0",
+    ),
+    "auto too large for a pair": (
+        needs(Mode.AUTO),
+        view(worker("p0"), worker("d0", max_tokens=29)),
+        ("p0", None),
+        "mode auto: prompt and max_tokens: 20 + 10 tokens exceed what any worker's KV pool holds",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wanted", "cluster", "where", "why"), PLACED.values(), ids=PLACED)
+def test_placed(wanted: Needs, cluster: ClusterView, where: tuple[str, str | None], why: str) -> None:
+    decision = place(wanted, cluster)
+    assert placed(decision) == where
+    assert isinstance(decision, Placed)
+    assert why in decision.reason
+
+
+WAITS: dict[str, tuple[Needs, ClusterView, str, type[Exception] | None]] = {
+    "no prefill worker is free": (
+        needs(),
+        view(busy("p0", 200, prompt_tokens=200), busy("p1", 150, prompt_tokens=150), worker("d0")),
+        "no prefill worker is free: p1 has 150 prompt tokens to compute, the fewest of 2 "
+        "(router.prefill_backlog_tokens: 100)",
+        None,
+    ),
+    "no decode worker has room": (
+        needs(),
+        view(worker("p0"), busy("d0", 1, free_blocks=4), busy("d1", 1, free_blocks=9, blocks_placed=6)),
+        "no decode worker has room: the prompt takes 5 blocks, d0 has 4 free, the most of 2",
+        None,
+    ),
+    "the one with room is linked to another": (
+        needs(),
+        view(worker("p0", linked=frozenset({"d0"})), busy("d0", 1, free_blocks=0), worker("d1")),
+        "no free prefill worker is linked to a decode worker with room",
+        None,
+    ),
+    "those that it fits are not ready": (
+        needs(),
+        view(worker("p0"), worker("d0", max_tokens=29), worker("d1", ready=False)),
+        "no ready decode worker can hold 30 tokens",
+        None,
+    ),
+    "colocated, all full": (
+        needs(Mode.COLOCATED),
+        view(busy("p0", 200, prompt_tokens=200)),
+        "mode colocated; no worker is free: p0 has 200 prompt tokens to compute, the fewest of 1 "
+        "(router.prefill_backlog_tokens: 100)",
+        None,
+    ),
+    "auto, both there and full": (
+        needs(Mode.AUTO),
+        view(busy("p0", 200, prompt_tokens=200), worker("d0")),
+        "no prefill worker is free: p0 has 200 prompt tokens to compute",
+        None,
+    ),
+    "nothing there": (
+        needs(Mode.AUTO),
+        view(),
+        "mode auto: no prefill worker is ready (none has registered)",
+        NotReady,
+    ),
+    "no decode worker": (needs(), view(worker("p0")), "no decode worker is ready (1 prefill registered, 0", NotReady),
+    "not linked": (
+        needs(),
+        view(worker("p0", linked=frozenset(), link_errors=(PeerLost("d0 hung up"),)), worker("d0")),
+        "workers are ready, but no prefill worker is connected to a decode worker: d0 hung up",
+        NotReady,
+    ),
+    "unlike workers, which would answer differently": (
+        needs(Mode.AUTO),
+        view(worker("p0", linked=frozenset(), link_errors=(LayoutMismatch("dtype differs"),)), worker("d0")),
+        "workers are ready, but no prefill worker is connected to a decode worker: dtype differs",
+        LayoutMismatch,
+    ),
+}
+
+
+@pytest.mark.parametrize(("wanted", "cluster", "why", "error"), WAITS.values(), ids=WAITS)
+def test_waits(wanted: Needs, cluster: ClusterView, why: str, error: type[Exception] | None) -> None:
+    decision = place(wanted, cluster)
+    assert isinstance(decision, Wait)
+    assert decision.reason.startswith(why)
+    assert type(decision.error) is (error or type(None))
+
+
+@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED, Mode.AUTO])
+def test_what_no_worker_could_hold_is_never_placed(mode: WaitMode) -> None:
+    small = view(worker("p0", max_tokens=29), worker("d0", max_tokens=29, ready=False))
+    decision = place(needs(mode), small)
+    assert isinstance(decision, Never)
+    assert str(decision.error).startswith(
+        "prompt and max_tokens: 20 + 10 tokens exceed what any worker's KV pool holds"
+    )
+    assert "(29 tokens at most)" in str(decision.error)
+    assert isinstance(place(needs(mode), view(worker("p0", live=False, ready=False, max_tokens=1))), Wait)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_outstanding_tokens"])
+def test_equal_workers_take_turns_and_one_that_comes_back_is_next(policy: str) -> None:
+    last_used = dict.fromkeys(["p0", "p1", "p2"], 0)
+    order = []
+    for turn in range(1, 9):
+        there = [worker(name, last_used=used) for name, used in last_used.items() if name != "p1" or not 4 <= turn <= 6]
+        prefill, _ = placed(place(needs(), view(*there, worker("d0"), policy=policy)))
+        last_used[prefill] = turn
+        order.append(prefill)
+    assert order == ["p0", "p1", "p2", "p0", "p2", "p0", "p1", "p2"]
+
+
+# --- whatever the cluster --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterView:
+    few = st.integers(0, 3)
+    workers = []
+    for name in [f"p{i}" for i in range(draw(few))] + [f"d{i}" for i in range(draw(few))]:
+        live = draw(st.booleans()) or draw(st.booleans())
+        linked = draw(st.frozensets(st.sampled_from(["d0", "d1", "d2"]))) if name.startswith("p") else frozenset()
+        requests = draw(few)
+        workers.append(
+            worker(
+                name,
+                max_tokens=draw(st.sampled_from([16, 64, 128])),
+                free_blocks=draw(st.integers(0, 32)),
+                blocks_placed=draw(st.integers(-32, 32)),
+                outstanding_requests=requests,
+                outstanding_tokens=draw(st.integers(0, 50)) if requests else 0,
+                prompt_tokens=draw(st.integers(0, 200)) if requests else 0,
+                live=live,
+                ready=live and (draw(st.booleans()) or draw(st.booleans())),
+                late=draw(st.integers(0, 3)) == 0,
+                linked=linked,
+                link_errors=(LayoutMismatch("dtype differs"),) * (draw(st.integers(0, 9)) == 0),
+                last_used=draw(few),
+            )
+        )
+    draw(st.randoms(use_true_random=False)).shuffle(workers)
+    policy = draw(st.sampled_from(["round_robin", "least_outstanding_tokens"]))
+    return ClusterView(tuple(workers), policy, draw(st.sampled_from([1, 100])))
+
+
+NAMES = ["p0", "p1", "p2", "d0", "d1", "d2"]
+WANTED = st.builds(
+    Needs,
+    mode=st.sampled_from([Mode.PD, Mode.COLOCATED, Mode.AUTO]),
+    prompt_tokens=st.integers(1, 130),
+    output_tokens=st.integers(1, 40),
+    avoid=st.frozensets(st.sampled_from(NAMES), max_size=3),
+    prefer=st.sampled_from(["", *NAMES]),
+)
+
+
+def allowed(wanted: Needs, cluster: ClusterView) -> list[tuple[WorkerView, WorkerView | None]]:
+    """All that a decision may be, spelled out: pairs, or single workers where one has to do both."""
+
+    def is_free(each: WorkerView) -> bool:
+        return each.ready and (each.prompt_tokens == 0 or each.prompt_tokens < cluster.prefill_backlog_tokens)
+
+    tokens = wanted.prompt_tokens + wanted.output_tokens
+    singles = [(each, None) for each in cluster.workers if is_free(each) and tokens <= each.max_tokens]
+    if wanted.mode is Mode.COLOCATED:
+        return [*singles]
+    pairs = [
+        (prefill, decode)
+        for prefill in cluster.workers
+        for decode in cluster.workers
+        if (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
+        and is_free(prefill)
+        and decode.ready
+        and decode.worker_id in prefill.linked
+        and wanted.prompt_tokens < prefill.max_tokens
+        and tokens <= decode.max_tokens
+        and (
+            not decode.outstanding_requests
+            or -(-wanted.prompt_tokens // 4) <= min(decode.free_blocks - decode.blocks_placed, decode.num_blocks)
+        )
+    ]
+    if pairs or wanted.mode is Mode.PD:
+        return [*pairs]
+    apart = unavailable(Mode.PD, cluster)
+    if apart is None:
+        apart_fits = isinstance(place(msgspec.structs.replace(wanted, mode=Mode.PD), cluster), Wait)
+        return [] if apart_fits else [*singles]
+    return [] if isinstance(apart, LayoutMismatch) else [*singles]
+
+
+@given(wanted=WANTED, cluster=clusters())
+def test_a_request_waits_only_if_nothing_can_take_it_and_goes_only_where_it_can(
+    wanted: Needs, cluster: ClusterView
+) -> None:
+    decision, able = place(wanted, cluster), allowed(wanted, cluster)
+    again = place(wanted, cluster)
+    assert repr(again) == repr(decision), "the same values, the same decision"
+    backwards = msgspec.structs.replace(cluster, workers=cluster.workers[::-1])
+    if not isinstance(decision, Wait) or decision.error is None:  # which of several errors is told may differ
+        assert repr(place(wanted, backwards)) == repr(decision), "in whatever order the workers are listed"
+    if isinstance(decision, Never):
+        assert isinstance(decision.error, CapacityExceeded)
+        assert not able
+        return
+    if isinstance(decision, Wait):
+        assert not able
+        assert decision.reason
+        # What it waits for either comes with time, or is what `unavailable` says.
+        now = unavailable(wanted.mode, cluster)
+        assert (type(decision.error), str(decision.error)) == (type(now), str(now))
+        return
+    assert placed(decision) in [(a.worker_id, b and b.worker_id) for a, b in able]
+    assert decision.prefill in decision.reason
+    assert decision.decode is None or decision.decode in decision.reason
+    by_name = {each.worker_id: each for each in cluster.workers}
+
+    def is_good(each: WorkerView | None) -> bool:
+        return each is None or not (each.late or each.worker_id in wanted.avoid)
+
+    def goodness(pair: tuple[WorkerView, WorkerView | None]) -> tuple[bool, bool]:
+        return is_good(pair[1]), is_good(pair[0])
+
+    chosen = by_name[decision.prefill], by_name.get(decision.decode or "")
+    # A good decode worker matters more than a good prefill worker: it has the request for longer.
+    assert goodness(chosen) == max(map(goodness, able)), "avoid is honoured where that is possible"
+    if wanted.prefer in {a.worker_id for a, _ in able if goodness((a, chosen[1])) == goodness(chosen)} and chosen[1]:
+        best = [a.worker_id for a, b in able if goodness((a, b)) == goodness(chosen)]
+        assert decision.prefill == wanted.prefer or wanted.prefer not in best

@@ -1,0 +1,163 @@
+"""A worker's links: what is wanted is opened, what breaks is opened again, and each news is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdserve.core.errors import LayoutMismatch, PdserveError, TransferTimeout
+from pdserve.core.handoff import KVPeer, PeerLink
+from worker.links import LinkKeeper
+from worker.messages import Failure, LinkState
+
+
+def peer(worker_id: str, epoch: str = "1") -> KVPeer:
+    return KVPeer(worker_id, epoch, ())
+
+
+def link(worker_id: str) -> PeerLink:
+    return PeerLink(worker_id, "tcp", "a test", 0.0)
+
+
+@dataclass
+class Ends:
+    """The KV ends: a link opens at once, unless the test says otherwise."""
+
+    links: dict[str, PeerLink] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    news: int = 0
+
+    async def connect(self, to: KVPeer) -> None:
+        self.asked.append(f"{to.worker_id}/{to.epoch}")
+        await self.gate.wait()
+        if to.worker_id in self.errors:
+            raise self.errors[to.worker_id]
+        self.links[to.worker_id] = link(to.worker_id)
+
+    def count(self) -> None:
+        self.news += 1
+
+
+@pytest.fixture
+def ends() -> Ends:
+    ends = Ends()
+    ends.gate.set()
+    return ends
+
+
+@pytest.fixture
+def keeper(ends: Ends) -> LinkKeeper:
+    return LinkKeeper(ends.connect, ends.links.values, ends.count)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_wanted_is_opened_once_and_told(ends: Ends, keeper: LinkKeeper) -> None:
+    ends.gate.clear()
+    for _ in range(3):
+        keeper.want([peer("d0"), peer("d1")])
+        await settle()
+    assert ends.asked == ["d0/1", "d1/1"]
+    assert keeper.states() == []
+    ends.gate.set()
+    await settle()
+    assert keeper.states() == [LinkState("d0", "1", link("d0")), LinkState("d1", "1", link("d1"))]
+    assert ends.news == 2
+    keeper.want([peer("d0"), peer("d1")])
+    await settle()
+    assert (len(ends.asked), ends.news) == (2, 2)
+
+
+async def test_what_fails_is_tried_whenever_it_is_wanted_and_told_once(ends: Ends, keeper: LinkKeeper) -> None:
+    ends.errors = {"d0": TransferTimeout("no answer")}
+    for turn in range(1, 4):
+        keeper.want([peer("d0"), peer("d1")])
+        await settle()
+        assert keeper.states()[0] == LinkState("d0", "1", Failure("TransferTimeout", "no answer"))
+        assert ends.asked.count("d0/1") == turn
+    assert ends.news == 2
+    ends.errors = {"d0": LayoutMismatch("dtype differs")}
+    keeper.want([peer("d0"), peer("d1")])
+    await settle()
+    assert keeper.states()[0] == LinkState("d0", "1", Failure("LayoutMismatch", "dtype differs"))
+    assert ends.news == 2, "the next heartbeat tells it soon enough"
+    ends.errors = {}
+    keeper.want([peer("d0"), peer("d1")])
+    await settle()
+    assert keeper.states()[0] == LinkState("d0", "1", link("d0"))
+    assert (ends.news, ends.asked.count("d1/1")) == (3, 1)
+
+
+async def test_what_is_wanted_no_more_is_forgotten(ends: Ends, keeper: LinkKeeper) -> None:
+    keeper.want([peer("d0")])
+    await settle()
+    ends.gate.clear()
+    keeper.want([peer("d1")])
+    await settle()
+    keeper.want([])
+    ends.gate.set()
+    await settle()
+    assert keeper.states() == []
+    assert ends.news == 1
+    assert set(ends.links) == {"d0"}, "d1 was given up"
+    keeper.want([peer("d0")])
+    await settle()
+    assert keeper.states() == [LinkState("d0", "1", link("d0"))]
+
+
+async def test_a_link_that_broke_is_not_told_and_opened_again(ends: Ends, keeper: LinkKeeper) -> None:
+    keeper.want([peer("d0")])
+    await settle()
+    ends.links.clear()
+    assert keeper.states() == []
+    keeper.want([peer("d0")])
+    await settle()
+    assert ends.asked == ["d0/1"] * 2
+    assert keeper.states() == [LinkState("d0", "1", link("d0"))]
+
+
+async def test_a_new_incarnation_is_linked_anew(ends: Ends, keeper: LinkKeeper) -> None:
+    keeper.want([peer("d0")])
+    await settle()
+    ends.gate.clear()
+    keeper.want([peer("d0", "2")])
+    await settle()
+    assert keeper.states() == [], "the link to the earlier one is of no use"
+    ends.gate.set()
+    await settle()
+    assert keeper.states() == [LinkState("d0", "2", link("d0"))]
+    assert ends.asked == ["d0/1", "d0/2"]
+    assert ends.news == 2
+
+
+async def test_an_unexpected_error_is_told_too(
+    ends: Ends, keeper: LinkKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    ends.errors = {"d0": ZeroDivisionError("a bug")}
+    keeper.want([peer("d0")])
+    await settle()
+    (state,) = keeper.states()
+    assert isinstance(state.outcome, Failure)
+    assert type(state.outcome.error()) is PdserveError
+    assert "a bug" in state.outcome.message
+    assert "unexpected error while a KV link is opened" in caplog.text
+
+
+async def test_closing_gives_up_what_is_being_opened(ends: Ends, keeper: LinkKeeper) -> None:
+    ends.gate.clear()
+    keeper.want([peer("d0")])
+    await settle()
+    await keeper.aclose()
+    ends.gate.set()
+    await settle()
+    assert (keeper.states(), ends.news, ends.links) == ([], 0, {})
+    assert asyncio.all_tasks() == {asyncio.current_task()}

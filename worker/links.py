@@ -1,0 +1,79 @@
+"""Keeps a worker's KV links as the gateway wants them: desired state in, what has come of it out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.handoff import KVPeer, PeerLink
+from pdserve.core.worker import WorkerEpoch
+from worker.messages import Failure, LinkState
+
+log = logging.getLogger(__name__)
+
+
+class LinkKeeper:
+    """The links of one incarnation of a worker. `want` names those it should have, `states` tells what it has.
+
+    ``connect`` opens a link, and does nothing if it is open; ``open_links`` are those that are open. ``changed`` is
+    called when a link has been opened, or could not be for the first time.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[KVPeer], Awaitable[None]],
+        open_links: Callable[[], Iterable[PeerLink]],
+        changed: Callable[[], None],
+    ) -> None:
+        self._connect = connect
+        self._open_links = open_links
+        self._changed = changed
+        self._outcomes: dict[WorkerEpoch, Failure | None] = {}  # None: it was opened
+        self._connecting: dict[WorkerEpoch, asyncio.Task[None]] = {}
+
+    def want(self, peers: Sequence[KVPeer]) -> None:
+        """Have links to these: open those that are missing, also those that failed or broke, and forget the others."""
+        wanted = {(peer.worker_id, peer.epoch): peer for peer in peers}
+        for key in self._outcomes.keys() - wanted.keys():
+            del self._outcomes[key]
+        for key in self._connecting.keys() - wanted.keys():
+            self._connecting.pop(key).cancel()
+        linked = {(state.worker_id, state.epoch) for state in self.states() if isinstance(state.outcome, PeerLink)}
+        for key in wanted.keys() - linked - self._connecting.keys():
+            self._connecting[key] = asyncio.create_task(self._open(key, wanted[key]))
+
+    def states(self) -> list[LinkState]:
+        """What has come of the links that are wanted; those being opened for the first time, or again after they
+        broke, are left out."""
+        links = {link.worker_id: link for link in self._open_links()}
+        return [
+            LinkState(worker_id, epoch, failure or links[worker_id])
+            for (worker_id, epoch), failure in sorted(self._outcomes.items(), key=lambda each: each[0])
+            if failure is not None or worker_id in links
+        ]
+
+    async def aclose(self) -> None:
+        """Open no more; links that are open stay so."""
+        tasks = list(self._connecting.values())
+        self._connecting.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, key: WorkerEpoch, peer: KVPeer) -> None:
+        failure: Failure | None = None
+        try:
+            await self._connect(peer)
+        except Exception as error:
+            if not isinstance(error, PdserveError):
+                log.exception("unexpected error while a KV link is opened")
+            failure = Failure.of(error)
+        if self._connecting.get(key) is not asyncio.current_task():
+            return  # it is wanted no more
+        del self._connecting[key]
+        is_new = key not in self._outcomes or (self._outcomes[key] is None) != (failure is None)
+        self._outcomes[key] = failure
+        if is_new:
+            self._changed()
