@@ -19,8 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.fetch import Fetch, Payload, read
-from kv_transfer.memory import Memory
+from kv_transfer.fetch import Fetch, Payload, staged
+from kv_transfer.memory import DeviceMemory, Memory
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
 
@@ -30,7 +30,7 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 """The same for headers."""
 
-NOTHING = Payload()
+NOTHING = Payload(None, ())
 """The payload of a message that is a header alone."""
 
 
@@ -68,8 +68,11 @@ class KVLink(ABC):
         return (configured or self.reads_late) and not self.on_device
 
     async def payload(self, regions: Sequence[Region]) -> Payload:
-        """A payload of regions of the memory, as this link sends it."""
-        return await read(self.memory, regions, on_device=self.on_device)
+        """A payload of regions of the memory, as this link sends it: memory on a device is staged on the host for a
+        link that is not ``on_device``. ValueError if the memory is closed."""
+        if isinstance(self.memory, DeviceMemory) and not self.on_device:
+            return await staged(self.memory, regions)
+        return Payload(self.memory, regions)
 
     @abstractmethod
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:

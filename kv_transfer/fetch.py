@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -23,27 +23,37 @@ PIECE_BYTES = 2**20
 _POLL_S = 50e-6  # between two questions to a device
 
 
-class Payload(NamedTuple):
-    """What a message carries: ``size`` bytes of the sender's memory, which are its ``regions`` (empty if they were
-    staged), and on the host are these ``parts`` one after the other (empty on links that are ``on_device``)."""
+class Payload:
+    """What a message carries: ``size`` bytes of the sender's ``memory``, which are its ``regions``; without ``memory``
+    they were staged on the host, or lie in no pool."""
 
-    size: int = 0
-    regions: Sequence[Region] = ()
-    parts: Sequence[memoryview] = ()
+    __slots__ = ("_parts", "memory", "regions", "size")
+
+    def __init__(
+        self, memory: Memory | None, regions: Sequence[Region], parts: Sequence[memoryview] | None = None
+    ) -> None:
+        self.memory, self.regions, self._parts = memory, regions, parts
+        self.size = 0
+        for region in regions:
+            self.size += region.size
+        for part in parts or ():
+            self.size += part.nbytes
+
+    @property
+    def parts(self) -> Sequence[memoryview]:
+        """The bytes on the host, one part after the other. Empty for memory on a device that was not staged."""
+        if self._parts is None:
+            memory = self.memory
+            self._parts = [memory.view(region) for region in self.regions] if isinstance(memory, HostMemory) else ()
+        return self._parts
 
 
-async def read(memory: Memory, regions: Sequence[Region], *, on_device: bool) -> Payload:
-    """A payload of ``regions``, for a link that is ``on_device`` or not. Memory on a device is staged on the host for a
-    link that is not. ValueError if the memory is closed."""
-    size = sum(region.size for region in regions)
-    if isinstance(memory, HostMemory):
-        return Payload(size, regions, [memory.view(region) for region in regions])
-    if on_device:
-        return Payload(size, regions)
-    staged = memory.staging(size)
-    memory.copy(regions, staged, to_device=False)
+async def staged(memory: DeviceMemory, regions: Sequence[Region]) -> Payload:
+    """A payload of copies on the host. ValueError if the memory is closed."""
+    copies = memory.staging(sum(region.size for region in regions))
+    memory.copy(regions, copies, to_device=False)
     await settled(memory)
-    return Payload(size, (), [staged])
+    return Payload(None, (), [copies])
 
 
 async def settled(memory: Memory) -> None:
@@ -77,11 +87,14 @@ class Fetch:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.regions, self.cancelled, self.digest_s = regions, False, 0.0
-        self.left = self.size = sum(region.size for region in regions)
         self.digest = xxhash.xxh3_64() if hashed else None
         self._memory, self._move, self._on_progress = memory, move, on_progress
         self._staged: memoryview | None = None
         self._parts: list[memoryview] = []  # of host memory, still to be filled: the next is the last
+        self.size = 0
+        for region in regions:
+            self.size += region.size
+        self.left = self.size
         if isinstance(memory, HostMemory):
             self._parts = [memory.view(region) for region in reversed(regions)]
         elif not on_device:
@@ -144,7 +157,9 @@ class Fetch:
             raise ValueError(f"{data.nbytes} bytes for the last {self.left} of {self.size}")
         most = data.nbytes if self.digest is None else PIECE_BYTES
         while data.nbytes:
-            target = self._parts[-1][: min(most, data.nbytes)]
+            target = self._parts[-1]
+            if target.nbytes > (size := min(most, data.nbytes)):
+                target = target[:size]
             # numpy releases the GIL for the copy, slice assignment does not.
             np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(data[: target.nbytes], dtype=np.uint8))
             data = data[target.nbytes :]

@@ -31,13 +31,12 @@ class HostPool(Pool):
 
     def payload(self, regions: Sequence[Region]) -> Payload:
         """Regions, to be sent."""
-        return Payload(sum(each.size for each in regions), regions, [self.host.view(each) for each in regions])
+        return Payload(self.host, regions)
 
 
 def inline(*parts: bytes | bytearray | memoryview) -> Payload:
     """Bytes that lie in no pool, to be sent."""
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
-    return Payload(sum(view.nbytes for view in views), (), views)
+    return Payload(None, (), [memoryview(part).cast("B") for part in parts if len(part)])
 
 
 def changed(layout: KVLayout, **fields: Any) -> KVLayout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_transfer.fetch import Fetch, Payload, settled
-from kv_transfer.memory import DeviceMemory, Memory
+from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from kv_transfer.transports.socket_link import MAX_REFERENCES, SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
 from pdserve.core.kv_layout import Region
@@ -37,14 +37,15 @@ class SharingLink(SocketLink):
         return ()
 
     async def _fetch_references(self, references: Sequence[Region], fetch: Fetch) -> None:
-        with fetch.writing():
-            self._copy(references, fetch)
-            await settled(self.memory)
-
-    def _copy(self, references: Sequence[Region], fetch: Fetch) -> None:
-        """Without a view in the frame of a caller: an error's traceback would keep it, and that the peer's memory."""
         if isinstance(self._peer_memory, DeviceMemory):
-            fetch.write_on_device(self._peer_memory.view, references)
-            return
+            with fetch.writing():
+                fetch.write_on_device(self._peer_memory.view, references)
+                await settled(self.memory)
+        else:
+            self._copy(self._peer_memory, references, fetch)
+
+    @staticmethod
+    def _copy(memory: HostMemory, references: Sequence[Region], fetch: Fetch) -> None:
+        """Without a view in the frame of a coroutine: an error's traceback would keep it, and that the memory."""
         for reference in references:
-            fetch.write(self._peer_memory.view(reference))
+            fetch.write(memory.view(reference))

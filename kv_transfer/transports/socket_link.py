@@ -45,6 +45,7 @@ class SocketLink(KVLink):
         self._references: list[Region] = []
         self._referred = self._dealt_with = 0  # messages sent by reference, and those the peer will not read again
         self._flushes: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._hang_up: select.poll | None = None
         self._closed = False
         self._stranger: Stranger | None = None
         self.on_closed: Callable[[SocketLink], object] = lambda _: None
@@ -67,14 +68,23 @@ class SocketLink(KVLink):
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Write one frame."""
         size = check_sizes(header, payload)
-        references = self._refer(payload)
+        references = self._refer(payload) if size else ()
         count = len(references)
         frame = _FRAME.pack(_MESSAGE, len(header), size, count) + header
-        if count:
-            frame += b"".join(_REFERENCE.pack(*reference) for reference in references)
+        for reference in references:
+            frame += _REFERENCE.pack(*reference)
+        parts = [] if count else payload.parts
+        if not self._writing.locked() and not parts:
+            written = self._stream.write_now(frame)
+            self._referred += bool(count)
+            if written == len(frame):
+                return
+            async with self._writing:
+                await self._stream.write([memoryview(frame)[written:]])
+            return
         async with self._writing:
             self._referred += bool(count)  # here, so that a flush counts what goes before it and nothing else
-            await self._stream.write([frame] if count else [frame, *payload.parts])
+            await self._stream.write([frame, *parts])
 
     async def drained(self) -> None:
         """Wait until the peer has dealt with what was sent by reference."""
@@ -96,20 +106,27 @@ class SocketLink(KVLink):
 
     async def recv(self) -> Message:
         """The next message."""
-        self._references.clear()
+        stream = self._stream
+        self._references = []
         if self._left:
             left, self._left = self._left, 0
-            await self._stream.skip(left)
+            await stream.skip(left)
         try:
             while True:
-                kind, header_size, size, count = _FRAME.unpack(await self._stream.read(_FRAME.size))
+                if stream.ahead.nbytes < _FRAME.size:
+                    await stream.read_ahead(_FRAME.size)
+                kind, header_size, size, count = _FRAME.unpack_from(stream.ahead)
                 self._check_frame(kind, header_size, size, count)
-                header = bytes(await self._stream.read(header_size))
+                head = _FRAME.size + header_size
+                if stream.ahead.nbytes < head:
+                    await stream.read_ahead(head)
+                header = bytes(stream.ahead[_FRAME.size : head])
+                stream.drop(head)
                 if kind == _MESSAGE:
                     break
                 await self._on_signal(kind)
             if count:
-                self._references = await self._read_references(count, size)
+                await self._read_references(count, size)
             else:
                 self._left = size
         except PeerLost:
@@ -143,43 +160,50 @@ class SocketLink(KVLink):
             await self._stream.aclose(at_once=stranger is not None)
         finally:
             self._let_go()
-            self._references.clear()
+            self._references = []
             if stranger is not None:
                 stranger.leave()
             self.on_closed(self)
 
     def _check_frame(self, kind: int, header_size: int, size: int, count: int) -> None:
         """Before any memory is set aside for it; PeerLost."""
-        what = f"a message of {header_size} + {size} bytes"
+        why = ""
         if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
-            raise self._stream.lose(f"the peer announced {what}")
-        if count > min(MAX_REFERENCES, size) or (count and not self._peer_size):
-            raise self._stream.lose(f"the peer announced {what} in {count} references")
-        if self._stranger is not None and (kind != _MESSAGE or header_size > MAX_HELLO_BYTES or size):
-            raise self._stream.lose(f"the peer announced {what} before it introduced itself")
+            why = "the limits"
+        elif count > min(MAX_REFERENCES, size) or (count and not self._peer_size):
+            why = f"{count} references"
+        elif self._stranger is not None and (kind != _MESSAGE or header_size > MAX_HELLO_BYTES or size):
+            why = "before it introduced itself"
+        if why:
+            raise self._stream.lose(f"the peer announced a message of {header_size} + {size} bytes: {why}")
 
-    async def _read_references(self, count: int, size: int) -> list[Region]:
+    async def _read_references(self, count: int, size: int) -> None:
         """So many, which are ``size`` bytes of the peer's memory; each is checked as it comes."""
-        references: list[Region] = []
-        while len(references) < count:
-            some = min(count - len(references), _REFERENCES_AT_ONCE)
-            for offset, length in _REFERENCE.iter_unpack(await self._stream.read(some * _REFERENCE.size)):
+        stream, references = self._stream, self._references
+        while count:
+            some = min(count, _REFERENCES_AT_ONCE) * _REFERENCE.size
+            if stream.ahead.nbytes < some:
+                await stream.read_ahead(some)
+            for offset, length in _REFERENCE.iter_unpack(stream.ahead[:some]):
                 size -= length
                 if not length or size < 0:
-                    raise self._stream.lose("the peer refers to memory in a way that makes no sense")
+                    raise stream.lose("the peer refers to memory in a way that makes no sense")
                 if offset + length > self._peer_size:
-                    reach = f"bytes {offset} to {offset + length} of its {self._peer_size}"
-                    raise self._stream.lose(f"the peer refers to {reach}")
+                    raise stream.lose(
+                        f"the peer refers to bytes {offset} to {offset + length} of its {self._peer_size}"
+                    )
                 references.append(Region(offset, length))
+            stream.drop(some)
+            count -= some // _REFERENCE.size
         if size:
-            raise self._stream.lose("the peer refers to memory in a way that makes no sense")
-        return references
+            raise stream.lose("the peer refers to memory in a way that makes no sense")
 
     def _check_open(self) -> None:
         """PeerLost once the peer has closed the link: what was read of its memory may be something else already."""
-        poll = select.poll()
-        poll.register(self._stream.socket, select.POLLRDHUP)
-        if poll.poll(0):
+        if self._hang_up is None:
+            self._hang_up = select.poll()
+            self._hang_up.register(self._stream.socket, select.POLLRDHUP)
+        if self._hang_up.poll(0):
             raise self._stream.lose("the peer closed the link while its memory was read")
 
     async def _send_signal(self, kind: int) -> None:

@@ -15,6 +15,7 @@ from pdserve.core.errors import PeerLost, TransferTimeout
 _READ_AHEAD = 64 * 2**10
 _MAX_PARTS = 512  # of one system call; the kernel takes 1024
 _TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop get their turn
+_WAKE_BYTES = 512 * 2**10  # a receiver is woken for at least so much of a payload
 _CLOSE_S = 1.0
 _SCRATCH_BYTES = 256 * 2**10
 
@@ -34,6 +35,7 @@ class SocketStream:
         self._unwritable = ""
         self._waiters: set[asyncio.Future[None]] = set()
         self._turn = 0
+        self._low_water = 1
 
     @property
     def socket(self) -> socket.socket:
@@ -54,6 +56,19 @@ class SocketStream:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def write_now(self, data: bytes) -> int:
+        """Write what the socket takes of ``data`` without waiting; how many bytes. Only while nothing else is being
+        written. PeerLost as from `write`."""
+        if lost := self._lost or self._unwritable:
+            raise PeerLost(lost)
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._unwritable = self._told(error.strerror)
+            raise PeerLost(self._unwritable) from None
+
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Write all of ``parts``; PeerLost, or TransferTimeout without progress. Whatever ends it before its end ends
         all writing, since the peer could not tell where the next message begins; what the peer has sent can still be
@@ -61,7 +76,9 @@ class SocketStream:
         views = deque(view for part in parts if (view := memoryview(part).cast("B")).nbytes)
         try:
             while views:
-                await self._give_turns()
+                if self._turn >= _TURN_BYTES:
+                    self._turn = 0
+                    await asyncio.sleep(0)
                 if lost := self._lost or self._unwritable:
                     raise PeerLost(lost)
                 try:
@@ -87,20 +104,25 @@ class SocketStream:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_WR)
 
-    async def read(self, size: int) -> memoryview:
-        """The next ``size`` bytes, a few: payloads go into a `Fetch`. Valid until the next call. PeerLost if they do
-        not come."""
-        while self._ahead.nbytes < size:
-            kept = self._ahead.nbytes
-            if len(self._buffer) < size:
-                self._buffer = bytearray(size)
-            self._buffer[:kept] = self._ahead
-            self._ahead = memoryview(self._buffer)[:kept]
+    @property
+    def ahead(self) -> memoryview:
+        """What has come and was not read yet. Valid until the next call."""
+        return self._ahead
+
+    def drop(self, size: int) -> None:
+        """The first ``size`` bytes of `ahead` have been read."""
+        self._ahead = self._ahead[size:]
+
+    async def read_ahead(self, size: int) -> None:
+        """Return once `ahead` has ``size`` bytes, a few: payloads go into a `Fetch`. PeerLost if they do not come."""
+        while (kept := self._ahead.nbytes) < size:
+            if kept or len(self._buffer) < size:
+                buffer = self._buffer if len(self._buffer) >= size else bytearray(size)
+                buffer[:kept] = self._ahead
+                self._buffer = buffer
             room = [memoryview(self._buffer)[kept:]]
-            if count := await self._receive(lambda: room):  # noqa: B023 - it is called at once
-                self._ahead = memoryview(self._buffer)[: kept + count]
-        data, self._ahead = self._ahead[:size], self._ahead[size:]
-        return data
+            count = await self._receive(lambda: room)  # noqa: B023 - it is called at once
+            self._ahead = memoryview(self._buffer)[: kept + count]
 
     async def fill(self, fetch: Fetch) -> int:
         """Move the next bytes where they are fetched to until all are there or it is cancelled; returns how many were
@@ -110,9 +132,14 @@ class SocketStream:
             count = min(self._ahead.nbytes, fetch.left)
             fetch.write(self._ahead[:count])
             self._ahead = self._ahead[count:]
-        while fetch.left and not fetch.cancelled:
-            # The views are asked for after each wait: it may be cancelled meanwhile.
-            fetch.advance(await self._receive(fetch.views))
+        try:
+            while fetch.left and not fetch.cancelled:
+                # To be woken by each packet would cost more than the copying.
+                self._wake_at(min(fetch.left, _WAKE_BYTES))
+                # The views are asked for after each wait: it may be cancelled meanwhile.
+                fetch.advance(await self._receive(fetch.views))
+        finally:
+            self._wake_at(1)
         return before - fetch.left
 
     async def skip(self, size: int) -> None:
@@ -151,25 +178,34 @@ class SocketStream:
             self._buffer, self._ahead = bytearray(), memoryview(b"")
 
     async def _receive(self, views: Callable[[], list[memoryview]]) -> int:
-        """Fill something of ``views()``, which is called right before; how many bytes (0 without views, or after a
-        wait)."""
-        await self._give_turns()
-        if self._lost:
-            raise PeerLost(self._lost)
-        wanted = views()[:_MAX_PARTS]
-        if not wanted:
-            return 0
-        try:
-            count = self._socket.recvmsg_into(wanted)[0]
-        except BlockingIOError:
-            await self._until(self._loop.add_reader, self._loop.remove_reader)
-            return 0
-        except OSError as error:
-            raise self.lose(error.strerror) from None
-        if not count:
-            raise self.lose("the peer closed the link")
-        self._turn += count
-        return count
+        """Fill something of ``views()``, which is called right before; how many bytes (0 without views)."""
+        while True:
+            if self._turn >= _TURN_BYTES:  # a fast peer would never let this wait, and other tasks of the loop run
+                self._turn = 0
+                await asyncio.sleep(0)
+            if self._lost:
+                raise PeerLost(self._lost)
+            wanted = views()[:_MAX_PARTS]
+            if not wanted:
+                return 0
+            try:
+                count = self._socket.recvmsg_into(wanted)[0]
+            except BlockingIOError:
+                await self._until(self._loop.add_reader, self._loop.remove_reader)
+                continue
+            except OSError as error:
+                raise self.lose(error.strerror) from None
+            if not count:
+                raise self.lose("the peer closed the link")
+            self._turn += count
+            return count
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Have the socket count as readable once so many bytes have come, or its end."""
+        if num_bytes != self._low_water:
+            self._low_water = num_bytes
+            with contextlib.suppress(OSError):  # its end shows when it is read
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     async def _until(
         self,
@@ -190,12 +226,6 @@ class SocketStream:
             self._waiters.discard(waiter)
             if self._socket.fileno() == fd:
                 remove(fd)
-
-    async def _give_turns(self) -> None:
-        """Let other tasks of the loop run now and then: a fast peer would never have this one wait."""
-        if self._turn >= _TURN_BYTES:
-            self._turn = 0
-            await asyncio.sleep(0)
 
     def _told(self, why: object) -> str:
         return f"{self._peer}: {why} ({self._transport})"

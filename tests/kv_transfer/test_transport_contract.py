@@ -51,7 +51,7 @@ def payload(link: KVLink, *parts: bytes | bytearray) -> Payload:
         for region in room(link, len(part), 0):
             memory.view(region)[:] = part
             regions.append(region)
-    return Payload(sum(map(len, parts)), regions, [memory.view(region) for region in regions])
+    return Payload(memory, regions)
 
 
 def at(link: KVLink, *regions: Region) -> bytes:

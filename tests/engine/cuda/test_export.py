@@ -19,7 +19,7 @@ BLOCKS = 10
 PEER = """
 import asyncio, json, sys
 import msgspec
-from kv_transfer.fetch import Fetch, read
+from kv_transfer.fetch import Fetch, staged
 from kv_transfer.pool import Pool
 from pdserve.core.kv_layout import KVLayout
 
@@ -39,7 +39,7 @@ async def copy(into):
     await fetch.commit()
 
 on_device, source = False, pool.regions([3, 4, 8])
-payload = asyncio.run(read(pool.memory, source, on_device=False))
+payload = asyncio.run(staged(pool.memory, source))
 asyncio.run(copy(pool.regions([1, 6, 7])))
 on_device, source = True, pool.regions([5, 0], range(1, 3))
 asyncio.run(copy(pool.regions([2, 9], range(1, 3))))
