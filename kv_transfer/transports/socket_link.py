@@ -125,6 +125,7 @@ class SocketLink(KVLink):
                 if kind == _MESSAGE:
                     break
                 await self._on_signal(kind)
+            stream.expects_more = size > 0
             if count:
                 await self._read_references(count, size)
             else:

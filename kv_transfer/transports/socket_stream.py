@@ -16,6 +16,7 @@ _READ_AHEAD = 64 * 2**10
 _MAX_PARTS = 512  # of one system call; the kernel takes 1024
 _TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop get their turn
 _WAKE_BYTES = 512 * 2**10  # a receiver is woken for at least so much of a payload
+_POLL_S = 200e-6
 _CLOSE_S = 1.0
 _SCRATCH_BYTES = 256 * 2**10
 
@@ -36,6 +37,9 @@ class SocketStream:
         self._waiters: set[asyncio.Future[None]] = set()
         self._turn = 0
         self._low_water = 1
+        self.expects_more = False
+        """Whether the next bytes are likely to come at once. Then the socket is polled for a moment, between other
+        tasks of the loop, before it is waited for: to be woken takes longer than most gaps in a transfer."""
 
     @property
     def socket(self) -> socket.socket:
@@ -179,6 +183,7 @@ class SocketStream:
 
     async def _receive(self, views: Callable[[], list[memoryview]]) -> int:
         """Fill something of ``views()``, which is called right before; how many bytes (0 without views)."""
+        poll_until_s = self._loop.time() + _POLL_S if self.expects_more else 0.0
         while True:
             if self._turn >= _TURN_BYTES:  # a fast peer would never let this wait, and other tasks of the loop run
                 self._turn = 0
@@ -191,7 +196,10 @@ class SocketStream:
             try:
                 count = self._socket.recvmsg_into(wanted)[0]
             except BlockingIOError:
-                await self._until(self._loop.add_reader, self._loop.remove_reader)
+                if poll_until_s and self._loop.time() < poll_until_s:
+                    await asyncio.sleep(0)
+                else:
+                    await self._until(self._loop.add_reader, self._loop.remove_reader)
                 continue
             except OSError as error:
                 raise self.lose(error.strerror) from None
