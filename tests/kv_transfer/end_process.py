@@ -154,9 +154,9 @@ class End:
         """Do it; whether it raised or not, the request's blocks are free then."""
         try:
             done: Values = _plain(await work)
-            blocks = self.blocks.get(request, [])
-            done["content"] = self.pool.content(blocks)
-            done["arrived"] = self.pool.content(blocks[self.skipped.get(request, 0) :])
+            if (blocks := self.blocks.get(request)) is not None:  # else an abort in the same moment gave them back
+                done["content"] = self.pool.content(blocks)
+                done["arrived"] = self.pool.content(blocks[self.skipped.get(request, 0) :])
         except PdserveError as error:
             kind, message = to_wire(error)
             done = {"error": kind, "message": message}

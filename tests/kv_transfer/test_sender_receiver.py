@@ -572,7 +572,7 @@ async def test_a_receiver_that_is_silent_after_its_announcement_is_given_up(make
     async def say_nothing(header: object) -> None:
         await asyncio.sleep(30)
 
-    source.tell = say_nothing
+    source.say = say_nothing
     async with asyncio.timeout(10):
         with pytest.raises(TransferTimeout, match=r"silent for 0\.3 s"):
             await ends.sender.wait("r")

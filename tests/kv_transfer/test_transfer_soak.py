@@ -186,7 +186,7 @@ class Churn:
             assert values.get("late_s", 0) < GRACE_S, f"{hand_off}: {values}"
             if "error" not in values and "bytes" in values:
                 assert values["bytes"] == predicted, f"{hand_off}: {values}"
-        if "bytes" in received and source is not None:
+        if "arrived" in received and "bytes" in received and source is not None:
             assert received["arrived"] == source, f"{hand_off} was published with other content"
         if "bytes" in sent and received:
             assert "bytes" in received, f"{hand_off} is complete for its sender alone: {received}"
