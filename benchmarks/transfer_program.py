@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -51,6 +52,8 @@ class TransportEndpoint(LoopEndpoint):
         if self.role == "source":
             endpoint = KVEndpoint(self.transport_name, address["address"])
             self._link = self.on_loop(self._transport.connect(endpoint, TIMEOUT_S))
+            # Where no hardware serves the target's reads, a task that receives does.
+            self._receiving = asyncio.run_coroutine_threadsafe(self._link.recv(), self._loop)
         else:
             self._link = self.on_loop(self._accept())
 
