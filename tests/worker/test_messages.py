@@ -216,7 +216,7 @@ MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
     "a failure without a message": (TO_GATEWAY, changed(OUTPUT, (2, 0, 1, 1), ...)),
     "an unknown role": (BEATS, changed(BEAT, (1, "role"), "cook")),
     "a worker without a name": (BEATS, changed(BEAT, (1, "worker_id"), ...)),
-    "a layout that lacks something": (BEATS, changed(BEAT, (1, "layout", "num_layers"), ...)),
+    "a layout that lacks something": (BEATS, changed(BEAT, (1, "layout", "caches"), ...)),
     "a load that is none": (BEATS, changed(BEAT, (2,), 1)),
     "free blocks as a text": (BEATS, changed(BEAT, (2, "free_blocks"), "1")),
     "a link that lacks something": (BEATS, changed(BEAT, (3, 0, 2, "transport"), ...)),
