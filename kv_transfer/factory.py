@@ -11,7 +11,7 @@ from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
 
-TRANSPORTS = ("loopback", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
+TRANSPORTS = ("shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
 
 
 def offered_transports(configured: str, *, device: str, shared_device: bool = False) -> tuple[str, ...]:
@@ -27,8 +27,6 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
         return ("cuda_ipc", *nccl, "tcp")
     if configured not in TRANSPORTS:
         raise ConfigError(f"transfer.transport: {configured!r} is unknown; known: auto, {', '.join(TRANSPORTS)}")
-    if configured == "loopback":
-        raise ConfigError("transfer.transport: loopback works only within a process, and each worker is one")
     if configured == "cuda_ipc" and not cuda:
         raise ConfigError(f"transfer.transport: cuda_ipc needs a GPU, and the device is {device}")
     if configured == "shm" and cuda:
@@ -81,10 +79,6 @@ def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0) -> K
     """The transport ``name`` (of `offered_transports`) for a worker whose pool lies in ``memory``. ``timeout_s`` bounds
     one send to a peer that takes nothing. ConfigError if it cannot be used here."""
     # Imported here: each transport needs libraries of its own.
-    if name == "loopback":
-        from kv_transfer.transports.loopback import LoopbackTransport
-
-        return LoopbackTransport(memory, timeout_s=timeout_s)
     if name == "shm" and isinstance(memory, HostMemory):
         from kv_transfer.transports.shm import ShmTransport
 

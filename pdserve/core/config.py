@@ -130,11 +130,10 @@ class EngineConfig(_Section):
 class TransferConfig(_Section):
     """KV transfer between workers."""
 
-    transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl", "loopback"] = Field(
+    transport: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl"] = Field(
         "auto",
         description="auto: for each pair the best transport that both ends share: shm on one host, cuda_ipc on one "
-        "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA and needs pip install nixl; loopback works "
-        "only within a process",
+        "GPU, torch_dist (NCCL) between GPUs, else tcp; nixl is for RDMA and needs pip install nixl",
     )
     overlap: Literal["none", "chunk", "layer"] = Field(
         "layer",

@@ -12,7 +12,6 @@ import pytest
 from msgspec.structs import replace
 
 from kv_transfer.base import KVTransport
-from kv_transfer.factory import create_transport
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -20,6 +19,7 @@ from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
 from tests.kv_transfer.fake_nixl import FakeNetwork
+from tests.loopback import create_transport
 
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
 NUM_BLOCKS = 64

@@ -34,12 +34,12 @@ from kv_transfer.integrity import (
 )
 from kv_transfer.memory import HostMemory, Memory
 from kv_transfer.transfer import TransferStatus
-from kv_transfer.transports.loopback import LoopbackTransport
 from pdserve.core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
 from pdserve.core.handoff import KVDestination, KVEndpoint
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import LAYOUT as LAYOUT_OF_ENDS
+from tests.loopback import LoopbackTransport
 
 MakeEnds = Callable[..., Awaitable[Any]]
 

@@ -14,7 +14,6 @@ import pytest
 import kv_transfer.receiver
 import kv_transfer.send_link
 import kv_transfer.sender
-from kv_transfer.factory import create_transport
 from kv_transfer.transfer import TransferEnded, TransferStatus
 from pdserve.core.errors import (
     ConfigError,
@@ -29,6 +28,7 @@ from pdserve.core.errors import (
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool, changed
+from tests.loopback import create_transport
 
 MakeEnds = Callable[..., Awaitable[Any]]
 NIXL = pytest.param(

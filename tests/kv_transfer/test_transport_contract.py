@@ -14,13 +14,14 @@ import pytest
 
 from kv_transfer import factory
 from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, KVTransport, Message
-from kv_transfer.factory import choose, create_transport, offered_transports
+from kv_transfer.factory import choose, offered_transports
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import HostMemory
 from pdserve.core.errors import ConfigError, PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
 from tests.host_pool import inline
+from tests.loopback import create_transport
 
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
@@ -425,8 +426,6 @@ def test_nccl_is_not_taken_where_workers_may_share_a_gpu(monkeypatch: pytest.Mon
 def test_a_transport_that_cannot_work_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"^transfer\.transport: "):
         offered_transports("carrier_pigeon", device="cpu")
-    with pytest.raises(ConfigError, match=r"^transfer\.transport: loopback works only within a process"):
-        offered_transports("loopback", device="cpu")
     with pytest.raises(ConfigError, match=r"^transfer\.transport: shm reads host memory, and the pool is on a GPU"):
         offered_transports("shm", device="cuda:0")
     with pytest.raises(ConfigError, match=r"^transfer\.transport: cuda_ipc needs a GPU"):

@@ -11,12 +11,12 @@ import pytest
 
 from engine.messages import Command, Computed, KVEvent, Progress, Release, Reserved
 from kv_transfer.transfer import TransferEnded
-from kv_transfer.transports.loopback import LoopbackTransport
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError, TransferError, TransferTimeout, WorkerLost
 from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
+from tests.loopback import LoopbackTransport
 from worker.kv import KVEnds, KVThread
 
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
