@@ -65,10 +65,11 @@ class _LateWire:
                 await asyncio.gather(*ways, return_exceptions=True)
         finally:
             for each in writers:
-                each.close()
+                each.transport.abort()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    """Pass bytes on until the end of ``reader``, each ``delay_s`` after it was read."""
     loop = asyncio.get_running_loop()
     under_way: asyncio.Queue[tuple[bytes, float]] = asyncio.Queue()
 
@@ -76,13 +77,15 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dela
         while True:
             data, due_s = await under_way.get()
             await asyncio.sleep(max(0.0, due_s - loop.time()))
+            if not data:
+                return
             writer.write(data)
             await writer.drain()
 
-    delivering = asyncio.create_task(deliver())
-    try:
-        while data := await reader.read(2**16):
+    async with asyncio.TaskGroup() as both:
+        both.create_task(deliver())
+        at_end = False
+        while not at_end:
+            data = await reader.read(2**16)
             under_way.put_nowait((data, loop.time() + delay_s))
-    finally:
-        delivering.cancel()
-        await asyncio.gather(delivering, return_exceptions=True)
+            at_end = not data
