@@ -38,8 +38,8 @@ from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
 from worker.cores import leave_engine_cores
 from worker.messages import TO_GATEWAY, Outputs, Ping, Run, to_frame
+from worker.process import WorkerThread
 from worker.spec import WorkerSpec
-from worker.worker_thread import WorkerThread
 
 ROOT = Path(__file__).resolve().parents[1]
 STREAMS = 4

@@ -7,12 +7,12 @@ from typing import Any
 import ray
 
 from decode_worker.receive import ROLES
-from worker.actor_body import ActorBody
+from worker.process import ActorBody
 
 
 @ray.remote
 class DecodeWorkerActor(ActorBody):
-    """Everything but Ray is in `worker.actor_body` and below."""
+    """Everything but Ray is in `worker.process` and below."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__(

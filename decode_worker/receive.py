@@ -17,8 +17,7 @@ from pdserve.core.timeline import EventKind
 from pdserve.core.worker import TokenOutput
 from worker import messages
 from worker.kv import KVEnds
-from worker.local import run
-from worker.request_table import Role, ServedRequest, finish_reason
+from worker.request_table import Role, ServedRequest, finish_reason, run
 
 _FIRST_TOKENS = msgspec.msgpack.Decoder(FirstToken)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 DEFAULT_BLOCK_SIZE = 64
 DEFAULT_CPU_KV_BYTES = 512 * 2**20
+
+ENGINE_MODULE = "engine.process.loop"
+"""What an engine process runs, as a module: ``python -m engine.process.loop``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,9 @@ class EngineSpec:
     ``model`` is what `engine.model.source.resolve_model` takes; ``dtype`` is a value of `ModelConfig.dtype`, of which
     auto is decided by this engine's device alone; ``device`` is cpu or cuda. The engine binds itself to ``cores``
     (none: it is not bound, and uses one thread). ``num_blocks`` wins over ``kv_memory_bytes``. ``device_share`` is the
-    part of its device that is its own: of a GPU's free memory it takes no more by default. ``delay_s`` plants delays
-    for tests (see `engine.process.planted`). ``cuda_graphs`` has a GPU run decode steps as recorded graphs.
-    ``layer_groups``: in how many groups of layers a step tells that KV to be pushed is in place (0: only when all are).
+    part of its device that is its own: of a GPU's free memory it takes no more by default. ``cuda_graphs`` has a GPU
+    run decode steps as recorded graphs. ``layer_groups``: in how many groups of layers a step tells that KV to be
+    pushed is in place (0: only when all are).
     """
 
     model: str
@@ -38,7 +39,6 @@ class EngineSpec:
     batching: Literal["continuous", "static"] = "continuous"
     prefix_caching: bool = True
     device_share: float = 1.0
-    delay_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     cuda_graphs: bool = True
     layer_groups: int = 0
 
@@ -49,7 +49,7 @@ class EngineSpec:
 
     def to_json(self) -> str:
         """One line that `from_json` reads."""
-        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | {"delay_s": dict(self.delay_s)})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> EngineSpec:

@@ -76,7 +76,6 @@ class Gateway:
         clock: Clock | None = None,
     ) -> None:
         clock = clock or MonotonicClock()
-        delay_s = {str(stage): delay_ms / 1e3 for stage, delay_ms in config.testing.delay_ms.items()}
         self._config = config
         self._service = service
         self._registry_host, _, registry_port = registry_address.rpartition(":")
@@ -85,7 +84,7 @@ class Gateway:
         self.registry = WorkerRegistry(RunningAwakeClock(), config.router)
         both_roles = config.cluster.prefill and config.cluster.decode
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
-        self.router = Router(self.registry, config.router, clock, delay_s, auto_mode, config.transfer.on_kv_failure)
+        self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
         self._directory = WorkerDirectory(self.registry, connect)
         note = tokenizer_note(model_folder)
         if note:
@@ -103,13 +102,7 @@ class Gateway:
         tokenizer = load_tokenizer(model_folder)
         self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
         self._inference = InferenceService(
-            self.router,
-            tokenizer,
-            report.limits,
-            report.message,
-            clock,
-            config.gateway.default_timeout_s,
-            delay_s,
+            self.router, tokenizer, report.limits, report.message, clock, config.gateway.default_timeout_s
         )
         self._port = 0
         self._checks: Any = None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
 
-from gateway.late_writes import late_writes
 from gateway.output_text import OutputText
 from gateway.responses import completion_to_proto, token_to_proto
 from gateway.statuses import status_of
@@ -49,9 +48,7 @@ _EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
 
 
 class InferenceService:
-    """``limits`` gives the workers' limits (None: none has registered yet), ``status`` the status message. ``delay_s``
-    plants delays for tests: ``gateway`` before the tokens go to the router, ``network`` before tokens 1 and 2 are
-    written."""
+    """``limits`` gives the workers' limits (None: none has registered yet), ``status`` the status message."""
 
     def __init__(
         self,
@@ -61,7 +58,6 @@ class InferenceService:
         status: Callable[[], pb.GetStatusResponse],
         clock: Clock,
         default_timeout_s: float,
-        delay_s: Mapping[str, float],
     ) -> None:
         self._router = router
         self._tokenizer = tokenizer
@@ -69,7 +65,6 @@ class InferenceService:
         self._status = status
         self._clock = clock
         self._default_timeout_s = default_timeout_s
-        self._delay_s = delay_s
         self._in_use: set[str] = set()
         self.draining: NotReady | None = None
         """The error that refuses new requests; None if they are served."""
@@ -107,13 +102,10 @@ class InferenceService:
             self._router.arrived(self._being_read)
             deadline = Deadline(received_s + timeout_s, self._clock)
             async with aclosing(self._respond(read_message(data), deadline, received_s)) as responses:
-                network_s = self._delay_s.get("network", 0.0)
-                written = late_writes(responses, network_s, first=len(_EMITTED)) if network_s else responses
-                async with aclosing(written):
-                    async for response in written:
-                        # Bounded, because a client that stops reading blocks the write.
-                        has_begun = True
-                        await deadline.bound(context.write(response), "the client was reading the answer")
+                async for response in responses:
+                    # Bounded, because a client that stops reading blocks the write.
+                    has_begun = True
+                    await deadline.bound(context.write(response), "the client was reading the answer")
             return
         except PdserveError as error:
             failure: Exception = error
@@ -150,8 +142,6 @@ class InferenceService:
                 self._being_read -= 1
             record = RequestRecord(request, deadline)
             record.timeline.record(EventKind.RECEIVED, GATEWAY, received_s)
-            if (delay_s := self._delay_s.get("gateway", 0.0)) > 0:
-                await asyncio.sleep(delay_s)
             async with aclosing(self._tokens(record)) as responses:
                 async for response in responses:
                     yield response

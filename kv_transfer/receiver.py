@@ -54,8 +54,8 @@ _log = logging.getLogger(__name__)
 class KVReceiver:
     """Receives into ``pool``. The ``transports`` stay their creator's, to be closed after this.
 
-    ``lease_s``: how long a transfer's sender may be silent. ``delay_s`` is a hook for tests: it passes before a
-    transfer's last block counts as verified. ``eos_token_ids`` are the model's; peers with others are refused.
+    ``lease_s``: how long a transfer's sender may be silent. ``eos_token_ids`` are the model's; peers with others are
+    refused.
     """
 
     def __init__(
@@ -68,14 +68,13 @@ class KVReceiver:
         checksum: bool,
         clock: Clock,
         lease_s: float,
-        delay_s: float = 0.0,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         check_block_size(pool.layout)
         self._eos_token_ids = sorted_eos(eos_token_ids)
         self._pool, self._clock = pool, clock
         self._worker_id, self._epoch, self._checksum = worker_id, epoch, checksum
-        self._lease_s, self._delay_s = lease_s, delay_s
+        self._lease_s = lease_s
         self._transports = tuple(transports)
         self._endpoints: tuple[KVEndpoint, ...] = ()
         self._by_attempt: dict[str, ReceiveTransfer] = {}
@@ -303,21 +302,12 @@ class KVReceiver:
             return
         import_s = time.perf_counter() - fetched_s + fetch.digest_s
         transfer.accept(header, size, wire_s, import_s)
-        if transfer.complete and self._delay_s:
-            self._spawn(self._finish_later(link, transfer, header.seq))
-        else:
-            await self._finish(link, transfer, header.seq)
+        await self._finish(link, transfer, header.seq)
 
     async def _finish(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:
         if transfer.complete and not link.confirms:
             self._conclude(transfer, transfer.received(self._clock.now()))
         await link.say(Ack(transfer.nonce, seq))
-
-    async def _finish_later(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:
-        await asyncio.sleep(self._delay_s)
-        if not transfer.is_over:
-            with contextlib.suppress(TransferError):
-                await self._finish(link, transfer, seq)
 
     # --- ends --------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""`python -m prefill_worker SPEC_JSON`: a prefill worker without Ray (see `worker.main`)."""
+"""`python -m prefill_worker SPEC_JSON`: a prefill worker without Ray (see `worker.process`)."""
 
 from __future__ import annotations
 
 from prefill_worker.push import ROLES
-from worker.main import serve
+from worker.process import serve
 
 if __name__ == "__main__":
     serve(ROLES)

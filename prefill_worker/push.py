@@ -17,8 +17,7 @@ from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from worker import messages
 from worker.kv import KVEnds
-from worker.local import run
-from worker.request_table import Role, ServedRequest, finish_reason
+from worker.request_table import Role, ServedRequest, finish_reason, run
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from types import TracebackType
 
 from pdserve.core.clock import Clock
@@ -43,7 +43,6 @@ class Attempt:
         result: RoutingResult,
         registry: WorkerRegistry,
         clock: Clock,
-        delay_s: Mapping[str, float],
         max_unread: int,
         arrivals: Arrivals,
     ) -> None:
@@ -55,7 +54,6 @@ class Attempt:
         self._registry = registry
         self._clock = clock
         self._deadline = record.deadline
-        self._delay_s = delay_s
         self._max_unread = max_unread
         self._arrivals = arrivals
         self._delivered_before = len(record.output_token_ids)
@@ -131,7 +129,7 @@ class Attempt:
 
     async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
         share = self._assignment.prefill
-        await self._send(share.worker)
+        self._send(share.worker)
         stream = self._open(share, share.worker.handle.run(self._request))
         while not self._complete:
             yield await self._token(stream)
@@ -139,7 +137,7 @@ class Attempt:
     async def _pd(self, decode_share: Share) -> AsyncGenerator[RoutedToken, None]:
         share, decode, request = self._assignment.prefill, decode_share.worker, self._request
         if request.max_tokens == 1:
-            await self._send(share.worker)
+            self._send(share.worker)
             token = await self._token(self._open(share, share.worker.handle.run(request)))
             self._complete = True
             self._assignment.end()
@@ -147,7 +145,7 @@ class Attempt:
             return
         self._result.decode_worker = decode.worker_id
         self._result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
-        await self._send(share.worker, decode)
+        self._send(share.worker, decode)
         self._dispatched = True
         # Both at once: prefill computes while decode makes room and tells it where the KV goes.
         decoding = self._open(decode_share, decode.handle.receive(request, share.worker.info.peer))
@@ -212,9 +210,8 @@ class Attempt:
 
     # --- small parts -------------------------------------------------------------------------------------------------
 
-    async def _send(self, *workers: RegisteredWorker) -> None:
+    def _send(self, *workers: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)
-        await self._deadline.sleep(self._delay_s.get("dispatch", 0.0), "it was dispatched")
         self._contacted += workers
 
     def _open(self, share: Share, outputs: AsyncIterator[TokenOutput]) -> WorkerStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from pdserve.core.clock import Clock
@@ -53,7 +53,6 @@ class Generation:
         registry: WorkerRegistry,
         config: RouterConfig,
         clock: Clock,
-        delay_s: Mapping[str, float],
         auto_mode: WaitMode,
         on_kv_failure: KVFailurePolicy,
         budget: RetryBudget,
@@ -67,7 +66,6 @@ class Generation:
         self._registry = registry
         self._config = config
         self._clock = clock
-        self._delay_s = delay_s
         self._mode: WaitMode = auto_mode if record.request.mode is Mode.AUTO else record.request.mode
         self._on_kv_failure = on_kv_failure
         self._budget = budget
@@ -92,12 +90,11 @@ class Generation:
         await self.aclose()
 
     async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
-        record, deadline = self.record, self.record.deadline
+        record = self.record
         request_id = record.request.request_id
         self._on_active(+1)
         self._budget.note_request()
         try:
-            await deadline.sleep(self._delay_s.get("route", 0.0), "it waited to be routed")
             failures = Failures(self._config.max_attempts)
             while True:
                 assignment = await self._place(failures)
@@ -109,7 +106,6 @@ class Generation:
                     self.result,
                     self._registry,
                     self._clock,
-                    self._delay_s,
                     self._config.max_unread_tokens,
                     self._arrivals,
                 )

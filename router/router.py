@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
@@ -22,16 +21,13 @@ each."""
 
 
 class Router:
-    """``auto_mode`` is what mode ``auto`` means here: ``auto`` itself, or ``colocated`` in a deployment of one role.
-    ``delay_s`` plants delays for tests, in seconds: ``route`` (before a worker is chosen) and ``dispatch`` (before
-    the request leaves for its workers)."""
+    """``auto_mode`` is what mode ``auto`` means here: ``auto`` itself, or ``colocated`` in a deployment of one role."""
 
     def __init__(
         self,
         registry: WorkerRegistry,
         config: RouterConfig,
         clock: Clock,
-        delay_s: Mapping[str, float] | None = None,
         auto_mode: WaitMode = Mode.AUTO,
         on_kv_failure: KVFailurePolicy = "retry",
     ) -> None:
@@ -39,7 +35,6 @@ class Router:
         self.auto_mode = auto_mode
         self._config = config
         self._clock = clock
-        self._delay_s = dict(delay_s or {})
         self._on_kv_failure = on_kv_failure
         self._line = WaitingLine(registry, config, clock)
         self._budget = RetryBudget(config.retry_share, clock, lambda: self._active)
@@ -78,7 +73,6 @@ class Router:
             self.registry,
             self._config,
             self._clock,
-            self._delay_s,
             self.auto_mode,
             self._on_kv_failure,
             self._budget,

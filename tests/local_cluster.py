@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import Role
+from tests.planted import delays
 from worker.spec import WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +77,7 @@ def _claimed(port: int) -> socket.socket | None:
 
 class LocalCluster:
     """Gateway and workers, ended by id in `close`. ``settings`` are sections of the configuration file; ``in_worker``
-    runs in the named process before it becomes a worker."""
+    runs in the named process before it becomes a worker. ``delays_ms`` are planted by stage (`tests.planted`)."""
 
     def __init__(
         self,
@@ -85,6 +87,7 @@ class LocalCluster:
         decode: int = 1,
         in_worker: Mapping[str, Callable[[], None]] | None = None,
         device: str = "cpu",
+        delays_ms: Mapping[str, float] | None = None,
     ) -> None:
         gateway = {"host": "127.0.0.1", "port": free_port()}
         cluster = {"prefill": prefill, "decode": decode, "device": device, "oversubscribe": True}
@@ -96,6 +99,7 @@ class LocalCluster:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._device = device
         self._in_worker = dict(in_worker or {})
+        self._delays_ms = delays_ms
         self._num_slots = prefill + decode
         self.start_gateway()
         names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
@@ -104,7 +108,8 @@ class LocalCluster:
 
     def start_gateway(self) -> None:
         """Start the gateway (again)."""
-        self._spawn("gateway", "gateway", self.config.model_dump_json(), self.registry)
+        module = "gateway" if self._delays_ms is None else "tests.planted.gateway"
+        self._spawn("gateway", module, self.config.model_dump_json(), self.registry)
 
     def start_worker(self, role: Role, index: int, **changes: Any) -> None:
         """Start a worker (again); ``changes`` replace sections of its configuration."""
@@ -122,12 +127,17 @@ class LocalCluster:
             num_slots=self._num_slots,
             config=config,
         )
-        self._spawn(worker_id, f"{role}_worker", json.dumps(spec.to_wire()))
+        module = f"{role}_worker"
+        if self._delays_ms is not None:
+            spec = replace(spec, engine_module=delays.ENGINE_MODULE)
+            if role is Role.DECODE:
+                module = "tests.planted.decode_worker"
+        self._spawn(worker_id, module, json.dumps(spec.to_wire()))
 
     def _spawn(self, name: str, module: str, *arguments: str) -> None:
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **delays.environment(self._delays_ms or {}), "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             preexec_fn=self._in_worker.get(name),
         )
@@ -219,9 +229,12 @@ def local_cluster(
     decode: int = 1,
     in_worker: Mapping[str, Callable[[], None]] | None = None,
     device: str = "cpu",
+    delays_ms: Mapping[str, float] | None = None,
 ) -> Iterator[LocalCluster]:
     """A `LocalCluster` that is ready, and gone afterwards."""
-    cluster = LocalCluster(settings, prefill=prefill, decode=decode, in_worker=in_worker, device=device)
+    cluster = LocalCluster(
+        settings, prefill=prefill, decode=decode, in_worker=in_worker, device=device, delays_ms=delays_ms
+    )
     try:
         cluster.wait_ready()
         yield cluster

@@ -20,8 +20,21 @@ from pdserve.core.timeline import ClockOffset
 from pdserve.core.worker import TokenOutput, WorkerInfo
 from pdserve.pb import worker_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
-from worker.messages import TO_GATEWAY, Abort, BeatNow, Call, Ping, Push, Receive, Reply, Run, Work, to_frame
-from worker.options import CONTROL_OPTIONS, MAX_CONTROL_BYTES
+from worker.messages import (
+    CONTROL_OPTIONS,
+    MAX_CONTROL_BYTES,
+    TO_GATEWAY,
+    Abort,
+    BeatNow,
+    Call,
+    Ping,
+    Push,
+    Receive,
+    Reply,
+    Run,
+    Work,
+    to_frame,
+)
 
 log = logging.getLogger(__name__)
 

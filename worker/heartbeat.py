@@ -14,8 +14,7 @@ import grpc
 
 from pdserve.core.errors import PdserveError
 from pdserve.pb import worker_pb2_grpc
-from worker.messages import BEAT_ANSWERS, Beat, BeatAnswer, to_frame
-from worker.options import CONTROL_OPTIONS
+from worker.messages import BEAT_ANSWERS, CONTROL_OPTIONS, Beat, BeatAnswer, to_frame
 
 log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ class Incarnation:
     @classmethod
     async def start(cls, spec: WorkerSpec, clock: Clock) -> Self:
         """Start an engine and its KV ends. Raises what kept them from starting; nothing is left running then."""
-        transfer, delays_ms = spec.config.transfer, spec.config.testing.delay_ms
+        transfer = spec.config.transfer
         if transfer.transport == "torch_dist" and spec.device.startswith("cuda") and spec.device_share < 1:
             # Asked for by name, NCCL is to be had on a shared GPU too: over sockets, as between hosts.
             os.environ.setdefault("NCCL_HOSTID", spec.worker_id)
@@ -70,7 +70,7 @@ class Incarnation:
         interface = await in_thread("kv-interface", lambda: resolve_interface(transfer.interface, spec.host))
         if transfer.interface is not None and interface.device:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.device}")
-        engine = EngineClient()
+        engine = EngineClient(spec.engine_module)
         ready = await engine.start(_engine_spec(spec), spec.config.cluster.start_timeout_s)
         epoch = uuid.uuid4().hex
         kv: KVThread | None = None
@@ -86,7 +86,6 @@ class Incarnation:
                 epoch=epoch,
                 clock=clock,
                 eos_token_ids=ready.eos_token_ids,
-                delay_s=delays_ms.get("kv_exposed", 0.0) / 1e3,
             )
             try:
                 endpoints = await kv.start(interface.address, spec.kv_port)
@@ -134,7 +133,6 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         batching=config.batching,
         prefix_caching=config.prefix_caching,
         device_share=spec.device_share,
-        delay_s={stage: ms / 1e3 for stage, ms in spec.config.testing.delay_ms.items()},
         cuda_graphs=config.cuda_graphs,
         layer_groups=transfer.layer_groups if transfer.overlap == "layer" else 0,
     )

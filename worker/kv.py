@@ -121,7 +121,6 @@ class KVThread:
         epoch: str,
         clock: Clock,
         eos_token_ids: Sequence[int],
-        delay_s: float = 0.0,
     ) -> None:
         self._pool = pool
         self._transports = tuple(transports)
@@ -134,7 +133,6 @@ class KVThread:
             checksum=config.checksum,
             clock=clock,
             lease_s=config.lease_s,
-            delay_s=delay_s,
             eos_token_ids=eos_token_ids,
         )
         self._sender = KVSender(

@@ -1,4 +1,5 @@
-"""What gateway and worker say to each other over the control stream, and what a worker reports of itself.
+"""The control protocol: what gateway and worker say to each other over the control stream, what a worker reports of
+itself, and the options of the gRPC channels between them.
 
 Every message is a struct here, travels as msgpack inside a gRPC `Frame`, and is decoded strictly.
 """
@@ -14,6 +15,25 @@ from pdserve.core.handoff import KVPeer, PeerLink
 from pdserve.core.request import Request
 from pdserve.core.worker import Links, TokenOutput, WorkerInfo, WorkerLoad
 from pdserve.pb import worker_pb2 as pb
+
+MAX_CONTROL_BYTES = 64 * 2**20
+"""Of one message: requests are bounded far below it, a step's outputs by the batch."""
+
+CONTROL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
+    ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
+)
+"""Of channels and servers: no proxies, quick reconnects, and a dead peer noticed."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

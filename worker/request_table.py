@@ -18,7 +18,7 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import TokenOutput
 from worker.kv import KVThread
-from worker.outbox import Outbox
+from worker.server import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,27 @@ class ServedRequest:
 
 Role = Callable[[ServedRequest], Coroutine[Any, Any, None]]
 """A way of serving a request. It raises the `PdserveError` that the request fails with."""
+
+
+async def run(served: ServedRequest) -> None:
+    """Prefill and decode in place: the role that every worker has. It serves colocated requests, and those that want a
+    single token."""
+    served.submit(KVRole.LOCAL)
+    first = await served.sampled()
+    reason = finish_reason(first.token)
+    served.tell(first, *served.prefill_events(first), finish_reason=reason, cached_tokens=first.token.cached_tokens)
+    if reason is not None:
+        return
+    second = await served.sampled()
+    reason = finish_reason(second.token)
+    served.tell(
+        second,
+        served.event(EventKind.DECODE_SCHEDULED, second.step.step_started_s),
+        served.event(EventKind.TOKEN_2_SAMPLED, second.step.sampled_s),
+        finish_reason=reason,
+    )
+    if reason is None:
+        await served.forward_rest()
 
 
 class RequestTable:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.spec import ENGINE_MODULE
 from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import Role
 
@@ -21,6 +22,7 @@ class WorkerSpec:
     one for each KV transport (0: the system picks). ``device_share`` below 1 says that its device slot is shared.
     ``num_slots`` workers of the service, at least, are expected on its host. ``cores`` are what its engine binds to:
     empty until they are claimed there (`worker.cores.claim_cores`), and on a GPU, where engines are not bound.
+    ``engine_module`` is what its engine process runs.
     """
 
     worker_id: str
@@ -36,6 +38,7 @@ class WorkerSpec:
     config: PdserveConfig = field(default_factory=PdserveConfig)
     num_slots: int = 1
     cores: tuple[int, ...] = ()
+    engine_module: str = ENGINE_MODULE
 
     @property
     def kv_port(self) -> int:
@@ -58,6 +61,7 @@ class WorkerSpec:
             "config": self.config.model_dump(mode="json"),
             "num_slots": self.num_slots,
             "cores": list(self.cores),
+            "engine_module": self.engine_module,
         }
 
     @classmethod

@@ -23,9 +23,8 @@ from worker import messages
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
 from worker.links import LinkKeeper
-from worker.outbox import Outbox
 from worker.request_table import RequestTable, Role, ServedRequest
-from worker.server import ControlServer
+from worker.server import ControlServer, Outbox
 from worker.spec import WorkerSpec
 
 log = logging.getLogger(__name__)

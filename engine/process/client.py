@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ready, Shutdown, encode
-from engine.spec import EngineSpec
+from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core import memory_file
 from pdserve.core.errors import LaunchError, from_wire
 
@@ -33,10 +33,11 @@ class EngineClient:
     """One engine process, from `start` to `stop`. Belongs to the event loop that started it.
 
     The engine ends with the thread that called `start` (the kernel kills it then), so that thread must be one that
-    lives as long as the engine shall.
+    lives as long as the engine shall. ``module`` is what the process runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = ENGINE_MODULE) -> None:
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commands_fd = self._events_fd = self._kv_events_fd = self._memory_fd = -1
@@ -88,7 +89,7 @@ class EngineClient:
                 os.set_blocking(fd, False)
             # -P: a folder named like one of ours in the current directory must not be imported.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.process.loop", spec.to_json(), *map(str, inherited)],
+                [sys.executable, "-P", "-m", self._module, spec.to_json(), *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=inherited,
                 env=_environment(spec),

@@ -13,20 +13,23 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from engine.core import EngineCore
+from engine.core import EngineCore, Outbox, Runner
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, Shutdown, encode
-from engine.process.planted import DelayedCore
 from engine.scheduling.baselines import scheduler_class
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
-from pdserve.core.clock import MonotonicClock
+from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.process import end_with_parent
 
 _READ_BYTES = 2**20
 _MAX_MESSAGE_CHARS = 1000
+
+MakeCore = Callable[[Scheduler, Runner, Clock, Outbox], EngineCore]
 
 
 class ParentGone(Exception):
@@ -88,28 +91,31 @@ def serve(pipe: WorkerPipe, core: EngineCore) -> None:
         busy = core.step()
 
 
-def main() -> int:
-    """Entry of the process; returns its exit status: 0 when told to end, 1 after `Failed`."""
+def main(make_core: MakeCore = EngineCore) -> NoReturn:
+    """The whole process around the core that ``make_core`` makes. Exits with 0 when told to end, 1 after `Failed`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
     end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec_json, commands_fd, events_fd, kv_events_fd, memory_fd = sys.argv[1:]
     pipe = WorkerPipe(int(commands_fd), int(events_fd), int(kv_events_fd))
+    status = 0
     try:
-        _run(pipe, EngineSpec.from_json(spec_json), int(memory_fd))
+        _run(pipe, EngineSpec.from_json(spec_json), int(memory_fd), make_core)
     except ParentGone:
-        return 0
+        pass
     except Exception as error:  # whatever it was, the worker has to hear of it
         kind, message = to_wire(error)
         with contextlib.suppress(ParentGone):
             pipe.send(Failed(kind, " ".join(message.split())[:_MAX_MESSAGE_CHARS]))
-        if isinstance(error, PdserveError):
-            return 1
-        raise
-    return 0
+        if not isinstance(error, PdserveError):
+            raise
+        status = 1
+    logging.shutdown()
+    # Without the interpreter's own end: taking torch's modules apart costs 0.3 s and frees only what the kernel frees.
+    os._exit(status)
 
 
-def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
+def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore) -> None:
     if spec.cores:
         try:
             os.sched_setaffinity(0, spec.cores)
@@ -121,15 +127,10 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int) -> None:
     clock = MonotonicClock()
     connector = TransferConnector(clock, built.ready.layout, spec.layer_groups)
     scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
-    core = EngineCore(scheduler, built.runner, clock, pipe)
-    if spec.delay_s:
-        core = DelayedCore(scheduler, built.runner, clock, pipe, spec.delay_s)
+    core = make_core(scheduler, built.runner, clock, pipe)
     pipe.send(built.ready)
     serve(pipe, core)
 
 
 if __name__ == "__main__":
-    status = main()
-    logging.shutdown()
-    # Without the interpreter's own end: taking torch's modules apart costs 0.3 s and frees only what the kernel frees.
-    os._exit(status)
+    main()

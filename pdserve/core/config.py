@@ -217,18 +217,6 @@ class GatewayConfig(_Section):
     default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
 
 
-class TestingConfig(_Section):
-    """Hooks for tests; leave empty in service."""
-
-    delay_ms: dict[
-        Literal[
-            "network", "gateway", "route", "dispatch", "prefill_queue", "prefill", "kv_exposed",
-            "decode_queue", "first_decode",
-        ],
-        Annotated[float, Field(ge=0)],
-    ] = Field(default_factory=dict, description="a delay planted in the named stage of every request")  # fmt: skip
-
-
 class PdserveConfig(_Section):
     """The whole file."""
 
@@ -238,7 +226,6 @@ class PdserveConfig(_Section):
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
     router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
-    testing: TestingConfig = Field(default_factory=TestingConfig, description="hooks for tests")
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> PdserveConfig:

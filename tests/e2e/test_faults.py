@@ -93,9 +93,8 @@ def test_decode_dies_in_mid_stream(model: Path, victim: str) -> None:
 
 def test_prefill_dies_under_a_long_prompt(model: Path) -> None:
     """The prompt is run again by the other prefill worker; the blocks reserved for the first attempt come back."""
-    slow = settings(model, testing={"delay_ms": {"prefill": 1500.0}})
     expected = greedy_tokens(model, PROMPT, 4)
-    with local_cluster(slow, prefill=2) as cluster:
+    with local_cluster(settings(model), prefill=2, delays_ms={"prefill": 1500.0}) as cluster:
 
         async def run() -> None:
             async with AsyncClient(cluster.target) as client:
@@ -185,8 +184,8 @@ def test_a_hung_engine_is_noticed(model: Path) -> None:
 
 
 def test_deadlines_reach_the_workers(model: Path) -> None:
-    slow = settings(model, testing={"delay_ms": {"prefill": 1000.0}})
-    with local_cluster(slow) as cluster, Client(cluster.target) as client:
+    slow = {"prefill": 1000.0}
+    with local_cluster(settings(model), delays_ms=slow) as cluster, Client(cluster.target) as client:
         for mode in ("pd", "colocated"):
             begin_s = time.monotonic()
             with pytest.raises(DeadlineExceeded):
@@ -286,7 +285,6 @@ def test_preemption_under_pressure_changes_no_token(model: Path) -> None:
 
 def test_an_id_that_is_used_again_is_another_request(model: Path) -> None:
     """Even while an engine still computes what was cancelled under it: neither tokens nor cached blocks get mixed."""
-    slow = settings(model, testing={"delay_ms": {"prefill": 2000.0}})
     other = [150, 9, 33, 8, 77, 120, 2] * 12
     assert greedy_tokens(model, other, 1) != greedy_tokens(model, PROMPT, 1)
 
@@ -312,7 +310,7 @@ def test_an_id_that_is_used_again_is_another_request(model: Path) -> None:
                 fresh = await ask(prompt, "").result()
                 assert list(fresh.token_ids) == greedy_tokens(model, prompt, 6)
 
-    with local_cluster(slow) as cluster:
+    with local_cluster(settings(model), delays_ms={"prefill": 2000.0}) as cluster:
         asyncio.run(run(cluster.target))
         assert leaked_blocks(cluster.wait_idle()) == 0
 
@@ -321,8 +319,12 @@ def test_an_id_that_is_used_again_is_another_request(model: Path) -> None:
 def test_decode_dies_during_the_hand_off(model: Path, policy: str) -> None:
     """With ``retry``, what the surviving prefill worker has computed is sent again, not computed again."""
     expected = greedy_tokens(model, PROMPT, 8)
-    slow = settings(model, testing={"delay_ms": {"kv_exposed": HAND_OFF_S * 1e3}}, transfer={"on_kv_failure": policy})
-    with local_cluster(slow, prefill=2, decode=2) as cluster, Client(cluster.target) as client:
+    config = settings(model, transfer={"on_kv_failure": policy})
+    slow = {"kv_exposed": HAND_OFF_S * 1e3}
+    with (
+        local_cluster(config, prefill=2, decode=2, delays_ms=slow) as cluster,
+        Client(cluster.target) as client,
+    ):
         for number in range(10):
             begin_s = time.monotonic()
             stream = client.generate(PROMPT, max_tokens=8, mode="pd", timeout_s=60, salt=str(number))

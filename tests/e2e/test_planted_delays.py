@@ -10,6 +10,7 @@ from pdserve import Client
 from pdserve.client.generation import Generation
 from pdserve.core.timeline import STAGES, UNATTRIBUTED, Figure
 from tests.local_cluster import local_cluster, undisturbed
+from tests.planted.late_wire import late_wire
 from tests.random_models import save_random_model
 
 HANDOFF = ("kv_exposed", "decode_queue", "first_decode")
@@ -26,10 +27,14 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     settings = {
         "model": {"path": str(save_random_model(tmp_path_factory.mktemp("models"), "gqa")), "dtype": "float32"},
         "engine": {"block_size": 16, "num_blocks": 64},
-        "testing": {"delay_ms": DELAYS_MS},
     }
     answers: dict[str, list[Generation]] = {"pd": [], "colocated": []}
-    with local_cluster(settings) as cluster, Client(cluster.target) as client:
+    in_processes = {stage: delay_ms for stage, delay_ms in DELAYS_MS.items() if stage != "network"}
+    with (
+        local_cluster(settings, delays_ms=in_processes) as cluster,
+        late_wire(cluster.target, DELAYS_MS["network"] / 1e3) as target,
+        Client(target) as client,
+    ):
 
         def ask(mode: str) -> list[Generation]:
             answers[mode] += [client.generate([7] * 50, max_tokens=3, mode=mode).result() for _ in range(REQUESTS)]

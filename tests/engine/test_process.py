@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,11 @@ from engine.messages import (
     TokenOut,
 )
 from engine.process.client import EngineClient
-from engine.spec import EngineSpec
+from engine.spec import ENGINE_MODULE, EngineSpec
 from kv_transfer.pool import Pool
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
 from tests.engine.harness import fill, read, submit
+from tests.planted import delays
 from tests.random_models import greedy_tokens, save_random_model
 
 START_S = 60.0
@@ -141,10 +142,12 @@ def open_pool(engine: Engine) -> Pool:
 
 
 @contextlib.asynccontextmanager
-async def _engine(spec: EngineSpec) -> AsyncIterator[Engine]:
-    client, engine = EngineClient(), None
+async def _engine(spec: EngineSpec, delays_ms: Mapping[str, float] | None = None) -> AsyncIterator[Engine]:
+    client, engine = EngineClient(ENGINE_MODULE if delays_ms is None else delays.ENGINE_MODULE), None
     try:
-        engine = Engine(client, await client.start(spec, START_S))
+        with delays.in_environment(delays_ms or {}):
+            ready = await client.start(spec, START_S)
+        engine = Engine(client, ready)
         yield engine
     finally:
         await client.stop(5.0)
@@ -253,25 +256,25 @@ async def test_what_can_never_fit_is_rejected(folder: Path) -> None:
 
 
 async def test_planted_delays_are_seen_in_their_stages(folder: Path) -> None:
-    delays = {"prefill_queue": 0.2, "prefill": 0.3, "decode_queue": 0.25, "first_decode": 0.35, "network": 9.0}
-    async with _engine(_spec(folder, delay_s=delays)) as engine:
+    planted_ms = {"prefill_queue": 200.0, "prefill": 300.0, "decode_queue": 250.0, "first_decode": 350.0, "route": 9e3}
+    async with _engine(_spec(folder), planted_ms) as engine:
         for number in range(20):  # until nothing else takes the machine in the middle of a request
             engine.seen.clear()
             sent_s = time.monotonic()
             engine.client.send(_submit(f"r{number}", KVRole.LOCAL, max_tokens=4))
             await engine.finished(f"r{number}")
             one, two, three, _ = (s for s in engine.steps() if s.tokens)
-            took_s = {
-                "prefill_queue": one.tokens[0].first_scheduled_s - sent_s,
-                "prefill": one.sampled_s - one.tokens[0].first_scheduled_s,
-                "decode_queue": two.step_started_s - one.sampled_s,
-                "first_decode": two.sampled_s - two.step_started_s,
-                "": three.sampled_s - two.sampled_s,
+            took_ms = {
+                "prefill_queue": (one.tokens[0].first_scheduled_s - sent_s) * 1e3,
+                "prefill": (one.sampled_s - one.tokens[0].first_scheduled_s) * 1e3,
+                "decode_queue": (two.step_started_s - one.sampled_s) * 1e3,
+                "first_decode": (two.sampled_s - two.step_started_s) * 1e3,
+                "": (three.sampled_s - two.sampled_s) * 1e3,
             }
-            assert all(took_s[stage] >= delay_s for stage, delay_s in delays.items() if stage in took_s), took_s
-            if all(seconds < delays.get(stage, 0.0) + 0.18 for stage, seconds in took_s.items()):
+            assert all(took_ms[stage] >= ms for stage, ms in planted_ms.items() if stage in took_ms), took_ms
+            if all(ms < planted_ms.get(stage, 0.0) + 180 for stage, ms in took_ms.items()):
                 return
-        raise AssertionError(took_s)
+        raise AssertionError(took_ms)
 
 
 async def test_a_client_that_never_started_an_engine_stops() -> None:

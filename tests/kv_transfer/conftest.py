@@ -20,6 +20,7 @@ from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.loopback import create_transport
+from tests.planted.kv_receiver import DelayedReceiver
 
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)  # blocks of 1 KiB
 NUM_BLOCKS = 64
@@ -86,7 +87,7 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             receiving = receiving or create_transport(transport, target.memory, timeout_s=5.0)
             stack.push_async_callback(sending.aclose)
             stack.push_async_callback(receiving.aclose)
-            receiver = KVReceiver(
+            receiver = DelayedReceiver(
                 target,
                 [receiving],
                 worker_id="d",
@@ -94,9 +95,9 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
                 checksum=checksum,
                 clock=clock,
                 lease_s=lease_s,
-                delay_s=delay_s,
                 eos_token_ids=eos_token_ids,
             )
+            receiver.delay_s = delay_s
             sender = KVSender(
                 source,
                 [sending],

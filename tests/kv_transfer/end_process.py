@@ -22,7 +22,6 @@ import msgspec
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.integrity import checksum
-from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, to_wire
@@ -30,6 +29,7 @@ from pdserve.core.handoff import KVDestination, KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool, changed
 from tests.kv_transfer.tampering import TamperingTransport
+from tests.planted.kv_receiver import DelayedReceiver
 
 LAYOUT = KVLayout.uniform(
     "model", "float32", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64
@@ -166,11 +166,11 @@ class End:
 
 
 class ReceivingEnd(End):
-    """A `KVReceiver`."""
+    """A `KVReceiver`, which can be told to be late."""
 
     def __init__(self, options: Values) -> None:
         super().__init__(options, 0xA5)
-        self.receiver = KVReceiver(
+        self.receiver = DelayedReceiver(
             self.store,
             list(self.inner.values()),
             worker_id=options["worker_id"],
@@ -214,7 +214,7 @@ class ReceivingEnd(End):
 
     async def delay(self, seconds: float) -> Values:
         """How long a complete hand-off is not acknowledged."""
-        self.receiver._delay_s = seconds
+        self.receiver.delay_s = seconds
         return {}
 
 

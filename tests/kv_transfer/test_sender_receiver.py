@@ -99,7 +99,7 @@ async def test_a_layer_that_never_comes_keeps_a_hand_off_incomplete(make_ends: M
 
 
 async def test_no_more_travels_than_may(make_ends: MakeEnds) -> None:
-    ends = await make_ends("tcp", message_bytes=1024, max_inflight_bytes=4096, delay_s=0.0)
+    ends = await make_ends("tcp", message_bytes=1024, max_inflight_bytes=4096)
     await ends.sender.connect("d", "e1", ends.endpoints)
     peer = ends.sender._peers["d"]
     most = 0

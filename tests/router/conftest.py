@@ -95,7 +95,6 @@ def make_cluster() -> MakeCluster:
     def make(
         prefill: int = 1,
         decode: int = 1,
-        delay_s: dict[str, float] | None = None,
         auto_mode: WaitMode = Mode.AUTO,
         on_kv_failure: KVFailurePolicy = "retry",
         **config: object,
@@ -104,7 +103,7 @@ def make_cluster() -> MakeCluster:
         config = {"retry_pause_s": 0.0, "patience_s": 0.0, "heartbeat_timeout_s": 3.0, **config}
         router_config = RouterConfig.model_validate(config)
         registry = WorkerRegistry(clock, router_config)
-        router = Router(registry, router_config, clock, delay_s, auto_mode, on_kv_failure)
+        router = Router(registry, router_config, clock, auto_mode, on_kv_failure)
         cluster = Cluster(router, registry, clock)
         decoders = tuple(f"d{i}" for i in range(decode))
         for worker_id in (*(f"p{i}" for i in range(prefill)), *decoders):

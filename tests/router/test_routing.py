@@ -15,6 +15,7 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import EventKind, Figure
 from pdserve.core.worker import TokenOutput
 from tests.fake_worker import fake_links
+from tests.planted.gateway import delay_dispatch, delay_route
 
 if TYPE_CHECKING:
     from tests.router.conftest import MakeCluster
@@ -41,7 +42,10 @@ async def test_pd_prefills_here_decodes_there_and_proves_it(make_cluster: MakeCl
 
 
 async def test_the_timeline_has_every_event_and_the_stages_leave_no_gap(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(delay_s={"route": 0.02, "dispatch": 0.03})
+    cluster = make_cluster()
+    delay_route(cluster.router, 0.02)
+    for worker in cluster.fleet.values():
+        delay_dispatch(worker, 0.03)
     cluster.fleet["d0"].delay_s = {"room": 0.01, "decode": 0.02}
     record = cluster.record()
     async with aclosing(cluster.router.generate(record)) as generation:

@@ -7,7 +7,7 @@ import asyncio
 from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import TokenOutput
 from worker.messages import TO_GATEWAY, Failure, Outputs, Reply
-from worker.outbox import Outbox
+from worker.server import Outbox
 
 
 async def test_outputs_are_batched() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from pdserve.core.worker import Role, TokenOutput, WorkerInfo
 from pdserve.pb import worker_pb2 as pb
 from tests.host_pool import HostPool
 from tests.local_cluster import free_port
+from tests.planted import delays
 from tests.random_models import greedy_tokens, save_random_model
 from worker import messages
 from worker.client import WorkerClient
@@ -67,9 +69,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def running(
-    model: Path, role: Role, roles: Mapping[type[messages.Work], WayToServe], **settings: Mapping[str, Any]
+    model: Path,
+    role: Role,
+    roles: Mapping[type[messages.Work], WayToServe],
+    delays_ms: Mapping[str, float] | None = None,
+    **settings: Mapping[str, Any],
 ) -> AsyncIterator[tuple[Worker, WorkerClient]]:
-    """A worker without a gateway, and a client of it. ``settings`` are sections of its configuration."""
+    """A worker without a gateway, and a client of it. ``settings`` are sections of its configuration; ``delays_ms`` are
+    planted in its engine."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32"},
         "engine": {"block_size": 16, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16, "prefix_caching": False},
@@ -79,12 +86,15 @@ async def running(
         sections.setdefault(name, {}).update(values)
     registry = f"127.0.0.1:{free_port()}"
     config = PdserveConfig.parse(sections)
-    worker = Worker(
-        WorkerSpec(f"{role}-0", role, "127.0.0.1", "127.0.0.1", "cpu", registry, "test", config=config), roles
-    )
+    spec = WorkerSpec(f"{role}-0", role, "127.0.0.1", "127.0.0.1", "cpu", registry, "test", config=config)
+    if delays_ms is not None:
+        spec = replace(spec, engine_module=delays.ENGINE_MODULE)
+    worker = Worker(spec, roles)
     serving = asyncio.create_task(worker.run())
     try:
-        client = await WorkerClient.connect(await worker.started)
+        with delays.in_environment(delays_ms or {}):
+            info = await worker.started
+        client = await WorkerClient.connect(info)
         try:
             yield worker, client
         finally:
@@ -358,9 +368,8 @@ async def test_prefill_holds_what_nobody_announces_until_it_is_given_up(model: P
 
 async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
     """Whatever has been announced or sent by then."""
-    slow = {"delay_ms": {"prefill": 300.0}}
     async with (
-        running(model, Role.PREFILL, PREFILL, testing=slow) as (worker, client),
+        running(model, Role.PREFILL, PREFILL, {"prefill": 300.0}) as (worker, client),
         receiving_for(client.info) as decode,
     ):
         decode.announce("told", range(4), client.info)
@@ -380,8 +389,7 @@ async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
 
 async def test_prefill_fails_at_once_what_it_cannot_reach(model: Path) -> None:
     """Nobody listens there: the gateway hears of it from prefill, unless token 1 was faster."""
-    slow = {"delay_ms": {"prefill": 300.0}}
-    async with running(model, Role.PREFILL, PREFILL, testing=slow) as (worker, client):
+    async with running(model, Role.PREFILL, PREFILL, {"prefill": 300.0}) as (worker, client):
         async with receiving_for(client.info) as decode:
             peer = decode.peer
         with pytest.raises(PeerLost):
@@ -625,9 +633,8 @@ async def test_both_halves_in_any_order(model: Path, order: str) -> None:
 async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None:
     """Once the decode worker has told where the blocks go. (A prefill worker whose peer never does hears of it from the
     gateway.)"""
-    slow = {"delay_ms": {"prefill": 1000.0}}
     async with (
-        running(model, Role.PREFILL, PREFILL, testing=slow) as (prefill, to_prefill),
+        running(model, Role.PREFILL, PREFILL, {"prefill": 1000.0}) as (prefill, to_prefill),
         running(model, Role.DECODE, DECODE) as (decode, to_decode),
     ):
         await prefill.incarnation.kv.connect(to_decode.info.peer)

@@ -12,8 +12,8 @@ SPEC = WorkerSpec("decode-0", Role.DECODE, "127.0.0.1", "127.0.0.1", "cpu", "127
 
 
 def test_round_trip() -> None:
-    config = PdserveConfig.parse({"cluster": {"cores_per_worker": 2}, "testing": {"delay_ms": {"prefill": 5}}})
-    spec = replace(SPEC, config=config, num_slots=3, cores=(1, 4))
+    config = PdserveConfig.parse({"cluster": {"cores_per_worker": 2}})
+    spec = replace(SPEC, config=config, num_slots=3, cores=(1, 4), engine_module="another.engine")
     assert WorkerSpec.from_wire(spec.to_wire()) == spec
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pdserve.core.config import EngineConfig, PdserveConfig
 from pdserve.core.errors import ConfigError
 
-SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway", "testing"]
+SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway"]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -31,10 +31,10 @@ def test_nothing_at_all_gives_the_defaults(tmp_path: Path) -> None:
 
 
 def test_the_file_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path, "engine:\n  num_blocks: 17\ntesting:\n  delay_ms: {route: 2.5}\n")
+    path = write(tmp_path, "engine:\n  num_blocks: 17\nrouter:\n  patience_s: 2.5\n")
     config = PdserveConfig.load(str(path))
     assert config.engine.num_blocks == 17
-    assert config.testing.delay_ms == {"route": 2.5}
+    assert config.router.patience_s == 2.5
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -140,16 +140,6 @@ def test_a_bad_value_is_named_with_what_is_allowed(dotted: str, value: Any, allo
     assert message.startswith(f"{dotted}: ")
     assert allowed in message
     assert message.endswith(f"(got {value!r})")
-
-
-@pytest.mark.parametrize(
-    ("delays", "start"),
-    [({"lunch": 1}, "testing.delay_ms.lunch: "), ({"route": -1}, "testing.delay_ms.route: ")],
-)
-def test_planted_delays_have_known_stages_and_are_never_negative(delays: dict[str, float], start: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PdserveConfig.parse({"testing": {"delay_ms": delays}})
-    assert str(caught.value).startswith(start)
 
 
 @pytest.mark.parametrize("value", [3, "x", [1]])

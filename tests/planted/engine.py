@@ -1,4 +1,4 @@
-"""Delays that tests plant in the engine's stages, to prove that the breakdown shows each where it is.
+"""An engine process with planted delays, in place of `engine.process.loop`.
 
 ``prefill_queue`` sleeps before the first step of a request that prefills here, ``prefill`` in the step that samples its
 first token, ``decode_queue`` before its first decode step (of a RECEIVE request: after `KVReady`), ``first_decode`` in
@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 
 from engine.core import EngineCore, Outbox, RequestCommand, Runner
 from engine.messages import Abort, KVReady, KVRole, Submit
+from engine.process.loop import main
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler
 from pdserve.core.clock import Clock
+from tests.planted.delays import planted_delays_s
 
 
 class DelayedCore(EngineCore):
-    """An engine core with ``delay_s`` by stage. It follows requests from submission to their second token and sleeps
-    where told."""
+    """An engine core with the delays of this process. It follows requests from submission to their second token and
+    sleeps where told."""
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox, delay_s: Mapping[str, float]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox) -> None:
         super().__init__(scheduler, _DelayedRunner(runner, self), clock, outbox)
-        self._delay_s = delay_s
+        self._delay_s = planted_delays_s()
         self._stage: dict[str, str] = {}
         self._roles: dict[str, KVRole] = {}
 
@@ -79,3 +79,7 @@ class _DelayedRunner:
         sampled = self._runner.execute(seqs, hook)
         self._core.in_step(seqs)
         return sampled
+
+
+if __name__ == "__main__":
+    main(DelayedCore)
