@@ -41,7 +41,7 @@ class LinkKeeper:
         for key in self._connecting.keys() - wanted.keys():
             self._connecting.pop(key).cancel()
         linked = {(state.worker_id, state.epoch) for state in self.states() if isinstance(state.outcome, PeerLink)}
-        for key in wanted.keys() - linked - self._connecting.keys():
+        for key in sorted(wanted.keys() - linked - self._connecting.keys()):
             self._connecting[key] = asyncio.create_task(self._open(key, wanted[key]))
 
     def states(self) -> list[LinkState]:

@@ -14,6 +14,8 @@ import pytest
 import kv_transfer.receiver
 import kv_transfer.send_link
 import kv_transfer.sender
+from kv_transfer import sender as sender_module
+from kv_transfer.handshake import measure
 from kv_transfer.transfer import TransferEnded, TransferStatus
 from pdserve.core.errors import (
     ConfigError,
@@ -737,15 +739,24 @@ async def test_an_announcement_of_what_is_over_at_the_sender_fails_the_receiver_
     assert not any(ends.target.data[10 * 1024 : 12 * 1024])
 
 
-async def test_an_announcement_of_what_was_given_up_while_its_link_is_made(make_ends: MakeEnds) -> None:
+async def test_an_announcement_of_what_was_given_up_while_its_link_is_made(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is heard before the link is known to the sender's other half."""
-    ends = await make_ends(lease_s=30.0)
+    ends, measured = await make_ends(lease_s=30.0), asyncio.Event()
+
+    async def measure_late(*args: Any) -> float:
+        await measured.wait()
+        return await measure(*args)
+
+    monkeypatch.setattr(sender_module, "measure", measure_late)
     ends.receiver.expect("r", [10, 11], 0, ends.in_s(30))
     ends.receiver.announce("r", "p")
     ends.sender.push("r", ends.peer, 2, ends.in_s(20))
     await until(lambda: bool(ends.receiver._links))  # the receiver has greeted it, and tells it now
     assert ends.sender.links() == ()
     await ends.sender.abort("r")
+    measured.set()
     async with asyncio.timeout(10):
         with pytest.raises(TransferError, match="the sender of r gave up: "):
             await ends.receiver.wait("r")
