@@ -234,9 +234,7 @@ class Service:
         for role, count in wanted.items():
             present = len(members.of(role))
             if bool(count) != bool(present):
-                raise LaunchError(
-                    f"{role}: {present} workers cannot become {count}: a service keeps the roles it was started with"
-                )
+                raise LaunchError(f"{role}: {present} workers cannot become {count}: a service keeps its initial roles")
         leaving = [member for role, count in wanted.items() for member in _to_leave(members.of(role), count)]
         coming = [role for role, count in wanted.items() for _ in range(count - len(members.of(role)))]
         if leaving:
