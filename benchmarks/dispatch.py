@@ -120,20 +120,25 @@ async def streaming(target: str, streams: int = 8, tokens: int = 400) -> dict[st
 
 
 async def busy(target: str) -> dict[str, float]:
-    """TTFT of new requests while decode has nothing else to do, and while it runs others, alternately."""
-    ttft_ms: dict[str, list[float]] = {"idle": [], "busy": []}
+    """TTFT of new requests while decode has nothing else to do, and while it runs others, alternately. Colocated
+    requests, which then run on the prefill worker alone, are the control: what they lose to a busy decode engine is the
+    machine's (shared caches, memory bandwidth, hardware threads)."""
+    ttft_ms: dict[tuple[str, str], list[float]] = {
+        (state, mode): [] for state in ("idle", "busy") for mode in ("pd", "colocated")
+    }
     draw = random.Random(3)
     async with AsyncClient(target) as client:
 
         async def probe(state: str) -> None:
-            for _ in range(BUSY_PAIRS // 4):
-                stream = client.generate(
-                    prompt(draw, PROMPT_TOKENS), max_tokens=2, ignore_eos=True, mode="pd", timeout_s=120
-                )
-                ttft_ms[state].append((await stream.result()).ttft_ms)
+            for number in range(BUSY_PAIRS // 4):
+                for mode in ("pd", "colocated")[:: 1 if number % 2 else -1]:
+                    ids = prompt(draw, PROMPT_TOKENS)
+                    stream = client.generate(ids, max_tokens=2, ignore_eos=True, mode=mode, timeout_s=120)
+                    ttft_ms[state, mode].append((await stream.result()).ttft_ms)
 
         await probe("idle")
-        ttft_ms["idle"].clear()
+        for values in ttft_ms.values():
+            values.clear()
         for _ in range(4):
             await probe("idle")
             running = [
@@ -147,11 +152,12 @@ async def busy(target: str) -> dict[str, float]:
             for stream in running:
                 await stream.aclose()
             await asyncio.sleep(1.0)
-    medians = {state: statistics.median(values) for state, values in ttft_ms.items()}
+    medians = {key: statistics.median(values) for key, values in ttft_ms.items()}
     return {
-        "idle_ttft_ms": round(medians["idle"], 2),
-        "busy_ttft_ms": round(medians["busy"], 2),
-        "ratio": round(medians["busy"] / medians["idle"], 3),
+        "idle_ttft_ms": round(medians["idle", "pd"], 2),
+        "busy_ttft_ms": round(medians["busy", "pd"], 2),
+        "ratio": round(medians["busy", "pd"] / medians["idle", "pd"], 3),
+        "colocated_ratio": round(medians["busy", "colocated"] / medians["idle", "colocated"], 3),
     }
 
 
