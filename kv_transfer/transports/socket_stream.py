@@ -17,6 +17,7 @@ _MAX_PARTS = 512  # of one system call; the kernel takes 1024
 _TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop get their turn
 _WAKE_BYTES = 512 * 2**10  # a receiver is woken for at least so much of a payload
 _POLL_S = 200e-6
+_SLOW_S = 0.05  # for `_WAKE_BYTES`
 _CLOSE_S = 1.0
 _SCRATCH_BYTES = 256 * 2**10
 
@@ -136,12 +137,17 @@ class SocketStream:
             count = min(self._ahead.nbytes, fetch.left)
             fetch.write(self._ahead[:count])
             self._ahead = self._ahead[count:]
+        wake_bytes = _WAKE_BYTES
         try:
             while fetch.left and not fetch.cancelled:
-                # To be woken by each packet would cost more than the copying.
-                self._wake_at(min(fetch.left, _WAKE_BYTES))
+                # To be woken by each packet would cost more than the copying; on a slow link each shows that the peer
+                # lives.
+                self._wake_at(min(fetch.left, wake_bytes))
+                asked_s = self._loop.time()
                 # The views are asked for after each wait: it may be cancelled meanwhile.
                 fetch.advance(await self._receive(fetch.views))
+                if self._loop.time() - asked_s > _SLOW_S:
+                    wake_bytes = 1
         finally:
             self._wake_at(1)
         return before - fetch.left
