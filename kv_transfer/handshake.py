@@ -61,6 +61,8 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
         raise peer_error(answer.kind, f"refused by {worker_id}: {answer.message}")
     if not isinstance(answer, HelloOk) or (answer.worker_id, answer.epoch) != (worker_id, me.epoch):
         raise TransferRefused(f"another worker than {worker_id} answers at its KV endpoint")
+    # Before anything is computed with it. A receiver that has refused nothing has a layout that fits.
+    answer.layout.check_source(me.layout)
     return answer.layout
 
 

@@ -133,6 +133,8 @@ class DeviceMemory:
 
     def copy(self, regions: Sequence[Region], staged: memoryview, *, to_device: bool) -> None:
         """Begin to copy between the regions and ``staged``, which holds them one after the other; see `settled`."""
+        if not regions:
+            return
         import torch
 
         host, start = torch.frombuffer(staged, dtype=torch.uint8), 0

@@ -137,10 +137,10 @@ class KVReceiver:
         writes into its blocks any more then. TransferEnded if there is none."""
         transfer = self._find(attempt_id)
         await transfer.ended()
-        if self._by_attempt.get(attempt_id) is transfer:
-            del self._by_attempt[attempt_id]
         if transfer.fetch is not None:
             await transfer.fetch.at_rest()
+        if self._by_attempt.get(attempt_id) is transfer:  # not before it is at rest: `abort` has to find it until then
+            del self._by_attempt[attempt_id]
         return transfer.result()
 
     def hello(self, link: KVLink) -> Hello:
@@ -154,11 +154,13 @@ class KVReceiver:
     async def abort(self, attempt_id: str) -> None:
         """Give a transfer up and tell its sender. When this returns, nothing writes into its blocks any more. Unknown
         ones are fine."""
-        transfer = self._by_attempt.pop(attempt_id, None)
+        transfer = self._by_attempt.get(attempt_id)
         if transfer is not None:
             self._fail(transfer, RequestAborted(f"the KV transfer of {attempt_id} was aborted by its receiver"))
             if transfer.fetch is not None:
                 await transfer.fetch.at_rest()
+            if self._by_attempt.get(attempt_id) is transfer:
+                del self._by_attempt[attempt_id]
 
     async def aclose(self) -> None:
         """Fail what is awaited, close the links."""
@@ -182,7 +184,10 @@ class KVReceiver:
         try:
             if await self._meet(link):
                 while True:
-                    await self._on_message(link, await link.recv())
+                    message = await link.recv()
+                    await self._on_message(link, message)
+                    if not message.size:  # a peer that sends nothing but small messages must not keep others waiting
+                        await asyncio.sleep(0)
         except TransferError as error:
             # Without its traceback, whose frames would keep this link's memory until the next collection.
             lost = error.with_traceback(None)
@@ -295,10 +300,14 @@ class KVReceiver:
             await fetch.commit()
             if fetch.cancelled:
                 return
+        except TransferError:
+            raise
         except PdserveError as error:
-            if isinstance(error, TransferError):
-                raise
             self._fail(transfer, error)
+            return
+        except (RuntimeError, ValueError) as error:  # a device's, or of memory that is gone: others are not concerned
+            _log.exception("the KV of %s cannot be taken", transfer.attempt_id)
+            self._fail(transfer, TransferError(f"KV of {transfer.attempt_id} cannot be taken: {error}"))
             return
         import_s = time.perf_counter() - fetched_s + fetch.digest_s
         transfer.accept(header, size, wire_s, import_s)

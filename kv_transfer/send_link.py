@@ -249,6 +249,9 @@ class SendLink:
             raise
         except PdserveError as error:  # its blocks cannot be read: the others are not concerned
             self._conclude(transfer, error)
+        except (RuntimeError, ValueError) as error:  # the same, by a device
+            _log.exception("the KV of %s cannot be read", transfer.attempt_id)
+            self._conclude(transfer, TransferError(f"KV of {transfer.attempt_id} cannot be read: {error}"))
         finally:
             transfer.idle.set()
 

@@ -15,7 +15,7 @@ from typing import Any
 from kv_transfer.fetch import Fetch
 from kv_transfer.memory import DeviceMemory, Memory
 from kv_transfer.transports.greeting import expect_greeting, read_exactly
-from kv_transfer.transports.nixl_agent import NAME_BYTES, NixlAgent, RemoteMemory
+from kv_transfer.transports.nixl_agent import NAME_BYTES, NixlAgent, ReadFailed, RemoteMemory
 from kv_transfer.transports.nixl_link import NixlLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.tcp import TcpTransport, tune
@@ -37,7 +37,7 @@ class NixlTransport(TcpTransport):
     def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
         super().__init__(memory, timeout_s=timeout_s)
         self._making: asyncio.Task[NixlAgent] | None = None
-        self._left: dict[Any, Fetch] = {}  # reads that outlived their links
+        self._left: dict[Any, tuple[str, Fetch]] = {}  # reads that outlived their links
         self._watching: asyncio.Task[None] | None = None
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -56,7 +56,7 @@ class NixlTransport(TcpTransport):
             await asyncio.wait({making})
             if not making.cancelled() and making.exception() is None:
                 await in_thread("kv-nixl-close", making.result().close)
-        for fetch in self._left.values():
+        for _, fetch in self._left.values():
             fetch.end_writing()
         self._left.clear()
 
@@ -93,21 +93,26 @@ class NixlTransport(TcpTransport):
         about = _ABOUT.pack(agent.name.encode(), memory.address, memory.size, device, len(agent.metadata))
         await asyncio.get_running_loop().sock_sendall(connection, _GREETING + about + agent.metadata)
 
-    def _leave(self, handle: Any, fetch: Fetch) -> None:
-        """A link is over and a read of it is not: its regions are written until the read has ended."""
-        self._left[handle] = fetch
+    def _leave(self, agent: NixlAgent, peer: str, handle: Any, fetch: Fetch) -> None:
+        """A link is over and a read of it is not: its regions are written until the read has ended. NIXL knows that
+        only while it knows the peer."""
+        agent.hold_peer(peer)
+        self._left[handle] = peer, fetch
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         agent = await self._agent()
         while self._left:
-            for handle, fetch in list(self._left.items()):
+            for handle, (peer, fetch) in list(self._left.items()):
                 try:
                     ended = agent.done(handle)
-                except PeerLost:
+                except ReadFailed:
                     ended = True
+                except PeerLost:  # not known: it may still write, until the agent ends
+                    ended = False
                 if ended:
                     del self._left[handle]
+                    agent.remove_peer(peer)
                     fetch.end_writing()
             await asyncio.sleep(_WATCH_S)

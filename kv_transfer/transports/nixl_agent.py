@@ -25,6 +25,10 @@ _INSTALL = "pip install nixl, or '.[nixl]' in place of '.'"
 NAME_BYTES = 16
 
 
+class ReadFailed(PeerLost):
+    """A read has ended, and not brought what it should have."""
+
+
 class RemoteMemory(NamedTuple):
     """A peer's registered memory: its agent's name, where the memory lies in its own process, its size, and the number
     of its device there (0 on the host)."""
@@ -71,6 +75,10 @@ class NixlAgent:
                 raise PeerLost("the peer's metadata are another agent's")
         self._peers[name] += 1
 
+    def hold_peer(self, name: str) -> None:
+        """As `add_peer`, for one that is known: a read of its memory is under way."""
+        self._peers[name] += 1
+
     def remove_peer(self, name: str) -> None:
         """Undo one `add_peer`; the last one forgets the peer, and disconnects."""
         self._peers[name] -= 1
@@ -97,14 +105,15 @@ class NixlAgent:
         return self._guard("reading", begin)
 
     def done(self, handle: Any) -> bool:
-        """Whether a read has ended, whose handle is then released; PeerLost if it failed. Makes progress. A read that
-        is under way cannot be called back, whatever NIXL says when its handle is released."""
+        """Whether a read has ended, whose handle is then released; ReadFailed if it ended without success, PeerLost if
+        its state is unknown. Makes progress. A read that is under way cannot be called back, whatever NIXL says when
+        its handle is released."""
         state = self._guard("reading", lambda: self._agent.check_xfer_state(handle))
         if state == "PROC":
             return False
         self._guard("reading", lambda: self._agent.release_xfer_handle(handle))
         if state != "DONE":
-            raise PeerLost("reading the peer's memory failed")
+            raise ReadFailed("reading the peer's memory failed")
         return True
 
     def progress(self) -> None:

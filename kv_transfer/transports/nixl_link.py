@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.memory import Memory
-from kv_transfer.transports.nixl_agent import NixlAgent, RemoteMemory
+from kv_transfer.transports.nixl_agent import NixlAgent, ReadFailed, RemoteMemory
 from kv_transfer.transports.socket_link import FIRST_OWN_SIGNAL, MAX_REFERENCES, SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
 from pdserve.core.errors import PeerLost, TransferError
@@ -50,7 +50,7 @@ class NixlLink(SocketLink):
         agent: NixlAgent,
         peer: RemoteMemory,
         *,
-        leave: Callable[[Any, Fetch], None],
+        leave: Callable[[NixlAgent, str, Any, Fetch], None],
         timeout_s: float,
     ) -> None:
         super().__init__(transport, memory, stream, peer_size=peer.size)
@@ -58,6 +58,7 @@ class NixlLink(SocketLink):
         self._agent, self._peer, self._leave, self._timeout_s = agent, peer, leave, timeout_s
         self._reading = asyncio.Lock()
         self._asked = self._needs_help = False
+        self._ask_again_s = 0.0
         self._helping: asyncio.Task[None] | None = None
         self._released = False
 
@@ -71,7 +72,11 @@ class NixlLink(SocketLink):
         await super().aclose()
 
     def _refer(self, payload: Payload) -> Sequence[Region]:
-        return payload.regions if len(payload.regions) <= MAX_REFERENCES else ()
+        if len(payload.regions) <= MAX_REFERENCES:
+            return payload.regions
+        if self.on_device:
+            raise ValueError(f"a payload of {len(payload.regions)} regions ({self.transport})")
+        return ()
 
     async def _fetch_references(self, references: Sequence[Region], fetch: Fetch) -> None:
         reads: deque[_Read] = deque()
@@ -92,9 +97,9 @@ class NixlLink(SocketLink):
             finally:
                 for read in reads:
                     self._stream.lose("a read of the peer's memory was left unfinished")
-                    self._leave(read.handle, fetch)
+                    self._leave(self._agent, self._peer.agent, read.handle, fetch)
                 if self._asked:
-                    self._asked = False
+                    self._asked, self._ask_again_s = False, 0.0
                     with contextlib.suppress(TransferError):
                         await self._send_signal(_READ)
 
@@ -105,7 +110,7 @@ class NixlLink(SocketLink):
             try:
                 if self._agent.done(reads[0].handle):
                     break
-            except PeerLost:
+            except ReadFailed:
                 reads.popleft()
                 fetch.end_writing()
                 raise
@@ -113,8 +118,9 @@ class NixlLink(SocketLink):
             waited_s = time.monotonic() - started_s
             if waited_s > self._timeout_s:
                 raise PeerLost(f"reading the peer's memory took longer than {self._timeout_s} s")
-            if not self._asked and (self._needs_help or waited_s > _ALONE_S):
+            if (self._needs_help or waited_s > _ALONE_S) and time.monotonic() > self._ask_again_s:
                 self._asked = self._needs_help = True
+                self._ask_again_s = time.monotonic() + self._timeout_s / 2  # the peer helps for as long as the timeout
                 await self._send_signal(_READING)
             # NIXL has nothing to wait on: without a thread of its own, a read goes on only while it is asked about.
             await asyncio.sleep(0)

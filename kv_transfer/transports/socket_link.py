@@ -74,17 +74,11 @@ class SocketLink(KVLink):
         for reference in references:
             frame += _REFERENCE.pack(*reference)
         parts = [] if count else payload.parts
-        if not self._writing.locked() and not parts:
-            written = self._stream.write_now(frame)
-            self._referred += bool(count)
-            if written == len(frame):
-                return
-            async with self._writing:
-                await self._stream.write([memoryview(frame)[written:]])
-            return
         async with self._writing:
             self._referred += bool(count)  # here, so that a flush counts what goes before it and nothing else
-            await self._stream.write([frame, *parts])
+            written = 0 if parts else self._stream.write_now(frame)
+            if written < len(frame):
+                await self._stream.write([memoryview(frame)[written:], *parts])
 
     async def drained(self) -> None:
         """Wait until the peer has dealt with what was sent by reference."""
@@ -125,6 +119,7 @@ class SocketLink(KVLink):
                 if kind == _MESSAGE:
                     break
                 await self._on_signal(kind)
+                await asyncio.sleep(0)  # a peer that sends nothing but signals must not keep others waiting
             stream.expects_more = size > 0
             if count:
                 await self._read_references(count, size)

@@ -170,6 +170,7 @@ class SocketStream:
         if self._socket.fileno() < 0:
             return
         self.lose("the link was closed here")
+        await asyncio.sleep(0)  # tasks that wait for the socket leave it first
         scratch = bytearray(0 if at_once else _SCRATCH_BYTES)
         try:
             self._socket.shutdown(socket.SHUT_WR)
@@ -184,6 +185,9 @@ class SocketStream:
         except (OSError, TimeoutError):
             pass  # it is gone already, or does not care
         finally:
+            if (fd := self._socket.fileno()) >= 0:
+                self._loop.remove_reader(fd)
+                self._loop.remove_writer(fd)
             self._socket.close()
             self._buffer, self._ahead = bytearray(), memoryview(b"")
 

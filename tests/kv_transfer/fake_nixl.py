@@ -83,6 +83,8 @@ class _Agent:
 
     def check_xfer_state(self, read: _Read) -> str:
         assert not read.released
+        if read.peer not in self.peers:
+            raise FakeError("NOT_FOUND")
         if self.network.fails:
             return "ERR"
         read.polls += 1

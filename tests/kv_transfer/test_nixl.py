@@ -386,3 +386,28 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
                 assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [7, 8, 9])
     finally:
         relay.close()
+
+
+async def test_an_abort_waits_for_a_read_even_if_nothing_waits_for_the_transfer_any_more(
+    make_ends: MakeEnds, network: FakeNetwork
+) -> None:
+    """The transfer has expired, and the task that waited for it was cancelled while the read went on."""
+    ends = await make_ends("nixl", layout=LAYOUT)
+    await ends.sender.connect("d", "e1", ends.endpoints)
+    network.polls = 2**62
+    ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(0.3)), ends.in_s(20))
+    ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
+    waiting = asyncio.create_task(ends.receiver.wait("r"))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    aborting = asyncio.create_task(ends.receiver.abort("r"))
+    await asyncio.sleep(0.05)
+    assert not aborting.done()
+    network.polls = 0
+    async with asyncio.timeout(5):
+        await aborting
+    there = bytes(ends.target.data)
+    await asyncio.sleep(0.05)
+    assert ends.target.data == there
