@@ -62,7 +62,7 @@ bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP
 bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a burst of streams gets (about 9 minutes)
 	$(BIN)/python -m benchmarks.abuse
 
-bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and beside a busy decode (about 3 minutes)
+bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and beside a busy decode (about 4 minutes)
 	$(BIN)/python -m benchmarks.dispatch
 
 proto:  ## regenerate pb/ from proto/pdserve/pb/
