@@ -57,7 +57,8 @@ class KVLink(ABC):
     them."""
     reads_late = False
     """Whether the receiver may read a payload after the sender has cut the link and given the blocks away, without
-    noticing that it was cut. Then the checksum alone tells, and is not optional."""
+    noticing that it was cut. Then a payload counts only if its checksum is right, whatever is configured, or, where
+    nothing is hashed, if the sender confirms that it still held the blocks (`protocol.Confirm`)."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory

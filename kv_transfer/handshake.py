@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kv_transfer.base import MAX_PAYLOAD_BYTES, KVLink, Message
-from kv_transfer.integrity import (
+from kv_transfer.pool import Pool
+from kv_transfer.protocol import (
     MAX_EOS_TOKEN_IDS,
     Announce,
     Header,
@@ -25,7 +26,6 @@ from kv_transfer.integrity import (
     encode,
     peer_error,
 )
-from kv_transfer.pool import Pool
 from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
 

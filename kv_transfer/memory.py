@@ -37,7 +37,6 @@ class HostMemory:
         self.size = os.fstat(fd).st_size
         if not self.size:
             raise TransferRefused("the memory file is empty")
-        self._writable = writable
         if writable:  # with its page table filled: otherwise the first hand-off into each block would pay for that
             self._map = mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         else:
@@ -153,9 +152,6 @@ class DeviceMemory:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._open.device))
         return event.query
-
-    def touch(self) -> None:
-        """Nothing has to be faulted in."""
 
     def close(self) -> None:
         """Let go of it. Closing twice is fine."""

@@ -32,8 +32,8 @@ class Pool:
     @classmethod
     def open(cls, layout: KVLayout, num_blocks: int, handle: Mapping[str, Any], memory_fd: int) -> Pool:
         """An engine's pool, which ``handle`` (of `engine.messages.Ready`) describes; ``memory_fd`` is its memory file
-        if it is on the host, and stays the caller's. TransferRefused if it cannot be opened, ValueError if it has
-                another size than its layout."""
+        if it is on the host, and stays the caller's. TransferRefused if it cannot be opened, ValueError if its size is
+        not its layout's."""
         expected = layout.block_bytes * num_blocks
         if handle["bytes"] != expected:
             raise ValueError(f"the pool has {handle['bytes']} bytes, its layout needs {expected}")

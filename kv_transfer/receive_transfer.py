@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.fetch import Fetch
-from kv_transfer.integrity import Announce, Blocks, Reason, Refusal
+from kv_transfer.protocol import Announce, Blocks, Header, Reason, Refusal
 from kv_transfer.transfer import Lease, Transfer, TransferStatus
 from pdserve.core.handoff import TransferProof
 from pdserve.core.kv_layout import KVLayout
@@ -38,7 +38,11 @@ class Source(Protocol):
 
     @property
     def ceiling_gbs(self) -> float:
-        """What it moved at best when its sender measured it."""
+        """What it moved at best when its sender measured it, in 10^9 bytes per second."""
+        ...
+
+    async def tell(self, header: Header) -> None:
+        """Say something to the sender that need not arrive."""
         ...
 
 

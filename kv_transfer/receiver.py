@@ -19,7 +19,8 @@ from typing import Any
 
 from kv_transfer.base import KVLink, KVTransport, Message
 from kv_transfer.handshake import ProbeArea, check_block_size, dismiss, greet, is_telling, parse, sorted_eos
-from kv_transfer.integrity import (
+from kv_transfer.pool import Pool
+from kv_transfer.protocol import (
     Abort,
     Ack,
     Blocks,
@@ -35,7 +36,6 @@ from kv_transfer.integrity import (
     encode,
     peer_error,
 )
-from kv_transfer.pool import Pool
 from kv_transfer.receive_transfer import ReceivedKV, ReceiveTransfer
 from kv_transfer.transfer import Lease, TransferEnded, TransferStatus
 from kv_transfer.transports.strangers import INTRODUCTION_S
@@ -329,7 +329,7 @@ class KVReceiver:
         """Nothing more is taken, because of ``error``; the sender is told."""
         if not transfer.is_over:
             self._conclude(transfer, error)
-            if tell and isinstance(transfer.source, ReceiveLink):
+            if tell and transfer.source is not None:
                 self._spawn(transfer.source.tell(Abort(transfer.nonce, *to_wire(error))))
 
     def _conclude(self, transfer: ReceiveTransfer, outcome: ReceivedKV | PdserveError) -> None:
@@ -355,7 +355,7 @@ class ReceiveLink:
         """Set once the sender has introduced itself."""
         self.checksums = link.hashes(checksum)
         self.confirms = link.reads_late and not self.checksums
-        """Whether a transfer counts only once its sender has confirmed it (`integrity.Confirm`)."""
+        """Whether a transfer counts only once its sender has confirmed it (`protocol.Confirm`)."""
         self.ceiling_gbs = 0.0
         """What the link moved at best when its sender measured it."""
         self.probe_area: ProbeArea | None = None

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from kv_transfer.base import KVLink
-from kv_transfer.integrity import (
+from kv_transfer.pool import Pool
+from kv_transfer.protocol import (
     Abort,
     Ack,
     Announce,
@@ -24,7 +25,6 @@ from kv_transfer.integrity import (
     encode,
     peer_error,
 )
-from kv_transfer.pool import Pool
 from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.transfer import TransferStatus
 from pdserve.core.clock import Clock

@@ -10,8 +10,8 @@ from typing import Any
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import Choice, choose
 from kv_transfer.handshake import check_block_size, introduce, measure, sorted_eos
-from kv_transfer.integrity import Announce, Hello
 from kv_transfer.pool import Pool
+from kv_transfer.protocol import Announce, Hello
 from kv_transfer.send_link import SendLink
 from kv_transfer.send_transfer import SendTransfer, SentKV
 from kv_transfer.transfer import Lease, TransferEnded, TransferStatus

@@ -68,7 +68,7 @@ class ModelRunner:
     def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
         """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
         each request that wants any, by request id. ``hook`` is called on the way, when layers' keys and values can be
-        read (not in a step that runs as a recorded graph)."""
+        read (not in a step that runs as a recorded graph). ValueError for drafts (`Scheduler.propose`)."""
         self._attention.prepare(seqs)
         wanted = ordered = self._attention.order(seqs)
         if self._graphs is not None and self._graphs.fits(ordered):
@@ -105,7 +105,7 @@ class ModelRunner:
             end += len(seq.token_ids)
             if seq.sample:
                 if seq.num_drafts:
-                    raise NotImplementedError("this runner verifies no draft tokens")
+                    raise ValueError(f"{seq.attempt_id}: this runner verifies no draft tokens")
                 rows[seq.attempt_id] = end - 1
                 wanted[seq.attempt_id] = seq
                 lasts[seq.attempt_id] = replace(

@@ -25,7 +25,7 @@ _INSTALL = "pip install nixl, or '.[nixl]' in place of '.'"
 NAME_BYTES = 16
 
 
-class ReadFailed(PeerLost):
+class ReadFailed(Exception):
     """A read has ended, and not brought what it should have."""
 
 

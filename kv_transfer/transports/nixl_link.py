@@ -57,8 +57,8 @@ class NixlLink(SocketLink):
         self.on_device = memory.on_device
         self._agent, self._peer, self._leave, self._timeout_s = agent, peer, leave, timeout_s
         self._reading = asyncio.Lock()
-        self._asked = self._needs_help = False
-        self._ask_again_s = 0.0
+        self._needs_help = False
+        self._ask_again_s = 0.0  # 0: the peer was not asked to help this fetch
         self._helping: asyncio.Task[None] | None = None
         self._released = False
 
@@ -98,8 +98,8 @@ class NixlLink(SocketLink):
                 for read in reads:
                     self._stream.lose("a read of the peer's memory was left unfinished")
                     self._leave(self._agent, self._peer.agent, read.handle, fetch)
-                if self._asked:
-                    self._asked, self._ask_again_s = False, 0.0
+                if self._ask_again_s:
+                    self._ask_again_s = 0.0
                     with contextlib.suppress(TransferError):
                         await self._send_signal(_READ)
 
@@ -110,16 +110,16 @@ class NixlLink(SocketLink):
             try:
                 if self._agent.done(reads[0].handle):
                     break
-            except ReadFailed:
+            except ReadFailed as error:
                 reads.popleft()
                 fetch.end_writing()
-                raise
+                raise PeerLost(str(error)) from None
             self._check_open()
             waited_s = time.monotonic() - started_s
             if waited_s > self._timeout_s:
                 raise PeerLost(f"reading the peer's memory took longer than {self._timeout_s} s")
             if (self._needs_help or waited_s > _ALONE_S) and time.monotonic() > self._ask_again_s:
-                self._asked = self._needs_help = True
+                self._needs_help = True
                 self._ask_again_s = time.monotonic() + self._timeout_s / 2  # the peer helps for as long as the timeout
                 await self._send_signal(_READING)
             # NIXL has nothing to wait on: without a thread of its own, a read goes on only while it is asked about.

@@ -32,8 +32,9 @@ _REFERENCES_AT_ONCE = 2**10
 
 
 class SocketLink(KVLink):
-    """A payload follows its message over the socket. What a link may refer to instead is for subclasses
-    (`_refer`, `_fetch_references`); ``peer_size`` is the size of the peer's memory that references may lie in."""
+    """A payload follows its message over the socket. A subclass may refer to regions of its memory instead (`_refer`),
+    which the peer fetches (`_fetch_references`). ``peer_size`` is the size of the peer's memory that references may lie
+    in; 0: none may come."""
 
     def __init__(self, transport: str, memory: Memory, stream: SocketStream, *, peer_size: int = 0) -> None:
         super().__init__(memory)
@@ -94,7 +95,7 @@ class SocketLink(KVLink):
             self.cut(str(error))
 
     def cut(self, why: str) -> None:
-        """Shut the socket down; from then on the peer cannot take anything for good any more (see `take`)."""
+        """Shut the socket down; from then on the peer cannot take anything for good any more (see `_move`)."""
         self._stream.cut(why)
         self._let_go()
 
@@ -145,8 +146,8 @@ class SocketLink(KVLink):
         return ()
 
     async def _fetch_references(self, references: Sequence[Region], fetch: Fetch) -> None:
-        """Fetch regions of the peer's memory."""
-        raise NotImplementedError
+        """Fetch regions of the peer's memory. PeerLost on a link that shares none."""
+        raise self._stream.lose("the peer refers to memory that it does not share")
 
     async def aclose(self) -> None:
         """Close the socket, and let go of the peer's memory."""
@@ -165,13 +166,13 @@ class SocketLink(KVLink):
         """Before any memory is set aside for it; PeerLost."""
         why = ""
         if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
-            why = "the limits"
+            why = "which is too large"
         elif count > min(MAX_REFERENCES, size) or (count and not self._peer_size):
-            why = f"{count} references"
+            why = f"in {count} references"
         elif self._stranger is not None and (kind != _MESSAGE or header_size > MAX_HELLO_BYTES or size):
             why = "before it introduced itself"
         if why:
-            raise self._stream.lose(f"the peer announced a message of {header_size} + {size} bytes: {why}")
+            raise self._stream.lose(f"the peer announced a message of {header_size} + {size} bytes, {why}")
 
     async def _read_references(self, count: int, size: int) -> None:
         """So many, which are ``size`` bytes of the peer's memory; each is checked as it comes."""

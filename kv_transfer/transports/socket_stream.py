@@ -16,8 +16,8 @@ _READ_AHEAD = 64 * 2**10
 _MAX_PARTS = 512  # of one system call; the kernel takes 1024
 _TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop get their turn
 _WAKE_BYTES = 512 * 2**10  # a receiver is woken for at least so much of a payload
-_POLL_S = 200e-6
-_SLOW_S = 0.05  # for `_WAKE_BYTES`
+_SLOW_S = 0.05  # a receiver that waited longer is woken for each packet
+_POLL_S = 200e-6  # how long a socket that is expected to have more is polled
 _CLOSE_S = 1.0
 _SCRATCH_BYTES = 256 * 2**10
 
@@ -62,8 +62,8 @@ class SocketStream:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def write_now(self, data: bytes) -> int:
-        """Write what the socket takes of ``data`` without waiting; how many bytes. Only while nothing else is being
-        written. PeerLost as from `write`."""
+        """Write as much of ``data`` as the socket takes at once; returns how many bytes. The caller has to `write` the
+        rest, before anything else. PeerLost as from `write`."""
         if lost := self._lost or self._unwritable:
             raise PeerLost(lost)
         try:

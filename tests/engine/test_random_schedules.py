@@ -184,5 +184,5 @@ def test_what_an_overflowed_request_left_in_its_blocks_reaches_no_other(
 
 def test_a_part_with_drafts_is_refused(runner: ModelRunner) -> None:
     part = ScheduledSeq("a", [1, 2, 3], 0, [0], True, SamplingParams(), num_drafts=1)
-    with pytest.raises(NotImplementedError, match="no draft tokens"):
+    with pytest.raises(ValueError, match="no draft tokens"):
         runner.execute([part])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kv_transfer.base import KVTransport
+from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -53,6 +54,18 @@ class Ends:
 
 
 MakeEnds = Callable[..., Awaitable[Ends]]
+
+
+@contextlib.asynccontextmanager
+async def answering(link: KVLink) -> AsyncIterator[None]:
+    """A task that receives on ``link``, as each sender has one: where no hardware serves reads, the peer's process
+    does, while it receives."""
+    task = asyncio.create_task(link.recv())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import msgspec
 
 from kv_transfer.base import KVTransport
 from kv_transfer.factory import create_transport
-from kv_transfer.integrity import checksum
+from kv_transfer.protocol import checksum
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, to_wire

@@ -8,8 +8,8 @@ import sys
 from dataclasses import asdict
 
 from kv_transfer.factory import create_transport
-from kv_transfer.integrity import checksum
 from kv_transfer.memory import HostMemory
+from kv_transfer.protocol import checksum
 from kv_transfer.receiver import KVReceiver
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.kv_layout import KVLayout, Region

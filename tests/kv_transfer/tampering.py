@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kv_transfer.base import NOTHING, KVLink, KVTransport, Message
 from kv_transfer.fetch import Fetch, Payload
-from kv_transfer.integrity import Blocks, Refused, decode
+from kv_transfer.protocol import Blocks, Refused, decode
 from pdserve.core.errors import ChecksumMismatch
 from pdserve.core.handoff import KVEndpoint
-from pdserve.core.kv_layout import Region
 from tests.host_pool import inline
 
 Damage = Literal["", "corrupt", "flip", "duplicate", "reorder"]
@@ -98,14 +96,9 @@ class TamperingLink(KVLink):
                 self._flipped = None
         return message
 
-    def fetch(
-        self, into: Sequence[Region], *, hashed: bool = False, on_progress: Callable[[], None] = lambda: None
-    ) -> Fetch:
-        """As it came."""
-        return self._link.fetch(into, hashed=hashed, on_progress=on_progress)
-
     async def _move(self, fetch: Fetch) -> None:
-        raise NotImplementedError
+        """As it came."""
+        await self._link._move(fetch)
 
     def cut(self, why: str) -> None:
         """Cut it."""

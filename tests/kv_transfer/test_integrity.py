@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kv_transfer import integrity
-from kv_transfer.base import NOTHING, KVLink, Message
-from kv_transfer.fetch import Fetch, Payload
-from kv_transfer.integrity import (
+from kv_transfer import protocol
+from kv_transfer.base import KVLink
+from kv_transfer.memory import HostMemory, Memory
+from kv_transfer.protocol import (
     Abort,
     Ack,
     Announce,
@@ -32,13 +32,13 @@ from kv_transfer.integrity import (
     decode,
     encode,
 )
-from kv_transfer.memory import HostMemory, Memory
 from kv_transfer.transfer import TransferStatus
 from pdserve.core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
-from pdserve.core.handoff import KVDestination, KVEndpoint
-from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
+from pdserve.core.handoff import KVDestination
+from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import LAYOUT as LAYOUT_OF_ENDS
+from tests.kv_transfer.tampering import TamperingTransport
 from tests.loopback import LoopbackTransport
 
 MakeEnds = Callable[..., Awaitable[Any]]
@@ -391,53 +391,11 @@ async def test_a_peer_that_says_nothing_is_hung_up_on(make_ends: MakeEnds) -> No
             await link.recv()
 
 
-class CorruptingTransport(LoopbackTransport):
-    """Flips a bit in the payloads of these messages, counted from 0 over all that have one."""
-
-    def __init__(self, memory: Memory, *corrupt: int) -> None:
-        super().__init__(memory)
-        self.corrupt, self.count = set(corrupt), -1
-
-    async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """A link that does it."""
-        return CorruptingLink(await super().connect(endpoint, timeout_s), self)
-
-
-class CorruptingLink(KVLink):
-    """See `CorruptingTransport`."""
-
-    def __init__(self, link: KVLink, corrupting: CorruptingTransport) -> None:
-        super().__init__(link.memory)
-        self.link, self.corrupting, self.transport = link, corrupting, link.transport
-
-    async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
-        """Send it, perhaps changed."""
-        whole = bytearray().join(payload.parts)
-        if whole and isinstance(decode(header), Blocks):
-            self.corrupting.count += 1
-            whole[len(whole) // 2] ^= self.corrupting.count in self.corrupting.corrupt
-        await self.link.send(header, inline(whole))
-
-    async def recv(self) -> Message:
-        """As it came."""
-        return await self.link.recv()
-
-    def fetch(
-        self, into: Sequence[Region], *, hashed: bool = False, on_progress: Callable[[], None] = lambda: None
-    ) -> Fetch:
-        """As it came."""
-        return self.link.fetch(into, hashed=hashed, on_progress=on_progress)
-
-    async def _move(self, fetch: Fetch) -> None:
-        raise NotImplementedError
-
-    def cut(self, why: str) -> None:
-        """Cut it."""
-        self.link.cut(why)
-
-    async def aclose(self) -> None:
-        """Close it."""
-        await self.link.aclose()
+def corrupting(memory: Memory, *messages: int) -> TamperingTransport:
+    """A transport that flips a bit in these messages with blocks, counted from 0 over all that are sent."""
+    transport = TamperingTransport(LoopbackTransport(memory))
+    transport.plan.extend("corrupt" if number in messages else "" for number in range(max(messages) + 1))
+    return transport
 
 
 @pytest.mark.parametrize("corrupt", [(0,), (1,), (3,), (0, 1, 2, 3), (1, 4)])
@@ -445,7 +403,7 @@ async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tup
     source = HostPool(LAYOUT_OF_ENDS, 64)
     ends = await make_ends(
         source=source,
-        sending=CorruptingTransport(source.memory, *corrupt),
+        sending=corrupting(source.memory, *corrupt),
         message_bytes=2048,
     )
     ids = [9, 8, 7, 6, 5, 4, 3, 2]
@@ -467,7 +425,7 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
     source = HostPool(LAYOUT_OF_ENDS, 64)
     ends = await make_ends(
         source=source,
-        sending=CorruptingTransport(source.memory, *corrupt),
+        sending=corrupting(source.memory, *corrupt),
         message_bytes=2048,
         max_inflight_bytes=2048,
     )
@@ -483,14 +441,14 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
 
 async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnds) -> None:
     source = HostPool(LAYOUT_OF_ENDS, 64)
-    ends = await make_ends(source=source, sending=CorruptingTransport(source.memory, *range(100)))
+    ends = await make_ends(source=source, sending=corrupting(source.memory, *range(100)))
     ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     with pytest.raises(ChecksumMismatch):
         await ends.sender.wait("r")
     with pytest.raises(ChecksumMismatch):
         await ends.receiver.wait("r")
-    assert ends.receiver.refused == {"checksum": 1 + integrity.MAX_RESENDS}
+    assert ends.receiver.refused == {"checksum": 1 + protocol.MAX_RESENDS}
     assert not any(ends.target.data[:1024])
     assert not any(ends.target.data[3 * 1024 :])
 

@@ -25,6 +25,7 @@ from pdserve.core.errors import ConfigError, PeerLost, TransferError
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool, inline
+from tests.kv_transfer.conftest import answering
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.kv_transfer.relay import Relay
 
@@ -65,17 +66,6 @@ async def linked(timeout_s: float = 5.0) -> AsyncIterator[Ends]:
         await receiving.aclose()
 
 
-@contextlib.asynccontextmanager
-async def answered(link: KVLink) -> AsyncIterator[None]:
-    """A task that receives on ``link``, as senders have one."""
-    task = asyncio.create_task(link.recv())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 @pytest.fixture
 def network(fake_nixl: FakeNetwork) -> FakeNetwork:
     """The stand-in."""
@@ -103,7 +93,7 @@ async def fetch(ends: Ends, regions: list[Region]) -> None:
 
 @pytest.mark.usefixtures("any_nixl")
 async def test_scattered_blocks_land_in_scattered_blocks() -> None:
-    async with linked() as ends, answered(ends.sender):
+    async with linked() as ends, answering(ends.sender):
         ids = random.Random(5).sample(range(NUM_BLOCKS), 350)  # some 11 MiB, and no multiple of a piece
         for _ in range(2):
             ends.target.data[:] = bytes(len(ends.target.data))
@@ -114,7 +104,7 @@ async def test_scattered_blocks_land_in_scattered_blocks() -> None:
 
 @pytest.mark.usefixtures("any_nixl")
 async def test_what_lies_outside_the_pool_travels_with_the_message() -> None:
-    async with linked() as ends, answered(ends.sender):
+    async with linked() as ends, answering(ends.sender):
         await ends.sender.send(b"h", inline(ends.source.data[:5000], b"elsewhere"))
         await fetch(ends, whole(ends.target, 5009))
         assert ends.target.data[:5009] == bytes(ends.source.data[:5000]) + b"elsewhere"
@@ -122,7 +112,7 @@ async def test_what_lies_outside_the_pool_travels_with_the_message() -> None:
 
 @pytest.mark.usefixtures("any_nixl")
 async def test_nothing_is_written_once_a_fetch_is_at_rest() -> None:
-    async with linked() as ends, answered(ends.sender):
+    async with linked() as ends, answering(ends.sender):
         await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
         await ends.receiver.recv()
         handle = ends.receiver.fetch(whole(ends.target))
@@ -144,7 +134,7 @@ async def test_nothing_is_written_once_a_fetch_is_at_rest() -> None:
 
 @pytest.mark.usefixtures("any_nixl")
 async def test_blocks_may_change_once_drained() -> None:
-    async with linked() as ends, answered(ends.sender):
+    async with linked() as ends, answering(ends.sender):
         before = bytes(ends.source.data)
 
         async def receive() -> None:
@@ -182,7 +172,7 @@ async def test_a_closed_link_leaves_the_others_of_its_peer_alone() -> None:
         sender, receiver = await asyncio.gather(ends.sending.connect(ends.endpoint, 10.0), ends.receiving.accept())
         receiver.introduced()
         await asyncio.gather(ends.sender.aclose(), ends.receiver.aclose())
-        async with answered(sender):
+        async with answering(sender):
             await sender.send(b"h", ends.source.payload(whole(ends.source, 5000)))
             await receiver.recv()
             await receiver.fetch(whole(ends.target, 5000))
@@ -201,7 +191,7 @@ async def test_a_reference_beyond_the_peers_memory_loses_the_link() -> None:
 
 async def test_a_peer_helps_where_nothing_else_serves_reads(network: FakeNetwork) -> None:
     network.needs_progress = True
-    async with linked() as ends, answered(ends.sender):
+    async with linked() as ends, answering(ends.sender):
         for _ in range(3):
             await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
             await fetch(ends, whole(ends.target))
@@ -218,7 +208,7 @@ async def test_a_peer_helps_where_nothing_else_serves_reads(network: FakeNetwork
 @pytest.mark.parametrize("trouble", ["stuck", "broken"])
 async def test_a_read_that_does_not_end_or_fails_loses_the_link(network: FakeNetwork, trouble: str) -> None:
     network.fails, network.polls = trouble == "broken", 2**62
-    async with linked(timeout_s=0.3) as ends, answered(ends.sender):
+    async with linked(timeout_s=0.3) as ends, answering(ends.sender):
         await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
         await ends.receiver.recv()
         start = time.monotonic()
@@ -232,7 +222,7 @@ async def test_a_read_that_does_not_end_or_fails_loses_the_link(network: FakeNet
 
 async def test_blocks_of_a_read_that_outlives_its_link_are_at_rest_once_it_has_ended(network: FakeNetwork) -> None:
     network.polls = 2**62
-    async with linked(timeout_s=0.2) as ends, answered(ends.sender):
+    async with linked(timeout_s=0.2) as ends, answering(ends.sender):
         await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
         await ends.receiver.recv()
         handle = ends.receiver.fetch(whole(ends.target))
@@ -254,7 +244,7 @@ async def test_blocks_of_a_read_that_outlives_its_link_are_at_rest_once_it_has_e
 
 async def test_closing_the_transport_ends_reads_and_lets_go_of_pool_and_peer(network: FakeNetwork) -> None:
     network.polls = 2**62
-    async with linked() as ends, answered(ends.sender):
+    async with linked() as ends, answering(ends.sender):
         await ends.sender.send(b"h", ends.source.payload(whole(ends.source)))
         await ends.receiver.recv()
         handle = ends.receiver.fetch(whole(ends.target))
@@ -278,6 +268,13 @@ async def test_closing_the_transport_ends_reads_and_lets_go_of_pool_and_peer(net
         assert not agent.registered
 
 
+async def read_begun(network: FakeNetwork) -> None:
+    """Return once a read is under way."""
+    async with asyncio.timeout(5):
+        while all(read.released for agent in network.agents.values() for read in agent.reads):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for_nothing(
     make_ends: MakeEnds, network: FakeNetwork
 ) -> None:
@@ -291,9 +288,7 @@ async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for
         network.polls = 2**62
         ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(20)), ends.in_s(20))
         ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
-        async with asyncio.timeout(5):
-            while not any(not read.released for agent in network.agents.values() for read in agent.reads):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await read_begun(network)
         relay.stall(0)
         await ends.sender.abort("r")
         assert ends.receiver.status("r") is TransferStatus.TRANSFERRING
@@ -364,9 +359,7 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
         network.polls = 2**62
         ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(20)), ends.in_s(20))
         ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
-        async with asyncio.timeout(5):
-            while not any(not read.released for agent in network.agents.values() for read in agent.reads):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await read_begun(network)
         if gives_up:
             relay.stall(0)
             await ends.sender.abort("r")

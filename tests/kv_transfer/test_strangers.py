@@ -22,7 +22,7 @@ import pytest
 
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.factory import create_transport
-from kv_transfer.integrity import Hello, Open, encode
+from kv_transfer.protocol import Hello, Open, encode
 from kv_transfer.receiver import KVReceiver, ReceiveLink
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.acceptor import Acceptor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import socket
 import threading
@@ -21,6 +20,7 @@ from pdserve.core.errors import ConfigError, PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
 from tests.host_pool import inline
+from tests.kv_transfer.conftest import answering
 from tests.loopback import create_transport
 
 NIXL = pytest.param(
@@ -119,18 +119,6 @@ async def pair(make: Callable[[], KVTransport]) -> Pair:
     """Both ends of a link between two transports."""
     listener, client = make(), make()
     return await open_link(listener, await listener.listen("127.0.0.1"), client)
-
-
-@contextlib.asynccontextmanager
-async def answering(link: KVLink) -> AsyncIterator[None]:
-    """A task that receives on ``link``, as each sender has one: where no hardware serves reads, the peer's process
-    does, while it receives."""
-    task = asyncio.create_task(link.recv())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.fixture

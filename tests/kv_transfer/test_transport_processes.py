@@ -20,8 +20,8 @@ import pytest
 
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
-from kv_transfer.integrity import checksum
 from kv_transfer.memory import HostMemory
+from kv_transfer.protocol import checksum
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferTimeout

@@ -2,7 +2,7 @@
 
     sender                                              receiver
     Hello      epoch it means to talk to, model   ──▶   HelloOk, or Refused
-    Probe      payload, thrown away               ──▶   Probed: how long it took to take
+    Probe      payload without KV                 ──▶   Probed: how long it took to take
     (holds the request's blocks)                 ◀──    Announce: where they go; the sender need not know of it yet
     Open       a hand-off begins or still lives   ──▶   Ack with seq 0
     Blocks     seq 1, 2, 3 ...; payload           ──▶   Ack once it is in the pool, or Refused
@@ -68,7 +68,7 @@ class HelloOk(_Header, frozen=True):
 
 
 class Probe(_Header, frozen=True):
-    """The payload measures the link, and is thrown away."""
+    """The payload measures the link: it goes from probe area to probe area (`kv_transfer.pool.Pool.probe`)."""
 
 
 class Probed(_Header, frozen=True):
