@@ -1,0 +1,78 @@
+"""The service under measurement: started with the settings that a cell needs, or the one that ``--target`` names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ops.launch.detach import start_detached, stop_detached
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.config import PdserveConfig
+
+_DRAIN_S = 5.0
+_LINK_TIMEOUT_S = 30.0
+
+
+class Deployment:
+    """One service at a time, as a context manager, which ends the service that it started. Given a ``target``, it never
+    starts or ends one. ``config`` and ``settings`` (dotted keys) apply to every service it starts."""
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        config: Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        report: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self.attached = target is not None
+        self._target = target
+        self._config, self._base, self._report = config, dict(settings or {}), report
+        self._port: int | None = None
+        self._settings: dict[str, Any] | None = None
+
+    def provide(self, settings: Mapping[str, Any]) -> str:
+        """The target of a service with these settings. Takes down the current one if it has others. Blocks until the
+        new one is ready; raises the error that kept it from starting."""
+        if self._target is not None and self.attached:
+            return self._target
+        if self._target is None or self._settings != dict(settings):
+            self.stop()
+            chosen = {**self._base, **settings}
+            self._report(", ".join(f"{key}={value}" for key, value in chosen.items()) or "defaults")
+            self._port = start_detached(PdserveConfig.load(self._config, {"gateway.port": 0, **chosen}))
+            self._target, self._settings = f"localhost:{self._port}", dict(settings)
+        return self._target
+
+    def status(self) -> ServiceStatus | None:
+        """The status of the current service; None if there is none. Waits until every pair of workers is linked, so
+        that the links' ceilings are known."""
+        return None if self._target is None else asyncio.run(_linked_status(self._target))
+
+    def stop(self) -> None:
+        """End the service that was started, if there is one."""
+        if self._port is not None:
+            port, self._port, self._target, self._settings = self._port, None, None, None
+            stop_detached(port, _DRAIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+async def _linked_status(target: str) -> ServiceStatus:
+    async with AsyncClient(target) as client:
+        for _ in range(round(_LINK_TIMEOUT_S / 0.1)):
+            status = await client.status()
+            if all(worker.links for worker in status.workers if worker.role == "prefill"):
+                break
+            await asyncio.sleep(0.1)
+        return status

@@ -1,0 +1,158 @@
+"""What an experiment is: cells to measure, a summary computed from the raw data, and a report drawn from both.
+
+Measuring and judging are apart. `Experiment.measure` only records rows and facts; `Experiment.summarise` and
+`Experiment.report` are functions of what was recorded, so that ``pdserve report`` redraws a run without a service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from experiments.report.page import Report
+from experiments.request_row import RequestRow
+from experiments.run_folder import RunData
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.generation import Generation
+from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import InvalidRequest, PdserveError
+
+
+class Options(BaseModel):
+    """Options of an experiment; each becomes an option of its command. A field with ``json_schema_extra={"quick": x}``
+    has the default x under ``--quick``. Lists are written with commas."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field("dummy:135m", description="model of the services that are started (as model.path)")
+    seed: int = Field(0, description="seed of prompts, arrivals and resampling")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_lists(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            lists = {name for name, each in cls.model_fields.items() if "tuple" in str(each.annotation)}
+            return {
+                key: [part.strip() for part in value.split(",") if part.strip()]
+                if key in lists and isinstance(value, str)
+                else value
+                for key, value in data.items()
+            }
+        return data
+
+    @classmethod
+    def choose(cls, given: Mapping[str, Any], quick: bool = False) -> Self:
+        """The options with ``given`` values (None: not given) on top of the defaults, those of a quick run if asked.
+        InvalidRequest names the first wrong one."""
+        values: dict[str, Any] = {}
+        if quick:
+            values = {name: default for name in cls.model_fields if (default := cls.quick_default(name)) is not None}
+        values.update({name: value for name, value in given.items() if value is not None})
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            option = "--" + str(first["loc"][0] if first["loc"] else "options").replace("_", "-")
+            raise InvalidRequest(f"{option}: {first['msg']} (got {first['input']!r})") from None
+
+    @classmethod
+    def quick_default(cls, name: str) -> Any:
+        """The default of option ``name`` under ``--quick``; None if it is the usual one."""
+        extra = cls.model_fields[name].json_schema_extra
+        return extra.get("quick") if isinstance(extra, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination of parameters. ``service`` are the dotted settings of the service that it needs; cells with equal
+    settings share a service. None: the cell needs no service. ``work`` is the number of steps for the progress bar."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    service: Mapping[str, Any] | None = field(default_factory=dict)
+    work: int = 1
+
+
+class Bench:
+    """What `Experiment.measure` has at hand: the service of the cell, and where results go."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        target: str,
+        record: Callable[[RequestRow], None],
+        advance: Callable[[int], None],
+        *,
+        attached: bool = False,
+    ) -> None:
+        """``attached``: the service was there before the experiment and serves others as well."""
+        self.cell = cell
+        self.target = target
+        self.attached = attached
+        self.facts: dict[str, Any] = {}
+        self.advance = advance
+        self._record = record
+        self._started_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the cell began."""
+        return time.monotonic() - self._started_s
+
+    def record(self, generation: Generation | None, error: PdserveError | None = None, **place: Any) -> RequestRow:
+        """Write the row of a request of this cell. ``place`` has at least ``arm``, ``repeat`` and ``index``."""
+        row = RequestRow.of(generation, error, cell=self.cell.name, **place)
+        self._record(row)
+        return row
+
+    async def send(
+        self, client: AsyncClient, prompt: Sequence[int], *, arm: str, repeat: int, index: int, **options: Any
+    ) -> RequestRow:
+        """Send one request, wait for its end, and write its row. A failure is a row as well."""
+        sent_s = self.elapsed_s
+        place: dict[str, Any] = {"arm": arm, "repeat": repeat, "index": index, "scheduled_s": sent_s, "sent_s": sent_s}
+        try:
+            generation = await client.generate(prompt, ignore_eos=True, **options).result()
+        except PdserveError as error:
+            return self.record(None, error, **place)
+        return self.record(generation, **place)
+
+    def run(self, measuring: Callable[[Bench], Any]) -> None:
+        """Run the coroutine function ``measuring`` in an event loop of its own."""
+        asyncio.run(measuring(self))
+
+
+class Experiment(ABC):
+    """One question, and the way to its answer."""
+
+    name: ClassVar[str]
+    """Of the command and of the results folder."""
+    question: ClassVar[str]
+    """What the experiment answers, in one sentence."""
+    options_type: ClassVar[type[Options]]
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @abstractmethod
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """What is to be measured, in order. ``attached``: the service that was given with ``--target``, whose settings
+        the experiment cannot change; None if it starts services itself. InvalidRequest if that cannot work."""
+
+    @abstractmethod
+    async def measure(self, bench: Bench) -> None:
+        """Measure ``bench.cell``: write rows and facts."""
+
+    @abstractmethod
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """The figures of ``summary.json``, from the raw data of the finished cells alone. The key ``failed``, if there,
+        lists what makes the experiment fail (a token or byte that differs)."""
+
+    @abstractmethod
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """The report: answer, pictures, tables, caveats."""

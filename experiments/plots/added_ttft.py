@@ -1,0 +1,177 @@
+"""Pictures of `experiments.added_ttft`, drawn from the cells of its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.plots import style
+from experiments.report.page import Picture
+from experiments.statistics import Interval
+from ops.waterfall.bars import COLORS
+from pdserve.core.timeline import UNATTRIBUTED, Figure
+
+Cell = Mapping[str, Any]
+
+
+def waterfall_of_causes(cell: Cell) -> Picture:
+    """The means of colocated and disaggregated ``ttft_decode``, and between them the difference of every stage."""
+    colocated_ms = cell["arms_ms"]["colocated"][Figure.TTFT_DECODE.value]
+    pd_ms = cell["arms_ms"]["pd"][Figure.TTFT_DECODE.value]
+    causes = [(name, value) for name, value in cell["causes_ms"].items() if abs(value) >= 0.005]
+    causes.append((UNATTRIBUTED, cell["unexplained_ms"]))
+    figure = style.canvas(height_in=0.36 * (len(causes) + 2) + 1.3)
+    axes = figure.axes[0]
+    names = ["colocated", *(name for name, _ in causes), "disaggregated"]
+    axes.barh(0, colocated_ms, color=style.COLOCATED, height=0.68)
+    at_ms = colocated_ms
+    lengths = [abs(value) for _, value in causes]
+    for row, (name, value) in enumerate(causes, 1):
+        axes.barh(row, value, left=at_ms, color=COLORS.get(name, style.FAINT), height=0.68)
+        axes.plot([at_ms, at_ms], [row - 0.66, row + 0.34], color=style.FAINT, linewidth=0.7)
+        right = max(at_ms, at_ms + value)
+        axes.annotate(
+            f"{value:+.2f}", (right, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5
+        )
+        at_ms += value
+    axes.barh(len(causes) + 1, pd_ms, color=style.PD, height=0.68)
+    for row, value in ((0, colocated_ms), (len(causes) + 1, pd_ms)):
+        axes.annotate(
+            f"{value:.2f}", (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    margin = max(max(lengths, default=0.0) * 2.0, abs(pd_ms - colocated_ms) * 0.6, 0.5)
+    low = max(0.0, min(colocated_ms, pd_ms) - margin)
+    axes.set_xlim(low, max(colocated_ms, pd_ms, at_ms) + margin)
+    cut = " (axis starts later than 0)" if low else ""
+    style.label(axes, x=f"ms until token 2 is at the client{cut}", y="")
+    added = Interval.from_dict(cell["added_ttft_ms"][Figure.TTFT_DECODE.value])
+    return Picture(
+        "causes",
+        f"From colocated to disaggregated, stage by stage ({cell['prompt_len']} tokens, {cell['transport']})",
+        f"Means over {cell['n']} pairs. Each bar is the difference of one stage between the arms. Together they are "
+        f"the added ttft_decode of {added.text()}, except for {cell['unexplained_ms']:+.2f} ms that no stage explains "
+        "(unattributed).",
+        figure,
+        "Waterfall of the differences between colocated and disaggregated requests by stage",
+    )
+
+
+def over_length(cells: Sequence[Cell]) -> Picture:
+    """Added ``ttft`` and ``ttft_decode`` over the prompt length, one line per transport and overlap."""
+    figure = style.canvas(columns=2, width_in=10.0, sharey=False)
+    lengths = sorted({cell["prompt_len"] for cell in cells})
+    for axes, key in zip(figure.axes, Figure, strict=True):
+        for number, (name, series) in enumerate(_series(cells).items()):
+            points = [Interval.from_dict(cell["added_ttft_ms"][key.value]) for cell in series]
+            axes.errorbar(
+                [cell["prompt_len"] for cell in series],
+                [point.mean for point in points],
+                yerr=[[p.mean - p.lo for p in points], [p.hi - p.mean for p in points]],
+                color=style.PALETTE[number % len(style.PALETTE)],
+                marker=style.MARKERS[number % len(style.MARKERS)],
+                markersize=5, capsize=3, linewidth=1.6, label=name,
+            )  # fmt: skip
+        axes.axhline(0, color=style.FAINT, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        style.plain_ticks(axes, lengths)
+        style.label(axes, x="prompt length, tokens", y="added, ms", title=f"added {key.value}")
+    style.legend(figure.axes[0])
+    return Picture(
+        "added_over_length",
+        "Added latency over prompt length",
+        "Mean of the paired differences, disaggregated minus colocated, with 95 % intervals. Left: token 1, which does "
+        "not wait for the hand-off. Right: token 2, which does.",
+        figure,
+        "Two line plots of added latency over prompt length",
+    )
+
+
+def predicted_and_achieved(cells: Sequence[Cell]) -> Picture:
+    """Exposed transfer time: what arithmetic gives, and what was measured."""
+    figure = style.canvas(width_in=5.6, height_in=4.6)
+    axes = figure.axes[0]
+    known = [cell for cell in cells if cell["predicted_ms"] is not None]
+    for number, (name, series) in enumerate(_series(known).items()):
+        axes.scatter(
+            [cell["predicted_ms"] for cell in series],
+            [cell["achieved_ms"] for cell in series],
+            color=style.PALETTE[number % len(style.PALETTE)],
+            marker=style.MARKERS[number % len(style.MARKERS)],
+            s=34, label=name, zorder=3,
+        )  # fmt: skip
+    limit = 1.1 * max(max(cell["predicted_ms"], cell["achieved_ms"]) for cell in known)
+    axes.plot([0, limit], [0, limit], color=style.FAINT, linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_xlim(0, limit)
+    axes.set_ylim(0, limit)
+    style.label(axes, x="predicted exposed time, ms", y="measured exposed time, ms")
+    style.legend(axes)
+    return Picture(
+        "predicted",
+        "Predicted against measured",
+        "The prediction is the prompt's bytes over the link's measured ceiling, in the parts of the overlap mode, plus "
+        "the fixed cost of a hand-off measured with one block. Points on the dashed line are explained by arithmetic; "
+        "points above it waited for something else.",
+        figure,
+        "Scatter plot of predicted and measured exposed transfer time",
+    )
+
+
+def three_times(cells: Sequence[Cell]) -> Picture:
+    """Exposed, wire and request-to-ready time of every cell: three figures that are easily confused."""
+    figure = style.canvas(height_in=0.34 * len(cells) + 1.6)
+    axes = figure.axes[0]
+    kinds = (("achieved_ms", "exposed"), ("wire_ms", "on the wire"), ("request_to_ready_ms", "request to ready"))
+    for number, (key, name) in enumerate(kinds):
+        axes.scatter([cell[key] for cell in cells], range(len(cells)), color=style.PALETTE[number],
+                     marker=style.MARKERS[number], s=34, label=name, zorder=3)  # fmt: skip
+    axes.set_yticks(range(len(cells)), [f"{c['prompt_len']} · {c['transport']} · {c['overlap']}" for c in cells])
+    axes.invert_yaxis()
+    axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xlim(left=0)
+    style.label(axes, x="ms (logarithmic above 1)", y="")
+    axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return Picture(
+        "three_times",
+        "Exposed, wire, and request-to-ready time",
+        "Exposed is what the request waits for after its prompt is computed. The wire time is spent on moving bytes, "
+        "most of it hidden behind the prefill. Request-to-ready spans from decode's allocation to the last block, and "
+        "so contains the prefill.",
+        figure,
+        "Dot plot of three transfer times per cell",
+    )
+
+
+def over_width(cells: Sequence[Cell]) -> Picture:
+    """Added ``ttft_decode`` over the bytes of KV that a request moves."""
+    figure = style.canvas(width_in=6.4)
+    axes = figure.axes[0]
+    for number, cell in enumerate(cells):
+        added = Interval.from_dict(cell["added_ttft_ms"][Figure.TTFT_DECODE.value])
+        megabytes = cell["kv_bytes"] / cell["n"] / 1e6
+        axes.errorbar(
+            megabytes, added.mean, yerr=[[added.mean - added.lo], [added.hi - added.mean]],
+            color=style.PALETTE[number % len(style.PALETTE)], marker=style.MARKERS[number % len(style.MARKERS)],
+            markersize=6, capsize=3,
+        )  # fmt: skip
+        axes.annotate(cell["width"].upper(), (megabytes, added.mean), xytext=(7, 5), textcoords="offset points")
+    axes.set_xscale("log")
+    axes.set_xlim(*(factor * cell for factor, cell in zip(
+        (0.6, 1.8), (f(c["kv_bytes"] / c["n"] / 1e6 for c in cells) for f in (min, max)), strict=True)))  # fmt: skip
+    style.label(axes, x="KV per request, MB", y="added ttft_decode, ms")
+    return Picture(
+        "over_width",
+        f"KV width ({cells[0]['prompt_len']} tokens, {cells[0]['transport']})",
+        "The same model with as many KV heads as heads (MHA), a third (GQA), the size of a latent cache (MLA), and one "
+        "(MQA).",
+        figure,
+        "Added latency over the size of the KV cache",
+    )
+
+
+def _series(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    series: dict[str, list[Cell]] = {}
+    for cell in cells:
+        series.setdefault(f"{cell['transport']} · {cell['overlap']}", []).append(cell)
+    return series

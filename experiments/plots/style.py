@@ -1,0 +1,59 @@
+"""The visual language of all plots: the waterfall's colours for stages, a colour-blind-safe palette for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+INK, FAINT, GRID = "#1d2733", "#5f6b7a", "#e6e8eb"
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
+"""Okabe and Ito's colours, which remain distinct with any common colour vision deficiency."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+PD, COLOCATED = PALETTE[1], PALETTE[0]
+"""Disaggregated and colocated have the same colours in every plot."""
+
+
+def canvas(columns: int = 1, rows: int = 1, width_in: float = 8.0, height_in: float = 4.2, **options: Any) -> Any:
+    """A matplotlib figure with a grid of axes (``figure.axes``), without pyplot's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    for axes in figure.subplots(rows, columns, squeeze=False, **options).flat:
+        _style(axes)
+    return figure
+
+
+def _style(axes: Any) -> None:
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#c9ced6")
+
+
+def label(axes: Any, *, x: str, y: str, title: str = "") -> None:
+    """Name both axes with their units, and the plot."""
+    axes.set_xlabel(x, fontsize=9.5, color=FAINT)
+    axes.set_ylabel(y, fontsize=9.5, color=FAINT)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+
+
+def legend(axes: Any, columns: int = 1, **options: Any) -> None:
+    """A legend without a frame."""
+    axes.legend(frameon=False, fontsize=9, ncols=columns, labelcolor=INK, **options)
+
+
+def plain_ticks(axes: Any, values: Sequence[float], which: str = "x") -> None:
+    """Ticks of a logarithmic axis at ``values``, written as plain numbers."""
+    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -1,0 +1,190 @@
+"""The folder of one run: ``results/<name>/<stamp>/``. It holds everything from which the report is drawn.
+
+================== ====================================================================================================
+``config.yaml``     the experiment's name and all its options, so that the run can be resumed or repeated
+``env.json``        where it ran: machine, versions, commit, service, links, clock error, seed
+``requests.jsonl``  one `RequestRow` per request
+``cells.jsonl``     one line per finished cell: its name, parameters, duration, and measured facts
+``summary.json``    the figures
+``report.html``     the report, with its pictures inside; the pictures are beside it as ``*.png``
+================== ====================================================================================================
+
+A cell (one combination of parameters) is finished as a whole: its line in ``cells.jsonl`` is written last. A run that
+was interrupted keeps its finished cells, and repeats the others when it is resumed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+import yaml
+
+from experiments.request_row import RequestRow
+from pdserve.core.errors import InvalidRequest
+
+CONFIG, ENVIRONMENT, REQUESTS, CELLS, SUMMARY = (
+    "config.yaml",
+    "env.json",
+    "requests.jsonl",
+    "cells.jsonl",
+    "summary.json",
+)
+
+
+T = TypeVar("T")
+
+
+class FinishedCell(msgspec.Struct, frozen=True):
+    """One line of ``cells.jsonl``. ``facts`` are what was measured beside requests, such as the links in use."""
+
+    cell: str
+    parameters: dict[str, Any]
+    duration_s: float
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The raw data of a run: what summary and report are computed from."""
+
+    name: str
+    options: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    cells: tuple[FinishedCell, ...]
+    rows: tuple[RequestRow, ...]
+
+    def rows_of(self, cell: str, arm: str | None = None) -> list[RequestRow]:
+        """The rows of a cell, optionally of one arm."""
+        return [row for row in self.rows if row.cell == cell and arm in (None, row.arm)]
+
+
+class RunFolder:
+    """The folder of a run that is being written or was written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, root: Path, name: str, options: Mapping[str, Any]) -> Self:
+        """A new folder ``root/name/stamp`` with the run's options. InvalidRequest if it cannot be written."""
+        stamp = time.strftime("%Y-%m-%d-%H%M%S")
+        for number in range(100):
+            path = root / name / (stamp if not number else f"{stamp}-{number + 1}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise InvalidRequest(f"output: {path} cannot be made: {error.strerror}") from None
+            break
+        else:
+            raise InvalidRequest(f"output: {root / name} has a hundred runs of this second")
+        folder = cls(path)
+        folder._write(CONFIG, yaml.safe_dump({"experiment": name, "options": dict(options)}, sort_keys=False))
+        return folder
+
+    @classmethod
+    def open(cls, path: Path, option: str = "DIR") -> Self:
+        """The folder of an earlier run. InvalidRequest, which names ``option``, if it is none."""
+        if not (path / CONFIG).is_file():
+            raise InvalidRequest(f"{option}: {path} is not the folder of a run: it has no {CONFIG}")
+        return cls(path)
+
+    @property
+    def config(self) -> tuple[str, dict[str, Any]]:
+        """The experiment's name and options. InvalidRequest if the file is damaged."""
+        try:
+            loaded = yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
+            return str(loaded["experiment"]), dict(loaded["options"])
+        except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+            raise InvalidRequest(f"{self.path / CONFIG}: cannot be read: {error}") from None
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """Write ``env.json``."""
+        self._write(ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """``env.json``; empty if it was not written yet."""
+        return dict(self._read_json(ENVIRONMENT)) if (self.path / ENVIRONMENT).is_file() else {}
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``."""
+        self._write(SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures. InvalidRequest if the run has none yet."""
+        if not (self.path / SUMMARY).is_file():
+            raise InvalidRequest(f"{self.path} has no {SUMMARY}: the run is not finished; go on with --resume")
+        return dict(self._read_json(SUMMARY))
+
+    def append(self, row: RequestRow) -> None:
+        """Add a request."""
+        self._append(REQUESTS, msgspec.json.encode(row))
+
+    def finish_cell(self, cell: FinishedCell) -> None:
+        """Record that all rows of a cell are there."""
+        self._append(CELLS, msgspec.json.encode(cell))
+
+    def finished(self) -> set[str]:
+        """Names of the finished cells."""
+        return {cell.cell for cell in self._lines(CELLS, FinishedCell)}
+
+    def drop_unfinished(self) -> int:
+        """Remove the rows of cells that did not finish, and lines that were cut off, before a run is resumed. Returns
+        how many rows were removed."""
+        rows, cells = self._lines(REQUESTS, RequestRow), self._lines(CELLS, FinishedCell)
+        finished = {cell.cell for cell in cells}
+        kept = [row for row in rows if row.cell in finished]
+        for name, lines in ((REQUESTS, kept), (CELLS, cells)):
+            self._write(name, "".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
+        return len(rows) - len(kept)
+
+    def load(self) -> RunData:
+        """The raw data. InvalidRequest if a file is damaged."""
+        name, options = self.config
+        return RunData(
+            name,
+            options,
+            self.environment,
+            tuple(self._lines(CELLS, FinishedCell)),
+            tuple(self._lines(REQUESTS, RequestRow)),
+        )
+
+    def _lines(self, name: str, kind: type[T]) -> list[T]:
+        path = self.path / name
+        if not path.is_file():
+            return []
+        found, lines = [], path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if not line:
+                continue
+            try:
+                found.append(msgspec.json.decode(line, type=kind))
+            except msgspec.MsgspecError as error:
+                if number == len(lines):
+                    continue  # the process ended while it wrote this line
+                raise InvalidRequest(f"{path}:{number}: {error}") from None
+        return found
+
+    def _read_json(self, name: str) -> Any:
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"{self.path / name}: cannot be read: {error}") from None
+
+    def _append(self, name: str, line: bytes) -> None:
+        with (self.path / name).open("ab") as file:
+            file.write(line + b"\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """Replace a file as a whole, so that an interrupted run has the old one or the new one."""
+        temporary = self.path / f".{name}.new"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.path / name)

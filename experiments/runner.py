@@ -1,0 +1,129 @@
+"""Runs an experiment: its cells one after the other, each with the service it needs, and finally its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments import environment
+from experiments.deployment import Deployment
+from experiments.experiment import Bench, Cell, Experiment
+from experiments.report.page import Report
+from experiments.run_folder import FinishedCell, RunFolder
+from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import InvalidRequest
+
+
+class Progress(Protocol):
+    """Where a run shows how far it is."""
+
+    def begin(self, cells: Sequence[Cell], finished: int) -> None:
+        """The run has these cells, of which the first ``finished`` were measured earlier."""
+
+    def cell(self, cell: Cell) -> None:
+        """A cell begins."""
+
+    def advance(self, steps: int) -> None:
+        """Steps of the cell are done."""
+
+    def stage(self, text: str) -> None:
+        """What is going on beside measuring, such as the start of a service."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run. ``interrupted``: Ctrl-C ended it before its last cell."""
+
+    folder: RunFolder
+    summary: Mapping[str, Any] | None
+    interrupted: bool
+    failures: Sequence[str] = field(default_factory=list)
+
+
+def run_experiment(
+    experiment: Experiment,
+    folder: RunFolder,
+    progress: Progress,
+    *,
+    target: str | None = None,
+    config: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Measure all cells that ``folder`` does not have yet, then write summary and report. ``target``: the running
+    service to measure; without it services are started with ``config`` and ``settings`` (dotted keys) and ended again.
+    Ctrl-C ends the run after the current request; finished cells are kept and reported."""
+    folder.drop_unfinished()
+    base = {"model.path": experiment.options.model, **(settings or {})}
+    interrupted = False
+    with Deployment(target, config=config, settings=base, report=progress.stage) as deployment:
+        attached = deployment.status()
+        cells = experiment.cells(attached)
+        if len({cell.name for cell in cells}) != len(cells):
+            raise InvalidRequest("two cells of the experiment have the same parameters; give each value once")
+        finished = folder.finished()
+        missing = [cell for cell in cells if cell.name not in finished]
+        progress.begin(cells, len(cells) - len(missing))
+        try:
+            for cell in missing:
+                _run_cell(experiment, cell, folder, deployment, progress)
+        except KeyboardInterrupt:
+            interrupted = True
+            progress.stage("interrupted; finishing with what was measured")
+    if not folder.finished():
+        return Outcome(folder, None, interrupted)
+    summary = redraw(experiment, folder)
+    return Outcome(folder, summary, interrupted, list(summary.get("failed", ())))
+
+
+def redraw(experiment: Experiment, folder: RunFolder) -> dict[str, Any]:
+    """Compute the summary and draw the report from the raw data of ``folder``, without a service."""
+    run = folder.load()
+    summary = experiment.summarise(run)
+    folder.write_summary(summary)
+    report: Report = experiment.report(run, summary)
+    machine = run.environment.get("machine", {})
+    footer = (
+        f"pdserve {machine.get('pdserve', '')}, commit {machine.get('commit') or 'unknown'}; {folder.path.name}; "
+        f"raw data: requests.jsonl, cells.jsonl, env.json, config.yaml beside this page"
+    )
+    report.save(folder.path, footer)
+    return summary
+
+
+def _run_cell(
+    experiment: Experiment, cell: Cell, folder: RunFolder, deployment: Deployment, progress: Progress
+) -> None:
+    facts: dict[str, Any] = {}
+    target = ""
+    if cell.service is not None:
+        target = deployment.provide(cell.service)
+        status = deployment.status()
+        assert status is not None
+        facts["links"] = environment.links(status)
+        _note_environment(experiment, folder, status)
+    else:
+        deployment.stop()  # a cell without a service measures the machine alone
+        _note_environment(experiment, folder, None)
+    progress.cell(cell)
+    bench = Bench(cell, target, folder.append, progress.advance, attached=deployment.attached)
+    started_s = time.monotonic()
+    bench.run(experiment.measure)
+    duration_s = round(time.monotonic() - started_s, 3)
+    folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))
+
+
+def _note_environment(experiment: Experiment, folder: RunFolder, status: ServiceStatus | None) -> None:
+    """Write ``env.json`` with the first service; later cells may change it, and record their links themselves."""
+    known = folder.environment
+    if known.get("service") is None:
+        folder.write_environment(
+            {
+                "machine": environment.machine(),
+                "service": None if status is None else environment.service(status),
+                "seed": experiment.options.seed,
+                "started": known.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            }
+        )
