@@ -1,0 +1,207 @@
+"""The added-TTFT meter: its arithmetic on rows made by hand, and a run against a real service."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.added_ttft import AddedTtft, AddedTtftOptions
+from experiments.experiment import Cell
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.runner import redraw, run_experiment
+from pdserve.core.errors import InvalidRequest
+from tests.local_cluster import local_cluster, undisturbed
+
+CELL = "128/shm/none/idle"
+SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+KV_BYTES = 2 * 64 * 2 * 2 * 2 * 16 * 4  # 128 tokens are two blocks of 64; keys and values, 2 layers, 2 heads of 16
+
+
+class Silent:
+    """Progress that shows nothing."""
+
+    def begin(self, cells: Sequence[Cell], finished: int) -> None:
+        """Nothing."""
+
+    def cell(self, cell: Cell) -> None:
+        """Nothing."""
+
+    def advance(self, steps: int) -> None:
+        """Nothing."""
+
+    def stage(self, text: str) -> None:
+        """Nothing."""
+
+
+def row(arm: str, index: int, stages_ms: dict[str, float], **changes: Any) -> RequestRow:
+    pd = arm == "pd"
+    values: dict[str, Any] = {
+        "cell": CELL,
+        "arm": arm,
+        "repeat": 0,
+        "index": index,
+        "mode": arm,
+        "ttft_ms": 30.0 if pd else 28.0,
+        "ttft_decode_ms": sum(stages_ms.values()),
+        "stages_ms": {"ttft_decode": stages_ms, "ttft": {}},
+        "token_hash": "same",
+        "transport": "shm" if pd else "",
+        "kv_bytes": KV_BYTES if pd else 0,
+        "kv_bytes_expected": KV_BYTES if pd else 0,
+        "transfer": {
+            "exposed_ms": 2.5,
+            "wire_ms": 1.0,
+            "import_ms": 0.5,
+            "request_to_ready_ms": 30.0,
+            "ceiling_gbs": 0.02,
+        }
+        if pd
+        else {},
+    }
+    return RequestRow(**{**values, **changes})
+
+
+def run_of(rows: Sequence[RequestRow]) -> RunData:
+    parameters = {"prompt_len": 128, "transport": "shm", "overlap": "none", "load": "idle"}
+    cell = FinishedCell(CELL, parameters, 1.0, {"fixed_ms": 0.25, "block_size": 64, "layout": SHAPE})
+    return RunData("added-ttft", {}, {}, (cell,), tuple(rows))
+
+
+def pairs(count: int = 6, **changes: Any) -> list[RequestRow]:
+    rows = []
+    for index in range(count):
+        rows.append(row("pd", index, {"prefill": 20.0, "kv_exposed": 2.5, "decode_queue": 0.5, "first_decode": 9.0,
+                                      "unattributed": 0.1}, **changes))  # fmt: skip
+        rows.append(row("colocated", index, {"prefill": 19.0, "decode_queue": 0.25, "first_decode": 9.0,
+                                             "unattributed": 0.05}))  # fmt: skip
+    return rows
+
+
+def summary_of(rows: Sequence[RequestRow]) -> dict[str, Any]:
+    return AddedTtft(AddedTtftOptions()).summarise(run_of(rows))
+
+
+def test_causes_sum_to_the_added_latency() -> None:
+    summary = summary_of(pairs())
+    (cell,) = summary["cells"]
+
+    assert cell["n"] == 6
+    assert cell["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(2.0)
+    assert cell["added_ttft_ms"]["ttft_decode"]["mean"] == pytest.approx(3.8)
+    causes = {name: value for name, value in cell["causes_ms"].items() if value}
+    assert causes == pytest.approx({"prefill": 1.0, "kv_exposed": 2.5, "decode_queue": 0.25})
+    assert sum(cell["causes_ms"].values()) + cell["unexplained_ms"] == pytest.approx(3.8)
+    assert cell["explained_pct"] == pytest.approx(100 * (1 - 0.05 / 3.8), abs=0.01)
+    assert summary["failed"] == []
+
+
+def test_the_prediction_is_arithmetic() -> None:
+    (cell,) = summary_of(pairs())["cells"]
+    assert cell["predicted_ms"] == pytest.approx(KV_BYTES / 0.02e9 * 1e3 + 0.25, abs=1e-3)
+    assert cell["achieved_ms"] == 2.5
+    assert cell["wire_ms"] == 1.5
+    assert cell["kv_bytes"] == cell["kv_bytes_expected"] == 6 * KV_BYTES
+
+
+def test_a_link_that_was_not_measured_has_no_prediction() -> None:
+    rows = pairs(transfer={"exposed_ms": 2.5})
+    (cell,) = summary_of(rows)["cells"]
+    assert cell["predicted_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_hash": "other"}, "tokens differ"),
+        ({"kv_bytes": KV_BYTES - 1}, "bytes moved differ"),
+    ],
+)
+def test_a_token_or_byte_that_differs_fails_the_run(changes: dict[str, Any], words: str) -> None:
+    (failure,) = summary_of([*pairs(5), *pairs(6, **changes)[10:]])["failed"]
+    assert words in failure
+
+
+def test_a_request_that_failed_fails_the_run_and_leaves_its_pair_out() -> None:
+    rows = pairs(6)
+    rows[2] = RequestRow(cell=CELL, arm="pd", repeat=0, index=1, error="WorkerLost: gone")
+    summary = summary_of(rows)
+    assert summary["cells"][0]["n"] == 5
+    assert summary["failed"] == [f"{CELL}: 1 requests failed"]
+
+
+def test_nothing_measured_is_no_error() -> None:
+    assert summary_of([])["cells"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [({"prompt_lens": "128,x"}, "--prompt-lens"), ({"overlaps": "layer,all"}, "--overlaps"), ({"pairs": 0}, "--pairs")],
+)
+def test_a_wrong_option_is_named(given: dict[str, Any], option: str) -> None:
+    with pytest.raises(InvalidRequest, match=option):
+        AddedTtftOptions.choose(given)
+
+
+def test_an_unknown_width_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="--widths: 'wide' is none of mha, gqa, mla, mqa"):
+        AddedTtft(AddedTtftOptions.choose({"widths": "wide"})).cells(None)
+
+
+def test_a_run_against_a_service_is_measured_resumed_and_redrawn(tmp_path: Path) -> None:
+    options = AddedTtftOptions.choose({"prompt_lens": "32,70", "pairs": 3}, quick=True)
+    folder = RunFolder.create(tmp_path, "added-ttft", options.model_dump(mode="json"))
+    with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
+        outcome = run_experiment(AddedTtft(options), folder, Silent(), target=cluster.target)
+        again = run_experiment(AddedTtft(options), folder, Silent(), target=cluster.target)
+
+    assert outcome.failures == []
+    assert not outcome.interrupted
+    assert outcome.summary is not None
+    assert [cell["prompt_len"] for cell in outcome.summary["cells"]] == [32, 70]
+    for cell in outcome.summary["cells"]:
+        assert cell["tokens_equal"]
+        assert cell["kv_bytes"] == cell["kv_bytes_expected"] > 0
+        assert cell["transports_used"] == ["tcp"]
+        assert cell["n"] == 3
+        assert cell["predicted_ms"] is not None
+    assert len(folder.load().rows) == 12  # the second run had nothing left to measure
+    assert again.summary == outcome.summary
+
+    before = (folder.path / "summary.json").read_text()
+    for name in ("summary.json", "report.html", "causes.png"):
+        (folder.path / name).unlink()
+    redraw(AddedTtft(options), folder)
+    assert (folder.path / "summary.json").read_text() == before
+    assert (folder.path / "causes.png").stat().st_size > 10_000
+    page = (folder.path / "report.html").read_text()
+    assert "Predicted against measured" in page
+    environment = json.loads((folder.path / "env.json").read_text())
+    assert environment["service"]["links"][0]["transport"] == "tcp"
+    assert environment["machine"]["packages"]["torch"]
+
+
+def test_a_planted_delay_is_found_in_its_stage(tmp_path: Path) -> None:
+    options = AddedTtftOptions.choose({"prompt_lens": "32", "pairs": 5})
+
+    def causes_ms(target: str) -> dict[str, float]:
+        folder = RunFolder.create(tmp_path, "added-ttft", options.model_dump(mode="json"))
+        outcome = run_experiment(AddedTtft(options), folder, Silent(), target=target)
+        assert outcome.summary is not None
+        (cell,) = outcome.summary["cells"]
+        return dict(cell["causes_ms"])
+
+    with local_cluster({}) as plain:
+        before = [causes_ms(plain.target)["kv_exposed"] for _ in range(3)]
+    with local_cluster({}, delays_ms={"kv_exposed": 20.0}) as slow:
+
+        def check(causes: dict[str, float]) -> None:
+            assert causes["kv_exposed"] - statistics.median(before) == pytest.approx(20.0, abs=2.0)
+            assert sum(abs(value) > 2.0 for value in causes.values()) == 1
+
+        undisturbed(lambda: causes_ms(slow.target), check)

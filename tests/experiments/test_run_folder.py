@@ -1,0 +1,122 @@
+"""The folder of a run: what is written, what survives an interruption, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas
+import pytest
+
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunFolder
+from pdserve.core.errors import InvalidRequest
+
+
+def row(cell: str, index: int = 0) -> RequestRow:
+    return RequestRow(
+        cell=cell,
+        arm="pd",
+        repeat=0,
+        index=index,
+        ttft_ms=12.5,
+        itl_ms=(1.0, 2.0),
+        stages_ms={"ttft": {"prefill": 9.0}},
+    )
+
+
+def finished(cell: str) -> FinishedCell:
+    return FinishedCell(cell, {"prompt_len": 128}, 1.5, {"links": []})
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "added-ttft", {"pairs": 3})
+    folder.write_environment({"seed": 1})
+    folder.append(row("a"))
+    folder.append(row("a", 1))
+    folder.finish_cell(finished("a"))
+    folder.write_summary({"cells": []})
+
+    run = RunFolder.open(folder.path).load()
+
+    assert (run.name, run.options, run.environment) == ("added-ttft", {"pairs": 3}, {"seed": 1})
+    assert run.rows == (row("a"), row("a", 1))
+    assert run.cells == (finished("a"),)
+    assert run.rows_of("a", "pd") == [row("a"), row("a", 1)]
+    assert run.rows_of("a", "colocated") == []
+    assert folder.summary == {"cells": []}
+
+
+def test_pandas_reads_the_requests_in_one_line(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    folder.append(row("a"))
+    folder.append(RequestRow(cell="a", arm="colocated", repeat=0, index=0, error="NotReady: no worker"))
+
+    frame = pandas.read_json(folder.path / "requests.jsonl", lines=True)
+
+    assert set(frame.columns) == set(RequestRow.__struct_fields__)
+    assert frame.groupby("arm").ttft_ms.mean()["pd"] == 12.5
+    assert frame.error.notna().sum() == 1
+
+
+def test_two_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    paths = {RunFolder.create(tmp_path, "x", {}).path for _ in range(3)}
+    assert len(paths) == 3
+
+
+def test_an_interrupted_cell_is_measured_again(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    folder.append(row("a"))
+    folder.finish_cell(finished("a"))
+    folder.append(row("b"))
+
+    assert folder.drop_unfinished() == 1
+    assert [each.cell for each in folder.load().rows] == ["a"]
+    assert folder.finished() == {"a"}
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    folder.append(row("a"))
+    folder.finish_cell(finished("a"))
+    for name in ("requests.jsonl", "cells.jsonl"):
+        with (folder.path / name).open("ab") as file:
+            file.write(b'{"cell": "b", "ar')
+
+    folder.drop_unfinished()
+    folder.append(row("b"))
+
+    assert [each.cell for each in folder.load().rows] == ["a", "b"]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    folder.append(row("a"))
+    (folder.path / "requests.jsonl").write_bytes(b'{"cell": 3}\n' + (folder.path / "requests.jsonl").read_bytes())
+    with pytest.raises(InvalidRequest, match=r"requests\.jsonl:1"):
+        folder.load()
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"not the folder of a run"):
+        RunFolder.open(tmp_path)
+
+
+def test_an_unfinished_run_has_no_summary(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    with pytest.raises(InvalidRequest, match="--resume"):
+        _ = folder.summary
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="output"):
+        RunFolder.create(tmp_path / "file", "x", {})
+
+
+def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    folder.write_summary({"a": 1})
+    folder.write_summary({"b": 2})
+    assert json.loads((folder.path / "summary.json").read_text()) == {"b": 2}
+    assert not list(folder.path.glob(".*"))

@@ -1,0 +1,66 @@
+"""Means, intervals, and the order of the arms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
+
+
+@given(VALUES)
+def test_the_interval_holds_the_mean(values: list[float]) -> None:
+    interval = mean_interval(values)
+    assert interval is not None
+    assert interval.mean == pytest.approx(float(np.mean(values)), abs=1e-6)
+    assert interval.lo <= interval.mean + 1e-6
+    assert interval.mean <= interval.hi + 1e-6
+    assert interval.n == len(values)
+
+
+def test_the_same_values_and_seed_give_the_same_interval() -> None:
+    values = [1.0, 2.0, 4.0, 8.0]
+    assert mean_interval(values, 3) == mean_interval(values, 3)
+
+
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(5)
+    hits = 0
+    for _ in range(200):
+        interval = mean_interval(list(draw.normal(10.0, 3.0, 30)))
+        assert interval is not None
+        hits += interval.lo <= 10.0 <= interval.hi
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_a_difference_of_samples() -> None:
+    interval = difference_interval([1.0] * 6, [3.0] * 8)
+    assert interval == Interval(2.0, 2.0, 2.0, 6)
+    assert difference_interval([], [1.0]) is None
+
+
+def test_few_values_are_declared_too_few() -> None:
+    four, five = mean_interval([1.0] * 4), mean_interval([1.0] * 5)
+    assert four is not None
+    assert five is not None
+    assert four.wide
+    assert not five.wide
+    assert mean_interval([]) is None
+    assert percentile([], 50) is None
+
+
+def test_an_interval_survives_its_plain_form() -> None:
+    interval = Interval(1.5, 1.25, 2.0, 7)
+    assert Interval.from_dict(interval.to_dict()) == interval
+    assert interval.overlaps(Interval(3.0, 2.0, 4.0, 7))
+    assert not interval.overlaps(Interval(3.0, 2.1, 4.0, 7))
+
+
+def test_neither_arm_is_first_more_often() -> None:
+    order = abba("a", "b", 8)
+    assert [pair[0] for pair in order] == ["a", "b", "a", "b", "a", "b", "a", "b"]
+    assert all(set(pair) == {"a", "b"} for pair in order)
