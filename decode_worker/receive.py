@@ -38,6 +38,9 @@ async def receive(served: ServedRequest) -> None:
         served.outbox.output(served.attempt_id, output)
         resources.engine.send(Abort(served.attempt_id))  # this engine may go by other end ids, and would go on
         return
+    if served.tells_ready:
+        ready = served.event(EventKind.DECODE_READY, kv.received.verified_s)
+        served.outbox.output(served.attempt_id, TokenOutput(None, None, (ready,)))
     second = await served.sampled()
     reason = finish_reason(second.token)
     served.tell(

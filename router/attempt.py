@@ -45,6 +45,7 @@ class Attempt:
         clock: Clock,
         max_unread: int,
         arrivals: Arrivals,
+        hold_first_token: bool = False,
     ) -> None:
         self.failed: set[str] = set()
         self._record = record
@@ -56,6 +57,7 @@ class Attempt:
         self._deadline = record.deadline
         self._max_unread = max_unread
         self._arrivals = arrivals
+        self._hold_first_token = hold_first_token
         self._delivered_before = len(record.output_token_ids)
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
@@ -148,10 +150,14 @@ class Attempt:
         self._send(share.worker, decode)
         self._dispatched = True
         # Both at once: prefill computes while decode makes room and tells it where the KV goes.
-        decoding = self._open(decode_share, decode.handle.receive(request, share.worker.info.peer))
+        decoding = self._open(
+            decode_share, decode.handle.receive(request, share.worker.info.peer, self._hold_first_token)
+        )
         prefilling = self._open(share, share.worker.handle.push(request, decode.info.peer))
         arrival = await self._first_of(prefilling, decoding)
         share.end()
+        if self._hold_first_token and arrival.output.finish_reason is None:
+            arrival = arrival._replace(time_s=await self._until_ready(decoding))
         token = self._token_of(arrival, share.worker)
         yield token
         if token.finish_reason is not None:
@@ -173,6 +179,15 @@ class Attempt:
         if not prefilling.has_output and decoding.has_failed:
             await self._next(decoding)
         return await self._next(prefilling)
+
+    async def _until_ready(self, decoding: WorkerStream) -> float:
+        """Wait until decode has all KV; when the router learnt of it, in seconds of the gateway's clock."""
+        ready = await self._next(decoding)
+        if ready.output.finish_reason is not None:
+            raise WorkerLost(f"worker {decoding.worker.worker_id} gave the request up ({ready.output.finish_reason})")
+        if self._delivered_before == 0:
+            self._merge(ready.output.events, decoding.worker)
+        return ready.time_s
 
     async def _token(self, stream: WorkerStream) -> RoutedToken:
         """The next token of the stream that ends the request."""

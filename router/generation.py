@@ -108,6 +108,7 @@ class Generation:
                     self._clock,
                     self._config.max_unread_tokens,
                     self._arrivals,
+                    self._config.first_token == "decode",
                 )
                 try:
                     async with attempt, aclosing(attempt.tokens()) as tokens:

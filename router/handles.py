@@ -33,9 +33,10 @@ class WorkerHandle(Protocol):
         are released by worker and receiver between themselves)."""
         ...
 
-    def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+    def receive(self, request: Request, peer: KVPeer, tell_ready: bool = False) -> AsyncIterator[TokenOutput]:
         """Receive the prompt's KV from ``peer``; the outputs from token 2 on (the first message carries the proof). If
-        prefill's token ended the request, one message without a token: proof and finish reason."""
+        prefill's token ended the request, one message without a token: proof and finish reason. With ``tell_ready``, a
+        message with the event DECODE_READY comes before token 2, once all KV is there."""
         ...
 
     def run(self, request: Request) -> AsyncIterator[TokenOutput]:

@@ -17,7 +17,7 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import ClockOffset, Event, EventKind
 from pdserve.core.worker import Links, Role, TokenOutput, WorkerInfo
 
-Point = Literal["connect_peer", "room", "prefill", "decode", "decode_more", "run", "run_more", "abort"]
+Point = Literal["connect_peer", "room", "prefill", "decode", "decode_step", "decode_more", "run", "run_more", "abort"]
 Call = Literal["push", "receive", "run"]
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ class FakeWorker:
         """Tell the test."""
         self.on_beat_now()
 
-    async def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+    async def receive(self, request: Request, peer: KVPeer, tell_ready: bool = False) -> AsyncIterator[TokenOutput]:
         """Token 2 and on; nothing is ever skipped."""
         self.requests.append(("receive", request))
         held = self.held[request.attempt_id] = _Held(list(request.token_ids), request.max_tokens)
@@ -163,6 +163,9 @@ class FakeWorker:
             self.held.pop(request.attempt_id, None)
             yield TokenOutput(None, FinishReason.STOP, (room, verified), proof)
             return
+        if tell_ready:
+            yield TokenOutput(None, None, (self._event(EventKind.DECODE_READY),))
+        await self._pass("decode_step")
         scheduled = self._event(EventKind.DECODE_SCHEDULED)
         first = True
         while True:

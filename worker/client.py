@@ -107,9 +107,9 @@ class WorkerClient:
                 if output.token_id is not None:
                     return
 
-    def receive(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
+    def receive(self, request: Request, peer: KVPeer, tell_ready: bool = False) -> AsyncIterator[TokenOutput]:
         """Receive the prompt's KV from ``peer``, and decode from token 2 on."""
-        return self._outputs(Receive(request, peer))
+        return self._outputs(Receive(request, peer, tell_ready))
 
     def run(self, request: Request) -> AsyncIterator[TokenOutput]:
         """Prefill and decode here."""

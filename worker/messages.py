@@ -73,10 +73,12 @@ class Push(Message, frozen=True):
 
 
 class Receive(Message, frozen=True):
-    """Make room for the prompt's KV, tell ``peer`` over its KV link where it goes, decode from token 2 on."""
+    """Make room for the prompt's KV, tell ``peer`` over its KV link where it goes, decode from token 2 on. With
+    ``tell_ready``, an output without a token says when all KV is there."""
 
     request: Request
     peer: KVPeer
+    tell_ready: bool = False
 
 
 class Abort(Message, frozen=True):

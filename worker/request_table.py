@@ -65,8 +65,10 @@ class ServedRequest:
         *,
         worker_id: str,
         received_s: float,
+        tells_ready: bool = False,
     ) -> None:
         self.request = request
+        self.tells_ready = tells_ready
         self.attempt_id = request.attempt_id
         self.resources = resources
         self.outbox = outbox

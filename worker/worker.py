@@ -207,7 +207,13 @@ class Worker:
             raise InvalidRequest(f"attempt_id: {request.attempt_id!r} is running on worker {worker_id} already")
         peer = None if isinstance(work, messages.Run) else work.peer
         served = ServedRequest(
-            request, peer, self.incarnation.resources, outbox, worker_id=worker_id, received_s=received_s
+            request,
+            peer,
+            self.incarnation.resources,
+            outbox,
+            worker_id=worker_id,
+            received_s=received_s,
+            tells_ready=isinstance(work, messages.Receive) and work.tell_ready,
         )
         self._table.begin(served, role)
 

@@ -175,6 +175,11 @@ class RouterConfig(_Section):
     policy: Literal["round_robin", "least_outstanding_tokens"] = Field(
         "least_outstanding_tokens", description="how a worker is chosen among the ready ones"
     )
+    first_token: Literal["prefill", "decode"] = Field(
+        "prefill",
+        description="when the client gets token 1 of a disaggregated request. prefill: as soon as it is sampled; "
+        "decode: once the KV has arrived and decode can go on, as in services that discard prefill's token",
+    )
     prefill_backlog_tokens: Positive = Field(
         1024, description="a prefill worker is free while fewer prompt tokens than this wait on it, or none"
     )

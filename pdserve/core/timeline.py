@@ -33,6 +33,7 @@ class EventKind(StrEnum):
     TOKEN_1_EMITTED = "token_1_emitted"  # g: written to the client's stream
     ROOM_MADE = "room_made"  # d: blocks for the prompt are allocated
     KV_VERIFIED = "kv_verified"  # d: the last block is verified and in the pool
+    DECODE_READY = "decode_ready"  # d: the same, where token 1 was held back until then (router.first_token: decode)
     DECODE_SCHEDULED = "decode_scheduled"  # d: first step with this request begins
     TOKEN_2_SAMPLED = "token_2_sampled"  # d
     TOKEN_2_ARRIVED = "token_2_arrived"  # g
@@ -84,8 +85,9 @@ _K = EventKind
 NETWORK, UNATTRIBUTED = "network", "unattributed"
 
 
-def _stages(arrived: EventKind, emitted: EventKind, sampled: EventKind) -> tuple[Stage, ...]:
-    """The stages of every figure, for the token with these three events."""
+def _stages(arrived: EventKind, emitted: EventKind, *sent: EventKind) -> tuple[Stage, ...]:
+    """The stages of every figure, for the token with these events; ``sent`` is when its worker could send it: the first
+    of these events that happened."""
     return (
         Stage(
             "gateway",
@@ -95,7 +97,7 @@ def _stages(arrived: EventKind, emitted: EventKind, sampled: EventKind) -> tuple
         Stage("route", (Span((_K.TOKENIZED,), _K.PAIR_CHOSEN),), "queueing for a free prefill worker, retries"),
         Stage(
             "dispatch",
-            (Span((_K.PREFILL_SENT,), _K.PREFILL_RECEIVED), Span((sampled,), arrived)),
+            (Span((_K.PREFILL_SENT,), _K.PREFILL_RECEIVED), Span(sent, arrived)),
             "control messages between gateway and workers",
         ),
         Stage("prefill_queue", (Span((_K.PREFILL_RECEIVED,), _K.PREFILL_SCHEDULED),), "waiting for the engine"),
@@ -114,7 +116,11 @@ _HANDOFF = (
 )
 
 STAGES: Mapping[Figure, tuple[Stage, ...]] = {
-    Figure.TTFT: _stages(_K.TOKEN_1_ARRIVED, _K.TOKEN_1_EMITTED, _K.TOKEN_1_SAMPLED),
+    Figure.TTFT: (
+        *_stages(_K.TOKEN_1_ARRIVED, _K.TOKEN_1_EMITTED, _K.DECODE_READY, _K.TOKEN_1_SAMPLED),
+        # Only of requests whose token 1 was held back.
+        Stage("kv_exposed", (Span((_K.TOKEN_1_SAMPLED,), _K.DECODE_READY),), _HANDOFF[0].what),
+    ),
     Figure.TTFT_DECODE: (*_stages(_K.TOKEN_2_ARRIVED, _K.TOKEN_2_EMITTED, _K.TOKEN_2_SAMPLED), *_HANDOFF),
 }
 

@@ -14,7 +14,7 @@ from tests.planted.late_wire import late_wire
 from tests.random_models import save_random_model
 
 HANDOFF = ("kv_exposed", "decode_queue", "first_decode")
-IN_TTFT = [stage.name for stage in STAGES[Figure.TTFT]]
+IN_TTFT = [stage.name for stage in STAGES[Figure.TTFT] if stage.name not in HANDOFF]
 DELAYS_MS = {stage: 50.0 + 10 * i for i, stage in enumerate(("network", *IN_TTFT, *HANDOFF))}
 SLACK_MS = 25.0  # half of the shortest: one that leaks into another stage makes it too long
 REQUESTS = 4
@@ -77,3 +77,17 @@ def test_delay_shows_in_its_stage_alone(ask: Ask, first: dict[str, list[Generati
             results = undisturbed(lambda mode=mode: ask(mode), check)  # type: ignore[misc]
         for figure in figures:
             assert min(lengths_ms(results, figure, stage)) + 0.5 >= delay_ms, (mode, figure)
+
+
+def test_token_1_can_wait_for_decode() -> None:
+    """router.first_token: decode. What delays the hand-off then delays token 1, and the breakdown says so."""
+    settings = {"router": {"first_token": "decode"}}
+    with local_cluster(settings, delays_ms={"kv_exposed": 200.0}) as cluster, Client(cluster.target) as client:
+        plain = client.generate([5, 6, 7], max_tokens=6, mode="colocated", ignore_eos=True).result()
+        held = client.generate([5, 6, 7], max_tokens=6, mode="pd", ignore_eos=True).result()
+    assert held.token_ids == plain.token_ids
+    breakdown = held.breakdowns[Figure.TTFT]
+    assert held.ttft_ms >= 200
+    assert breakdown.stages_ms["kv_exposed"] >= 200
+    assert abs(breakdown.unattributed_ms) < 0.05 * breakdown.total_ms
+    assert "kv_exposed" not in plain.breakdowns[Figure.TTFT].stages_ms

@@ -53,7 +53,7 @@ async def test_the_timeline_has_every_event_and_the_stages_leave_no_gap(make_clu
             kind = [EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED][len(record.output_token_ids) > 1]
             if not record.timeline.has(kind):
                 record.timeline.record(kind, "gateway", cluster.clock.now())
-    assert set(EventKind) - set(record.timeline.events) == {EventKind.FINISHED}
+    assert set(EventKind) - set(record.timeline.events) == {EventKind.FINISHED, EventKind.DECODE_READY}
     for figure in Figure:
         breakdown = record.timeline.breakdown(figure)
         assert breakdown is not None
@@ -92,6 +92,40 @@ async def test_each_attempts_placement_is_kept_and_logged_with_its_reason(
     assert first.startswith("prefill on p0: the only one free; decode on d0: 0 outstanding tokens, the fewest of 2, ")
     assert "decode on d1: the only one free, 1 avoided" in second
     assert f"request r: attempt 2: {second}" in caplog.messages
+
+
+async def test_token_1_is_held_until_decode_can_go_on(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(first_token="decode")
+    cluster.fleet["d0"].delay_s = {"decode": 0.02, "decode_step": 0.05}
+    record = cluster.record()
+    started_s = cluster.clock.now()
+    async with aclosing(cluster.router.generate(record)) as generation:
+        async for _ in generation:
+            if not record.timeline.has(EventKind.TOKEN_1_EMITTED):
+                record.timeline.record(EventKind.TOKEN_1_EMITTED, "gateway", cluster.clock.now())
+                assert cluster.clock.now() - started_s == pytest.approx(0.02, abs=0.005)  # not until the next step
+    assert record.output_token_ids == [6, 7, 8, 9]
+    breakdown = record.timeline.breakdown(Figure.TTFT)
+    assert breakdown is not None
+    assert breakdown.stages_ms["kv_exposed"] == pytest.approx(20, abs=2)
+    assert abs(breakdown.unattributed_ms) < 0.01
+    cluster.check_idle()
+
+
+async def test_a_held_token_is_delivered_once_though_decode_fails(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(decode=2, first_token="decode")
+    cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
+    record = cluster.record()
+    assert await cluster.tokens(record) == [6, 7, 8, 9]
+    assert record.attempts == 2
+    cluster.check_idle()
+
+
+async def test_a_token_that_ends_the_request_is_not_held(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(first_token="decode")
+    cluster.fleet["p0"]._eos_token_id = 6
+    assert await cluster.tokens(cluster.record()) == [6]
+    cluster.check_idle()
 
 
 async def test_one_token_needs_no_hand_off(make_cluster: MakeCluster) -> None:
@@ -336,7 +370,7 @@ async def test_a_second_cancellation_leaves_no_stream_open(make_cluster: MakeClu
             closed.append(name)
 
     cluster.fleet["p0"].push = lambda request, peer: slow_to_close("p0")  # type: ignore[method-assign]
-    cluster.fleet["d0"].receive = lambda request, peer: slow_to_close("d0")  # type: ignore[method-assign]
+    cluster.fleet["d0"].receive = lambda *_: slow_to_close("d0")  # type: ignore[method-assign]
     task = asyncio.create_task(cluster.tokens(cluster.record()))
     await asyncio.sleep(0.02)
     for _ in range(2):

@@ -94,7 +94,7 @@ def stages(subject: Timeline, figure: Figure, client_total_ms: float | None = No
 
 
 def test_the_events_of_this_test_are_all_there_are() -> None:
-    assert set(TRUE_MS) == set(EventKind)
+    assert {*TRUE_MS, K.DECODE_READY} == set(EventKind)
 
 
 def test_ttft() -> None:
@@ -122,7 +122,16 @@ def test_network_is_the_clients_total_minus_the_gateways() -> None:
 def test_stages_are_in_the_order_of_the_table() -> None:
     got = [name for name in stages(timeline(), TTFT_DECODE, 120.0) if name != UNATTRIBUTED]
     assert tuple(got) == STAGE_NAMES
-    assert [stage.name for stage in STAGES[TTFT]] == list(STAGE_NAMES[1:6])
+    assert [stage.name for stage in STAGES[TTFT]] == list(STAGE_NAMES[1:7])
+
+
+def test_ttft_of_a_token_that_was_held_back_has_the_hand_off() -> None:
+    held = timeline()
+    for kind, time_ms in ((K.DECODE_READY, 77.0), (K.TOKEN_1_ARRIVED, 79.5), (K.TOKEN_1_EMITTED, 80.0)):
+        held.record(kind, "d0" if kind is K.DECODE_READY else GATEWAY, time_ms / 1e3)
+    expected = {**TTFT_MS, "gateway": 2.0 + 0.5, "dispatch": 5.0 + 2.5, "kv_exposed": 20.0}
+    assert stages(held, TTFT) == pytest.approx(expected)
+    assert stages(held, TTFT_DECODE) == pytest.approx(TTFT_DECODE_MS)
 
 
 def test_total_is_the_gateways_own_without_a_client() -> None:
