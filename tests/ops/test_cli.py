@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from experiments.cli.main import main
 from ops.cli.config import documented_defaults
-from ops.cli.main import main
 from ops.waterfall.picture import FORMATS
 from pdserve.core.config import PdserveConfig
 from tests.pdserve.core.test_dtypes import AVX2, ZEN4
@@ -25,7 +25,7 @@ from tests.pdserve.scripted_service import ScriptedService
 from tests.pdserve.test_client import ISSUE_KEYS, free_target
 from tests.random_models import save_random_model
 
-PDSERVE = (sys.executable, "-c", "from ops.cli.main import main; main()")
+PDSERVE = (sys.executable, "-c", "from experiments.cli.main import main; main()")
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,7 @@ def test_model_info_names_what_a_family_has_of_its_own(pdserve: Any, tmp_path: P
 
 def test_start_up_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom ops.cli.main import main\n"
+        "import sys\nfrom experiments.cli.main import main\n"
         "try: main(['config'])\nexcept SystemExit: pass\n"
         "heavy = ('torch', 'ray', 'grpc', 'matplotlib', 'transformers', 'numpy')\n"
         "print([m for m in heavy if m in sys.modules], file=sys.stderr)"

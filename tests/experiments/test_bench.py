@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from ops.bench.load import BenchLoad, Outcome, arrivals, leaked_blocks, run_load, settled, token_ids
 from ops.bench.report import SLO, BenchReport, Distribution
+
 from pdserve import AsyncClient, ServiceStatus, ServiceWorker
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
 from pdserve.core.request import Mode
