@@ -170,6 +170,8 @@ async def fitted(client: AsyncClient, plan: BenchPlan, status: ServiceStatus) ->
         counted = await client.generate(sample[: status.context_length // 2], max_tokens=1, ignore_eos=True).result()
         chars = len(sample[: status.context_length // 2])
         workload = replace(workload, chars_per_token=chars / counted.prompt_tokens)
+    if isinstance(workload, Trace):
+        workload = workload.first(plan.count)
     return replace(plan, workload=workload.within(Room.of(status)))
 
 
@@ -184,8 +186,8 @@ async def run_bench(
     the reports are of what had finished.
 
     With both modes on a busy service each mode has the service to itself, one after the other, with the same
-    conversations at the same times: one report each, pd first. Otherwise there is a single report. Leaked blocks are not
-    counted yet. An error of the warm-up is raised."""
+    conversations at the same times: one report each, pd first. Otherwise there is a single report. Leaked blocks are
+    not counted yet. An error of the warm-up is raised."""
     vocab_size = status.vocab_size
 
     async def load(conversations: Iterator[Conversation], mode: Mode | Callable[[int], Mode]) -> Load:

@@ -73,11 +73,13 @@ def bench(
     num_prefixes: Annotated[int | None, typer.Option(help="how many different prefixes [default: 1]")] = None,
     turns: Annotated[int | None, typer.Option(help="turns of a conversation (random, sharegpt) [default: 1]")] = None,
     pause: Annotated[float | None, typer.Option(help="seconds between an answer and the next turn")] = None,
-    scale: Annotated[float | None, typer.Option(help="factor on the lengths of a published dataset")] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="factor on the lengths of a published dataset, or INPUT:OUTPUT factors")
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="tokens of a hash id of the trace; below 512 scales its lengths [default: 512]")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="seed of prompts and arrivals [default: 0]")] = None,
+    seed: Annotated[int, typer.Option(help="seed of prompts and arrivals")] = 0,
     mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both (see above)")] = "auto",
     slo: Annotated[
         str | None, typer.Option(help="limits in ms for goodput: ttft=200,itl=50 (ttft_decode, tpot, e2e)")
@@ -143,7 +145,7 @@ def bench(
         requests=_either("requests", requests, "num-prompts", num_prompts),
         duration_s=duration,
         warmup=warmup,
-        seed=seed or 0,
+        seed=seed,
         mode=mode,
         timeout_s=timeout,
         slo=_objectives(slo, goodput, more_goodput or []),

@@ -32,7 +32,8 @@ _PUBLISHED_APPLIES = {"scale"}
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """Options of a workload; None is the dataset's default. Lengths are written ``128`` or ``128:1024``."""
+    """Options of a workload; None is the dataset's default. Lengths are written ``128`` or ``128:1024``, ``scale``
+    ``0.1`` or, for input and output, ``0.1:0.5``."""
 
     dataset: str = "random"
     dataset_path: Path | None = None
@@ -42,7 +43,7 @@ class WorkloadOptions:
     num_prefixes: int | None = None
     turns: int | None = None
     pause_s: float | None = None
-    scale: float | None = None
+    scale: str | None = None
     block_size: int | None = None
 
     def workload(self) -> Workload:
@@ -75,7 +76,7 @@ class WorkloadOptions:
                 return OwnPrompts.read(self._path(), outputs)
             case "trace":
                 return Trace.read(self._path(), TRACE_BLOCK_SIZE if self.block_size is None else self.block_size)
-        return published(self.dataset, 1.0 if self.scale is None else self.scale)
+        return published(self.dataset, *_scales(self.scale or "1"))
 
     def _random(self, inputs: Lengths, outputs: Lengths, turns: int) -> Synthetic:
         num_prefixes = 1 if self.num_prefixes is None else self.num_prefixes
@@ -89,3 +90,15 @@ class WorkloadOptions:
         if self.dataset_path is None:
             raise InvalidRequest(f"dataset_path: the dataset {self.dataset} reads a file; give --dataset-path FILE")
         return self.dataset_path
+
+
+def _scales(text: str) -> tuple[float, float]:
+    """Factors of input and output lengths."""
+    parts = text.split(":")
+    try:
+        scales = [float(part) for part in parts]
+    except ValueError:
+        scales = []
+    if not 1 <= len(scales) <= 2 or not all(0 < scale < float("inf") for scale in scales):
+        raise InvalidRequest(f"scale: {text!r} is no positive factor; write 0.1, or 0.1:0.5 for input and output")
+    return scales[0], scales[-1]

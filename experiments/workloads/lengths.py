@@ -109,7 +109,8 @@ class Lognormal:
             fits = self.scale * longest / self.percentile(1 - MOST_CUT / 2)
             raise InvalidRequest(
                 f"{option}: {limited.share_cut:.0%} of the lengths ({self.describe()}) do not fit the {longest} tokens "
-                f"that the service has room for; scale them down with --scale {math.floor(fits * 1e3) / 1e3:g}"
+                f"that the service has room for; scale the {'inputs' if option == 'input_len' else 'outputs'} by "
+                f"{math.floor(fits * 1e3) / 1e3:g} (--scale INPUT:OUTPUT)"
             )
         return limited
 

@@ -107,12 +107,12 @@ PUBLISHED_SHAPES = tuple(_PUBLISHED)
 """Names that `published` takes."""
 
 
-def published(name: str, scale: float = 1.0) -> Synthetic:
-    """Random tokens with the input and output lengths of a published trace, drawn independently. ``scale`` multiplies
-    both, for services whose context is smaller; `Synthetic.describe` states it."""
+def published(name: str, input_scale: float = 1.0, output_scale: float = 1.0) -> Synthetic:
+    """Random tokens with the input and output lengths of a published trace, drawn independently. The scales multiply
+    the lengths, for services whose context is smaller; `Synthetic.describe` states them."""
     input_mean, input_sigma, output_mean, output_sigma = _PUBLISHED[name]
-    workload = Synthetic(
-        Lognormal(input_mean, input_sigma, scale=scale), Lognormal(output_mean, output_sigma, scale=scale), name=name
-    )
-    workload.validate()
-    return workload
+    inputs = Lognormal(input_mean, input_sigma, scale=input_scale)
+    outputs = Lognormal(output_mean, output_sigma, scale=output_scale)
+    for lengths in (inputs, outputs):
+        lengths.validate("scale")
+    return Synthetic(inputs, outputs, name=name)

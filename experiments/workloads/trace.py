@@ -96,13 +96,22 @@ class Trace:
             yield Conversation((turn,), SHARED_SALT)
 
     def within(self, room: Room) -> Self:
-        for line, request in zip(self.lines, self.requests, strict=True):
-            prompt_len, output_len = self._scaled(request.input_length), self._scaled(request.output_length)
-            if prompt_len + output_len > room.tokens:
-                fits = self.block_size * room.tokens // (prompt_len + output_len)
-                remedy = f" (or, to scale the trace down, --block-size {fits - 1})" if fits > 1 else ""
-                room.check(prompt_len, output_len, f"{self.path}:{line}{remedy}")
+        """Unchanged; the error names the line of the longest request, and a block size with which all fit."""
+
+        def tokens(request: TraceRequest) -> int:
+            return self._scaled(request.input_length) + self._scaled(request.output_length)
+
+        line, longest = max(zip(self.lines, self.requests, strict=True), key=lambda pair: tokens(pair[1]))
+        fits = (self.block_size * room.tokens) // (tokens(longest) + 2) if tokens(longest) > room.tokens else 0
+        remedy = f" (all fit with --block-size {fits}, which scales the trace down)" if fits else ""
+        room.check(
+            self._scaled(longest.input_length), self._scaled(longest.output_length), f"{self.path}:{line}{remedy}"
+        )
         return replace(self)
+
+    def first(self, count: int) -> Self:
+        """The trace's first ``count`` requests."""
+        return replace(self, requests=self.requests[:count], lines=self.lines[:count])
 
     def describe(self) -> str:
         scaled = ""
