@@ -75,7 +75,7 @@ class Synthetic:
         share = max(1, (room.tokens - self.prefix_len) // self.turns)  # of each turn; its output gets half at most
         outputs = self.outputs
         if isinstance(outputs, Lognormal):
-            outputs = outputs.limited(share // 2, "output_len")
+            outputs = outputs.limited(min(share // 2, outputs.percentile(0.999)), "output_len")
         inputs = self.inputs
         if isinstance(inputs, Lognormal):
             inputs = inputs.limited(max(1, share - outputs.longest), "input_len")
