@@ -209,7 +209,8 @@ class _Sender:
                 if self.now_s() >= self._end_s:
                     self.unsent += 1
                     return
-                outcome = await self._send(index, number, turn, text or token_ids, salt, mode, scheduled_s)
+                prompt = text if turn.text else token_ids
+                outcome = await self._send(index, number, turn, prompt, salt, mode, scheduled_s)
             self.outcomes.append(outcome)
             self._on_done(outcome)
             if outcome.generation is None:
