@@ -37,21 +37,21 @@ _GOODPUT_KEYS = {"e2el": "e2e"}
 def bench(
     requests: Annotated[
         int | None,
-        typer.Option(help="how many requests (conversations with --turns; prompts with --mode both) [default: 64]"),
+        typer.Option(help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)"),
     ] = None,
     duration: Annotated[float | None, typer.Option(help="seconds after which nothing more is sent")] = None,
     warmup: Annotated[int, typer.Option(help="requests sent before the measurement, in each mode")] = 0,
     concurrency: Annotated[
-        int | None, typer.Option(help="closed loop: requests running at a time [default: 8; 1 with --mode both]")
+        int | None, typer.Option(help="closed loop: requests running at a time (default: 8; 1 with --mode both)")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="open loop: requests per second (Poisson arrivals)")] = None,
     ramp: Annotated[str | None, typer.Option(help="open loop: a rate that changes from A to B (A:B)")] = None,
     speed: Annotated[
-        float | None, typer.Option(help="open loop: the arrivals of the trace, so many times as fast [default: 1]")
+        float | None, typer.Option(help="open loop: the arrivals of the trace, so many times as fast (default: 1)")
     ] = None,
     burstiness: Annotated[
         float | None,
-        typer.Option(help="gamma shape of the gaps of --rate, --ramp; below 1 is burstier [default: 1]"),
+        typer.Option(help="gamma shape of the gaps of --rate, --ramp; below 1 is burstier (default: 1)"),
     ] = None,
     max_concurrency: Annotated[
         int | None, typer.Option(help="open loop: most requests running at a time; others wait in the client")
@@ -61,23 +61,23 @@ def bench(
         typer.Option(
             help="random, sharegpt, sonnet (lines of a text), jsonl (your prompts), trace (Mooncake's format), or the "
             "lengths of a published one: azure-code, azure-conv, mooncake-conv, sharegpt-like, arxiv-summarization "
-            "[default: random]"
+            "(default: random)"
         ),
     ] = None,
     dataset_path: Annotated[Path | None, typer.Option(help="file of sharegpt, sonnet, jsonl, trace")] = None,
-    input_len: Annotated[str | None, typer.Option(help="tokens of each prompt, N or LOW:HIGH [default: 256]")] = None,
+    input_len: Annotated[str | None, typer.Option(help="tokens of each prompt, N or LOW:HIGH (default: 256)")] = None,
     output_len: Annotated[
-        str | None, typer.Option(help="tokens to generate for each, N or LOW:HIGH [default: 32]")
+        str | None, typer.Option(help="tokens to generate for each, N or LOW:HIGH (default: 32)")
     ] = None,
     prefix_len: Annotated[int | None, typer.Option(help="tokens that random prompts share, before their own")] = None,
-    num_prefixes: Annotated[int | None, typer.Option(help="how many different prefixes [default: 1]")] = None,
-    turns: Annotated[int | None, typer.Option(help="turns of a conversation (random, sharegpt) [default: 1]")] = None,
+    num_prefixes: Annotated[int | None, typer.Option(help="how many different prefixes (default: 1)")] = None,
+    turns: Annotated[int | None, typer.Option(help="turns of a conversation (random, sharegpt) (default: 1)")] = None,
     pause: Annotated[float | None, typer.Option(help="seconds between an answer and the next turn")] = None,
     scale: Annotated[
         str | None, typer.Option(help="factor on the lengths of a published dataset, or INPUT:OUTPUT factors")
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="tokens of a hash id of the trace; below 512 scales its lengths [default: 512]")
+        int | None, typer.Option(help="tokens of a hash id of the trace; below 512 scales its lengths (default: 512)")
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of prompts and arrivals")] = 0,
     mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both (see above)")] = "auto",
@@ -95,7 +95,7 @@ def bench(
     random_output_len: Annotated[str | None, typer.Option(hidden=True)] = None,
     random_prefix_len: Annotated[int | None, typer.Option(hidden=True)] = None,
     goodput: Annotated[str | None, typer.Option(hidden=True)] = None,
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
 ) -> None:
     """Put a load on the service and report latencies, throughput, goodput, failures, and leaked KV blocks.
 

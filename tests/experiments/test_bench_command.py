@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command_line import PDSERVE
+from tests.local_cluster import local_cluster
 from tests.pdserve.scripted_service import ScriptedService
 
 
@@ -25,6 +27,15 @@ from tests.pdserve.scripted_service import ScriptedService
         (["bench", "--input-len", "2000", "--output-len", "100"], 2, "error: output_len: "),
         (["bench", "--input-len", "10", "--output-len", "5000000000"], 2, "error: output_len: "),
         (["bench", "--input-len", "1000", "--output-len", "100"], 1, "error: input_len and output_len: "),
+        (["bench", "--num-prompts", "3", "--requests", "3"], 2, "error: requests: is the same as --num-prompts"),
+        (["bench", "--goodput", "ttft:200", "--slo", "ttft=1"], 2, "error: slo: is the same as --goodput"),
+        (["bench", "--goodput", "ttft=200"], 2, "error: slo: "),
+        (["bench", "ttft:200"], 2, "error: ttft:200: bench takes options only"),
+        (["bench", "--ramp", "3"], 2, "error: ramp: '3' is not of the form A:B"),
+        (["bench", "--percentiles", "101"], 2, "error: percentiles: "),
+        (["bench", "--dataset", "trace", "--dataset-path", "/no/such"], 2, "error: dataset_path: /no/such cannot be"),
+        (["bench", "--dataset", "mooncake-conv"], 2, "scale the outputs by 0.2"),
+        (["bench", "--speed", "2"], 2, "error: speed: needs the dataset trace"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -114,3 +125,91 @@ def test_bench(service: ScriptedService, pdserve: Any) -> None:
     assert ran.code == 0, ran.err
     assert (ran.json["requests"], ran.json["failed"], ran.json["leaked_blocks"]) == (8, 0, 0)
     assert ran.json["ttft_ms"]["p50"] > 4
+
+
+def test_percentiles_and_a_rate_show(service: ScriptedService, pdserve: Any) -> None:
+    options = ("--target", service.target, "--input-len", "10:20", "--output-len", "1:3")
+    ran = pdserve("bench", *options, "--rate", "50", "--burstiness", "0.5", "--duration", "1", "--percentiles", "99.9")
+    assert ran.code == 0, ran.err
+    for word in ("p99.9", "std", "E2E", "lag  ", "10 to 20 tokens, uniform", "failures    none"):
+        assert word in ran.out
+    assert "p50  " not in ran.out.splitlines()[0]
+    lengths = {len(request.token_ids.ids) for request in service.servicer.requests}
+    assert lengths <= set(range(10, 21))
+    assert len(lengths) > 3
+
+
+def test_both_modes_under_load_have_no_added_figure(service: ScriptedService, pdserve: Any) -> None:
+    options = ("--target", service.target, "--requests", "6", "--input-len", "20", "--output-len", "3")
+    ran = pdserve("bench", *options, "--mode", "both", "--concurrency", "3", "--slo", "e2e=2000")
+    assert ran.code == 0, ran.err
+    assert "added" not in ran.out
+    assert ran.out.count("goodput") == 2
+    assert re.search(r"TTFT +pd .*\n +colocated ", ran.out)
+    assert "pd (alone on the service)" in ran.out
+    plain = pdserve("bench", *options, "--mode", "both", "--rate", "100", "--json").json
+    assert [plain["arms"][mode]["requests"] for mode in ("pd", "colocated")] == [6, 6]
+    assert plain["arms"]["pd"]["added_ms"] == {"ttft": None, "ttft_decode": None}
+    assert (plain["partial"], plain["leaked_blocks"]) == (False, 0)
+
+
+@pytest.mark.parametrize("goodput", [("ttft:2000", "e2el:3000"), ("ttft:2000,e2el:3000",), ("ttft:2000 e2el:3000",)])
+def test_the_option_names_of_vllm(service: ScriptedService, pdserve: Any, goodput: tuple[str, ...]) -> None:
+    ran = pdserve(
+        *("bench", "--target", service.target, "--num-prompts", "5", "--request-rate", "inf", "--dataset-name"),
+        *("random", "--random-input-len", "30", "--random-output-len", "2", "--random-prefix-len", "16"),
+        *("--goodput", *goodput, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    assert (ran.json["requests"], ran.json["slo_ms"]) == (5, {"ttft": 2000, "e2e": 3000})
+    requests = service.servicer.requests
+    assert {len(request.token_ids.ids) for request in requests} == {46}
+    assert len({tuple(request.token_ids.ids[:16]) for request in requests}) == 1
+    assert len({request.salt for request in requests}) == 1
+
+
+def test_prompts_of_text_measure_the_characters_per_token(
+    service: ScriptedService, pdserve: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "text"
+    path.write_text("one line\nand another\n" * 200)
+    ran = pdserve(
+        *("bench", "--target", service.target, "--dataset", "sonnet", "--dataset-path", str(path), "--input-len", "50"),
+        *("--output-len", "2", "--requests", "4"),
+    )
+    assert ran.code == 0, ran.err
+    assert "1.00 characters per token" in ran.out, "the scripted service counts bytes"
+    assert [len(request.text) for request in service.servicer.requests[1:]] == [50] * 4
+
+
+def test_a_trace_is_sent_at_its_own_times(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 200 * i, "input_length": 600 + i, "output_length": 2, "hash_ids": [1, 9 + i]} for i in range(4)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    options = ("bench", "--target", service.target, "--dataset", "trace", "--dataset-path", str(path), "--json")
+    ran = pdserve(*options, "--speed", "2", "--requests", "3")
+    assert ran.code == 0, ran.err
+    assert ran.json["requests"] == 3
+    assert ran.json["duration_s"] > 0.2
+    starts = {tuple(request.token_ids.ids[:512]) for request in service.servicer.requests}
+    assert len(starts) == 1
+    assert [len(request.token_ids.ids) for request in service.servicer.requests] == [600, 601, 602]
+    assert "requests: the trace has 4" in pdserve(*options, "--requests", "5").err
+
+
+def test_a_real_service_is_compared_with_itself(pdserve: Any) -> None:
+    """A real service: pairs leave no blocks behind, and both figures of the comparison are there."""
+    with local_cluster({}) as cluster:
+        options = ("bench", "--target", cluster.target, "--input-len", "40:60", "--output-len", "4", "--json")
+        pairs = pdserve(*options, "--requests", "3", "--mode", "both", "--warmup", "1")
+        assert pairs.code == 0, pairs.err
+        assert (pairs.json["requests"], pairs.json["leaked_blocks"]) == (6, 0)
+        assert None not in pairs.json["added_ms"].values()
+        arms = pdserve(*options, "--requests", "6", "--mode", "both", "--concurrency", "3", "--slo", "ttft=60s")
+        assert arms.code == 0, arms.err
+        assert [arm["goodput"]["share"] for arm in arms.json["arms"].values()] == [1.0, 1.0]
+        talk = pdserve(*options, "--requests", "2", "--turns", "3", "--pause", "0.05", "--rate", "20")
+        assert talk.code == 0, talk.err
+        assert (talk.json["requests"], talk.json["planned"]) == (6, 6)

@@ -202,10 +202,10 @@ async def test_a_real_service_caches_the_turns_and_the_shared_prefixes() -> None
             first, second = cached(load)[:3], cached(load)[3:]
             assert first == second
             assert first[0] == 0 < first[1] < first[2]
-            prefixes = Synthetic(Fixed(16), Fixed(2), prefix_len=96)
+            prefixes = Synthetic(Fixed(16), Fixed(2), prefix_len=128)
             for _ in range(2):  # each load begins with a cold cache
                 load = await run_load(client, prefixes.conversations(3, 0, 200), ClosedLoop(1), mode=Mode.PD)
-                assert cached(load) == [0, 96, 96]
+                assert cached(load) == [0, 128, 128]
             load = await run_load(client, prefixes.conversations(2, 0, 200), random_arrivals(20.0, 0), mode=Mode.PD)
             assert len(load.outcomes) == 2
         assert cluster.wait_idle().used_blocks == 0
