@@ -34,7 +34,12 @@ _GOODPUT_KEYS = {"e2el": "e2e"}
 """Figures of ``--goodput`` that have another name here."""
 
 
+MORE_ARGUMENTS = {"allow_extra_args": True}
+"""Settings of the command: the objectives that follow the first one of ``--goodput`` are arguments."""
+
+
 def bench(
+    context: typer.Context,
     requests: Annotated[
         int | None,
         typer.Option(help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)"),
@@ -95,7 +100,6 @@ def bench(
     random_output_len: Annotated[str | None, typer.Option(hidden=True)] = None,
     random_prefix_len: Annotated[int | None, typer.Option(hidden=True)] = None,
     goodput: Annotated[str | None, typer.Option(hidden=True)] = None,
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
 ) -> None:
     """Put a load on the service and report latencies, throughput, goodput, failures, and leaked KV blocks.
 
@@ -148,7 +152,7 @@ def bench(
         seed=seed,
         mode=mode,
         timeout_s=timeout,
-        slo=_objectives(slo, goodput, more_goodput or []),
+        slo=_objectives(slo, goodput, context.args),
         percentiles=parse_percentiles(percentiles),
     )
     plan.validate()
