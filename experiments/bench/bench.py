@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -166,10 +165,9 @@ async def fitted(client: AsyncClient, plan: BenchPlan, status: ServiceStatus) ->
     Raises what a request that does not fit would fail with."""
     workload: Workload = plan.workload
     if isinstance(workload, ShareGPT | TextLines):
-        sample = workload.sample
-        counted = await client.generate(sample[: status.context_length // 2], max_tokens=1, ignore_eos=True).result()
-        chars = len(sample[: status.context_length // 2])
-        workload = replace(workload, chars_per_token=chars / counted.prompt_tokens)
+        sample = workload.sample[: max(1, Room.of(status).tokens // 8)]  # fits even with several tokens per character
+        counted = await client.generate(sample, max_tokens=1, ignore_eos=True).result()
+        workload = replace(workload, chars_per_token=len(sample) / counted.prompt_tokens)
     if isinstance(workload, Trace):
         workload = workload.first(plan.count)
     return replace(plan, workload=workload.within(Room.of(status)))
@@ -229,9 +227,7 @@ def interleaved(index: int) -> Mode:
 async def _warm_up(client: AsyncClient, plan: BenchPlan, mode: Mode, vocab_size: int, stop: asyncio.Event) -> None:
     """Send ``plan.warmup`` conversations in ``mode`` that no report counts; raise the first error."""
     concurrency = 1 if plan.paired else plan.pace.concurrency or CONCURRENCY
-    conversations = itertools.islice(
-        plan.workload.conversations(plan.warmup, plan.seed + 1, vocab_size), plan.warmup
-    )  # other tokens than those of the load
+    conversations = plan.workload.conversations(plan.warmup, plan.seed + 1, vocab_size)  # not the load's random tokens
     load = await run_load(
         client, conversations, ClosedLoop(concurrency), mode=mode, timeout_s=plan.timeout_s, stop=stop
     )
