@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from experiments.bench.bench import BenchPlan
     from experiments.bench.report import SLO, BenchReport, Distribution
 
+T = TypeVar("T")
+
 _ROWS = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 _GOODPUT_KEYS = {"e2el": "e2e"}
 """Figures of ``--goodput`` that have another name here."""
@@ -168,9 +170,6 @@ def bench(
         raise typer.Exit(130)
     if any(report.failures for report in reports) or reports[-1].leaked_blocks != 0:
         raise typer.Exit(1)
-
-
-T = TypeVar("T")
 
 
 def _either(name: str, value: T | None, alias: str, other: T | None) -> T | None:
@@ -321,9 +320,8 @@ def _of_load(report: BenchReport) -> list[str]:
 
     lines = []
     if report.partial:
-        planned = "" if report.planned is None else f"{report.planned} "
-        of = f"of {planned}requests had finished" if planned else "requests had finished"
-        lines.append(f"partial     interrupted when {len(report.outcomes)} {of}")
+        planned = "" if report.planned is None else f"of {report.planned} "
+        lines.append(f"partial     interrupted when {len(report.outcomes)} {planned}requests had finished")
     lines.append(
         f"throughput  {report.per_second(report.output_tokens):.1f} output tokens/s, "
         f"{report.per_second(report.total_tokens):.1f} tokens/s in all, "

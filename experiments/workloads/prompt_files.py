@@ -168,7 +168,7 @@ class TextLines:
 
     def within(self, room: Room) -> Self:
         room.check(self.inputs.longest, self.outputs.longest)
-        return replace(self)
+        return self
 
     def describe(self) -> str:
         return (
@@ -238,7 +238,7 @@ class OwnPrompts:
         """Checks prompts of token ids; the service itself refuses texts that are too long."""
         for line, prompt in zip(self.lines, self.prompts, strict=True):
             room.check(len(prompt.token_ids), self._outputs_of(prompt).longest, f"{self.path}:{line}")
-        return replace(self)
+        return self
 
     def describe(self) -> str:
         return f"prompts of {self.path.name} ({len(self.prompts)}); output {self.outputs.describe()} unless given there"

@@ -107,7 +107,7 @@ class Trace:
         room.check(
             self._scaled(longest.input_length), self._scaled(longest.output_length), f"{self.path}:{line}{remedy}"
         )
-        return replace(self)
+        return self
 
     def first(self, count: int) -> Self:
         """The trace's first ``count`` requests."""

@@ -115,6 +115,18 @@ def test_a_second_ctrl_c_waits_for_nothing(service: ScriptedService) -> None:
     assert result["leaked_blocks"] is None  # not waited for
 
 
+def test_ctrl_c_ends_the_comparison_of_both_modes(service: ScriptedService) -> None:
+    with interrupted_bench(service, "--json", "--mode", "both") as bench:
+        service.servicer.free_blocks += 2
+        out, err = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in err
+    result = json.loads(out)
+    assert (result["partial"], result["leaked_blocks"]) == (True, 0)
+    assert result["arms"]["pd"]["requests"] >= 16
+    assert result["arms"]["colocated"]["requests"] == 0
+
+
 def test_bench(service: ScriptedService, pdserve: Any) -> None:
     options = ("--target", service.target, "--requests", "8", "--input-len", "20", "--output-len", "3")
     ran = pdserve("bench", *options, "--mode", "both", "--slo", "ttft=2000")
