@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.workloads.arrivals import ClosedLoop, Schedule
-from experiments.workloads.conversation import Conversation, Turn
+from experiments.workloads.conversation import Conversation
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.request import Prompt
@@ -206,11 +206,18 @@ class _Sender:
             token_ids += turn.token_ids
             text += turn.text
             async with self._slots:
-                if self.now_s() >= self._end_s:
+                sent_s = self.now_s()
+                if sent_s >= self._end_s:
                     self.unsent += 1
                     return
                 prompt = text if turn.text else token_ids
-                outcome = await self._send(index, number, turn, prompt, salt, mode, scheduled_s)
+                result = await self._result(prompt, turn.output_len, mode, salt)
+                ended_s = self.now_s()
+            if isinstance(result, PdserveError):
+                prompt_tokens = None if isinstance(prompt, str) else len(prompt)
+                outcome = Outcome(index, number, mode, scheduled_s, sent_s, ended_s, prompt_tokens, None, result)
+            else:
+                outcome = Outcome(index, number, mode, scheduled_s, sent_s, ended_s, result.prompt_tokens, result, None)
             self.outcomes.append(outcome)
             self._on_done(outcome)
             if outcome.generation is None:
@@ -218,26 +225,13 @@ class _Sender:
             token_ids += outcome.generation.token_ids
             text += outcome.generation.text
 
-    async def _send(
-        self, index: int, number: int, turn: Turn, prompt: Prompt, salt: str, mode: Mode, scheduled_s: float
-    ) -> Outcome:
-        prompt_tokens = None if isinstance(prompt, str) else len(prompt)
-        sent_s = self.now_s()
+    async def _result(self, prompt: Prompt, output_len: int, mode: Mode, salt: str) -> Generation | PdserveError:
         try:
-            stream = self._client.generate(
-                prompt,
-                max_tokens=turn.output_len,
-                ignore_eos=True,
-                mode=mode,
-                timeout_s=self._timeout_s,
-                salt=salt,
-            )
-            generation = await stream.result()
+            return await self._client.generate(
+                prompt, max_tokens=output_len, ignore_eos=True, mode=mode, timeout_s=self._timeout_s, salt=salt
+            ).result()
         except PdserveError as error:
-            return Outcome(index, number, mode, scheduled_s, sent_s, self.now_s(), prompt_tokens, None, error)
-        return Outcome(
-            index, number, mode, scheduled_s, sent_s, self.now_s(), generation.prompt_tokens, generation, None
-        )
+            return error
 
 
 async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
