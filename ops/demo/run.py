@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ops.bench.load import leaked_blocks, settled
 from ops.demo.live import LiveTexts
 from ops.demo.prompts import CALIBRATION, DemoPrompt, demo_prompts
 from ops.demo.report import DemoReport, PairedRound
+from ops.settled import leaked_blocks, settled
 from ops.waterfall.bars import longest, proof
 from ops.waterfall.picture import save_waterfalls
 from ops.waterfall.terminal import overview

@@ -10,7 +10,7 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from ops.cli.main import app
+from experiments.cli.main import app
 from pdserve.core.config import PdserveConfig
 from tests.deploy.files import (
     DEPLOY,

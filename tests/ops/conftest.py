@@ -1,15 +1,7 @@
-"""The scripted service, which commands and benchmarks talk to."""
+"""The command line, and the scripted service that commands and benchmarks talk to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.command_line import pdserve, service
 
-import pytest
-
-from tests.pdserve.scripted_service import ScriptedService
-
-
-@pytest.fixture
-def service() -> Iterator[ScriptedService]:
-    with ScriptedService() as service:
-        yield service
+__all__ = ["pdserve", "service"]

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +13,13 @@ import pytest
 import yaml
 
 from ops.cli.config import documented_defaults
-from ops.cli.main import main
 from ops.waterfall.picture import FORMATS
 from pdserve.core.config import PdserveConfig
+from tests.command_line import PDSERVE
 from tests.pdserve.core.test_dtypes import AVX2, ZEN4
 from tests.pdserve.scripted_service import ScriptedService
 from tests.pdserve.test_client import ISSUE_KEYS, free_target
 from tests.random_models import save_random_model
-
-PDSERVE = (sys.executable, "-c", "from ops.cli.main import main; main()")
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def pdserve(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> Run:
-        with pytest.raises(SystemExit) as exit_:
-            main(arguments)
-        code = exit_.value.code
-        captured = capsys.readouterr()
-        return Run(0 if code is None else int(code), captured.out, captured.err)
-
-    return run
 
 
 def test_generate_streams_then_explains(service: ScriptedService, pdserve: Any, tmp_path: Path) -> None:
@@ -111,13 +80,6 @@ def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pd
         (["generate", "fail INVALID_ARGUMENT prompt: empty"], 2, "error: prompt: empty"),
         (["generate", "fail FAILED_PRECONDITION one worker"], 1, "error: one worker"),
         (["generate", "hang", "--timeout", "0.2"], 1, "deadline"),
-        (["bench", "--rate", "1", "--concurrency", "2"], 2, "error: concurrency: "),
-        (["bench", "--slo", "speed=1"], 2, "error: slo: "),
-        (["bench", "--timeout", "-1"], 2, "error: timeout: "),
-        (["bench", "--input-len", "2048"], 2, "error: input_len: "),
-        (["bench", "--input-len", "2000", "--output-len", "100"], 2, "error: output_len: "),
-        (["bench", "--input-len", "10", "--output-len", "5000000000"], 2, "error: output_len: "),
-        (["bench", "--input-len", "1000", "--output-len", "100"], 1, "error: input_len and output_len: "),
     ],
 )
 def test_mistakes_are_one_line(
@@ -198,72 +160,6 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     assert "? vocabulary 4096" in ran.stdout
 
 
-def test_bench_counts_refusals(service: ScriptedService, pdserve: Any) -> None:
-    service.servicer.refuse_ms = "250"
-    options = ("--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
-    ran = pdserve("bench", *options)
-    assert ran.code == 1
-    assert "refused     4 requests; retry after 250 ms (median)" in ran.out
-    ran = pdserve("bench", *options, "--json")
-    assert ran.json["refused"] == {"requests": 4, "retry_after_ms": 250}
-
-
-def test_bench_reports_even_if_the_service_goes_before_its_blocks_are_counted(
-    service: ScriptedService, pdserve: Any
-) -> None:
-    service.servicer.status_after_requests = False
-    ran = pdserve("bench", "--target", service.target, "--requests", "4", "--input-len", "20", "--output-len", "3")
-    assert ran.code == 1
-    assert "KV blocks could not be counted: the service at" in ran.err
-    assert "TTFT_DECODE" in ran.out
-    assert "leaked      unknown" in ran.out
-
-
-def interrupted_bench(service: ScriptedService, *options: str) -> subprocess.Popen[str]:
-    """A bench of very many requests that got Ctrl-C when a few had finished, and has said so."""
-    bench = subprocess.Popen(
-        [*PDSERVE, "bench", "--target", service.target, "--requests", "100000", "--concurrency", "4", "--input-len",
-         "20", "--output-len", "3", *options],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline_s = time.monotonic() + 60
-    while len(service.servicer.requests) < 20:
-        assert bench.poll() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    service.servicer.free_blocks -= 2  # to be waited for
-    bench.send_signal(signal.SIGINT)
-    assert bench.stderr is not None
-    assert any("interrupted" in line for line in iter(bench.stderr.readline, ""))
-    return bench
-
-
-def test_ctrl_c_in_bench_reports_what_had_finished(service: ScriptedService) -> None:
-    with interrupted_bench(service) as bench:
-        service.servicer.free_blocks += 2
-        out, err = bench.communicate(timeout=60)
-    assert bench.returncode == 130
-    assert "Traceback" not in err
-    partial = re.search(r"partial +interrupted when (\d+) of 100000 requests had finished", out)
-    assert partial is not None
-    assert 16 <= int(partial[1]) <= len(service.servicer.requests)
-    for word in ("TTFT_DECODE", "throughput", "failures    none", "leaked      0 blocks"):
-        assert word in out
-
-
-def test_a_second_ctrl_c_waits_for_nothing(service: ScriptedService) -> None:
-    with interrupted_bench(service, "--json") as bench:
-        bench.send_signal(signal.SIGINT)
-        out, err = bench.communicate(timeout=60)
-    assert bench.returncode == 130
-    assert "Traceback" not in err
-    result = json.loads(out)
-    assert (result["partial"], result["planned"], result["failed"]) == (True, 100_000, 0)
-    assert 16 <= result["requests"] <= len(service.servicer.requests)
-    assert result["ttft_ms"]["count"] == result["requests"]
-    assert result["leaked_blocks"] is None  # not waited for
-
-
 def test_no_service_and_unknown_options(pdserve: Any) -> None:
     for command in (["generate", "x"], ["status"], ["bench"], ["demo"]):
         target = free_target()
@@ -299,18 +195,6 @@ def test_generate_passes_the_salt_on(service: ScriptedService, pdserve: Any) -> 
     assert "prefix cache: nothing found" in ran.out
     assert pdserve("generate", "x", "--target", service.target, "--json").json["prefill_cached_tokens"] == 0
     assert [request.salt for request in service.servicer.requests] == ["tenant", ""]
-
-
-def test_bench(service: ScriptedService, pdserve: Any) -> None:
-    options = ("--target", service.target, "--requests", "8", "--input-len", "20", "--output-len", "3")
-    ran = pdserve("bench", *options, "--mode", "both", "--slo", "ttft=2000")
-    assert ran.code == 0, ran.err
-    for word in ("TTFT_DECODE", "TPOT", "goodput", "100.0 %", "added", "leaked      0 blocks"):
-        assert word in ran.out
-    ran = pdserve("bench", *options, "--rate", "200", "--json")
-    assert ran.code == 0, ran.err
-    assert (ran.json["requests"], ran.json["failed"], ran.json["leaked_blocks"]) == (8, 0, 0)
-    assert ran.json["ttft_ms"]["p50"] > 4
 
 
 def test_config_reads_back_as_the_defaults(pdserve: Any) -> None:
@@ -412,7 +296,7 @@ def test_model_info_names_what_a_family_has_of_its_own(pdserve: Any, tmp_path: P
 
 def test_start_up_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom ops.cli.main import main\n"
+        "import sys\nfrom experiments.cli.main import main\n"
         "try: main(['config'])\nexcept SystemExit: pass\n"
         "heavy = ('torch', 'ray', 'grpc', 'matplotlib', 'transformers', 'numpy')\n"
         "print([m for m in heavy if m in sys.modules], file=sys.stderr)"

@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command line. In a client-only installation (``pip install pdserve``), SystemExit with what to
     install."""
     try:
-        command = importlib.import_module("ops.cli.main")
+        command = importlib.import_module("experiments.cli.main")
     except ModuleNotFoundError as error:
         raise SystemExit(
             f"error: this installation of pdserve is a client ({error.name} is missing); the pdserve command needs the "

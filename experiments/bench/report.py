@@ -10,38 +10,61 @@ from typing import Any
 
 import numpy as np
 
-from ops.bench.load import Outcome
+from experiments.load import Load, Outcome
 from pdserve.client.generation import Generation
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
+PERCENTILES = (50.0, 90.0, 99.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of a figure, in its own unit. Percentiles are interpolated linearly."""
+    """Statistics of a figure, in its own unit. ``std`` is the sample's standard deviation (0 for a single value).
+    ``percentiles`` are interpolated linearly."""
 
     mean: float
-    p50: float
-    p90: float
-    p99: float
+    std: float
+    min: float
+    max: float
+    percentiles: Mapping[float, float]
     count: int
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Distribution | None:
+    def of(cls, values: Iterable[float], percentiles: Sequence[float] = PERCENTILES) -> Distribution | None:
         """The distribution of ``values``; None if there are none."""
         measured = np.fromiter(values, float)
         if not measured.size:
             return None
-        p50, p90, p99 = (float(value) for value in np.percentile(measured, (50, 90, 99)))
-        return cls(float(measured.mean()), p50, p90, p99, measured.size)
+        return cls(
+            mean=float(measured.mean()),
+            std=float(measured.std(ddof=1)) if measured.size > 1 else 0.0,
+            min=float(measured.min()),
+            max=float(measured.max()),
+            percentiles=dict(zip(percentiles, map(float, np.percentile(measured, percentiles)), strict=True)),
+            count=measured.size,
+        )
 
     def to_dict(self) -> dict[str, float]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; percentiles as ``p50``, ``p99.9``."""
+        edges = {"mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
+        return {**edges, **{f"p{p:g}": value for p, value in self.percentiles.items()}, "count": self.count}
 
 
-KEYS = ("ttft", "ttft_decode", "itl", "tpot")
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """``50,90,99.9`` in ascending order; `InvalidRequest` unless all are between 0 and 100."""
+    try:
+        numbers = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < 100 for number in numbers):
+        raise InvalidRequest(f"percentiles: {text!r} is not a list of numbers between 0 and 100, like 50,90,99")
+    return tuple(numbers)
+
+
+KEYS = ("ttft", "ttft_decode", "itl", "tpot", "e2e")
+"""Figures that an SLO can limit, and that a report has: ``e2e`` is the time from the call to the end of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +79,10 @@ class SLO:
         """Parse ``ttft=200,itl=50`` (milliseconds; ``200ms`` and ``0.2s`` are accepted); `InvalidRequest` otherwise."""
         limits_ms: dict[str, float] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
-            key, _, value = part.partition("=")
+            key, _, value = (piece.strip() for piece in part.partition("="))
             if key not in KEYS:
                 raise InvalidRequest(f"slo: {key!r} is none of {', '.join(KEYS)}")
-            limits_ms[key] = _milliseconds(value.strip(), part)
+            limits_ms[key] = _milliseconds(value, part)
         if not limits_ms:
             raise InvalidRequest("slo: is empty; write, for example, ttft=200,itl=50")
         return cls(limits_ms)
@@ -71,6 +94,7 @@ class SLO:
             "ttft_decode": generation.ttft_decode_ms,
             "itl": float(np.percentile(generation.itl_ms, 99)) if generation.itl_ms else None,
             "tpot": generation.tpot_ms,
+            "e2e": generation.total_ms,
         }
         return all((value := figures[key]) is None or value <= limit for key, limit in self.limits_ms.items())
 
@@ -92,19 +116,35 @@ def _milliseconds(value: str, part: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """A run's outcomes and duration, from which everything else follows. ``leaked_blocks`` is None if it is unknown.
-    ``planned`` is the number of requests of an interrupted run, None for a complete one."""
+    """A load and what was asked of it, from which everything else follows. ``leaked_blocks`` is None if it is unknown.
+    ``planned`` is the number of requests that a complete run has at most; None if only its duration was given.
+    ``mode`` is the one that was asked for, or "both". ``paired``: conversations 2k and 2k+1 were the same one in
+    either mode, each with the service to itself."""
 
-    outcomes: Sequence[Outcome]
-    duration_s: float
+    load: Load
     slo: SLO | None
     leaked_blocks: int | None
     planned: int | None = None
+    paired: bool = False
+    percentiles: Sequence[float] = PERCENTILES
+    workload: str = ""
+    mode: str = Mode.AUTO
+    open_loop: bool = False
+
+    @property
+    def outcomes(self) -> Sequence[Outcome]:
+        """The requests that ended."""
+        return self.load.outcomes
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the load's start to its end."""
+        return self.load.duration_s
 
     @property
     def partial(self) -> bool:
         """Whether the run was interrupted, so that only requests that had finished have an outcome."""
-        return self.planned is not None
+        return self.load.stopped
 
     @property
     def generations(self) -> list[Generation]:
@@ -140,14 +180,16 @@ class BenchReport:
         return sorted({generation.mode for generation in self.generations})
 
     def distributions(self, mode: str | None = None) -> dict[str, Distribution | None]:
-        """TTFT, TTFT_DECODE, ITL and TPOT in milliseconds, over all successes or those of one mode."""
+        """All figures (`KEYS`) in milliseconds, over all successes or those of one mode."""
         chosen = [g for g in self.generations if mode in (None, g.mode)]
-        return {
-            "ttft_ms": Distribution.of(g.ttft_ms for g in chosen),
-            "ttft_decode_ms": Distribution.of(g.ttft_decode_ms for g in chosen if g.ttft_decode_ms is not None),
-            "itl_ms": Distribution.of(gap for g in chosen for gap in g.itl_ms),
-            "tpot_ms": Distribution.of(g.tpot_ms for g in chosen if g.tpot_ms is not None),
+        values: dict[str, Iterable[float]] = {
+            "ttft_ms": (g.ttft_ms for g in chosen),
+            "ttft_decode_ms": (g.ttft_decode_ms for g in chosen if g.ttft_decode_ms is not None),
+            "itl_ms": (gap for g in chosen for gap in g.itl_ms),
+            "tpot_ms": (g.tpot_ms for g in chosen if g.tpot_ms is not None),
+            "e2e_ms": (g.total_ms for g in chosen),
         }
+        return {name: Distribution.of(of_figure, self.percentiles) for name, of_figure in values.items()}
 
     @property
     def output_tokens(self) -> int:
@@ -169,16 +211,17 @@ class BenchReport:
         return None if self.slo is None else sum(self.slo.met_by(generation) for generation in self.generations)
 
     def added_ms(self, figure: Figure) -> float | None:
-        """Median of pd minus colocated over the prompts that were sent in both modes; None without any."""
-        by_prompt: dict[int, dict[Mode, float]] = {}
+        """Median of pd minus colocated over the requests that were sent in both modes; None without any, and unless
+        they are ``paired``: requests that share the service also measure each other."""
+        if not self.paired:
+            return None
+        by_pair: dict[tuple[int, int], dict[Mode, float]] = {}
         for outcome in self.outcomes:
             value = outcome.generation.figure_ms(figure) if outcome.generation else None
             if value is not None:
-                by_prompt.setdefault(outcome.prompt, {})[outcome.mode] = value
+                by_pair.setdefault((outcome.index // 2, outcome.turn), {})[outcome.mode] = value
         added = [
-            pair[Mode.PD] - pair[Mode.COLOCATED]
-            for pair in by_prompt.values()
-            if {Mode.PD, Mode.COLOCATED} <= set(pair)
+            pair[Mode.PD] - pair[Mode.COLOCATED] for pair in by_pair.values() if {Mode.PD, Mode.COLOCATED} <= set(pair)
         ]
         return statistics.median(added) if added else None
 
@@ -186,6 +229,8 @@ class BenchReport:
         """Plain values: what ``pdserve bench --json`` prints."""
         good = self.good_requests
         return {
+            "workload": self.workload,
+            "mode": self.mode,
             "partial": self.partial,
             "planned": len(self.outcomes) if self.planned is None else self.planned,
             "requests": len(self.outcomes),
@@ -193,6 +238,8 @@ class BenchReport:
             "failures": self.failures,
             "refused": {"requests": len(self.refusals), "retry_after_ms": self.retry_after_ms},
             "duration_s": self.duration_s,
+            "unsent": self.load.unsent,
+            "lag": asdict(lag) if (lag := self.load.lag) else None,
             **_plain(self.distributions()),
             "output_tokens_per_s": self.per_second(self.output_tokens),
             "total_tokens_per_s": self.per_second(self.total_tokens),
@@ -204,6 +251,15 @@ class BenchReport:
             "by_mode": {mode: _plain(self.distributions(mode)) for mode in self.modes},
             "added_ms": {figure.value: self.added_ms(figure) for figure in Figure},
         }
+
+
+def arms_to_dict(reports: Sequence[BenchReport]) -> dict[str, Any]:
+    """Plain values of a comparison of modes under load: one report per mode. The last one has the leaked blocks."""
+    return {
+        "partial": any(report.partial for report in reports),
+        "leaked_blocks": reports[-1].leaked_blocks,
+        "arms": {report.mode: report.to_dict() for report in reports},
+    }
 
 
 def _plain(distributions: dict[str, Distribution | None]) -> dict[str, dict[str, float] | None]:

@@ -1,4 +1,4 @@
-"""The command line, with one file per command. Expensive imports happen inside the commands."""
+"""The command line: one file per command, here and in `ops.cli`. Expensive imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import typer
 
-from ops.cli import bench, config, demo, doctor, generate, logs, model_info, scale, status, up
+from experiments.cli import bench
+from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, up
 from ops.cli import list as list_command
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 
@@ -26,7 +27,7 @@ app.command("list")(list_command.list_services)
 app.command("logs")(logs.logs)
 app.command("status")(status.status)
 app.command("generate")(generate.generate)
-app.command("bench")(bench.bench)
+app.command("bench", context_settings=bench.MORE_ARGUMENTS)(bench.bench)
 app.command("demo")(demo.demo)
 app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)

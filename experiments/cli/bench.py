@@ -1,0 +1,356 @@
+"""`pdserve bench`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from ops.cli.options import (
+    DEFAULT_TARGET,
+    JsonOption,
+    TargetOption,
+    plain_table,
+    print_json,
+    stderr_console,
+    stdout_console,
+)
+from pdserve.core.errors import InvalidRequest, PdserveError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.bench.bench import BenchPlan
+    from experiments.bench.report import SLO, BenchReport, Distribution
+
+T = TypeVar("T")
+
+_ROWS = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+_GOODPUT_KEYS = {"e2el": "e2e"}
+"""Figures of ``--goodput`` that have another name here."""
+
+
+MORE_ARGUMENTS = {"allow_extra_args": True}
+"""Settings of the command: the objectives that follow the first one of ``--goodput`` are arguments."""
+
+
+def bench(
+    context: typer.Context,
+    requests: Annotated[
+        int | None,
+        typer.Option(help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)"),
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="seconds after which nothing more is sent")] = None,
+    warmup: Annotated[int, typer.Option(help="requests sent before the measurement, in each mode")] = 0,
+    concurrency: Annotated[
+        int | None, typer.Option(help="closed loop: requests running at a time (default: 8; 1 with --mode both)")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="open loop: requests per second (Poisson arrivals)")] = None,
+    ramp: Annotated[str | None, typer.Option(help="open loop: a rate that changes from A to B (A:B)")] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="open loop: the arrivals of the trace, so many times as fast (default: 1)")
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(help="gamma shape of the gaps of --rate, --ramp; below 1 is burstier (default: 1)"),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="open loop: most requests running at a time; others wait in the client")
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="random, sharegpt, sonnet (lines of a text), jsonl (your prompts), trace (Mooncake's format), or the "
+            "lengths of a published one: azure-code, azure-conv, mooncake-conv, sharegpt-like, arxiv-summarization "
+            "(default: random)"
+        ),
+    ] = None,
+    dataset_path: Annotated[Path | None, typer.Option(help="file of sharegpt, sonnet, jsonl, trace")] = None,
+    input_len: Annotated[str | None, typer.Option(help="tokens of each prompt, N or LOW:HIGH (default: 256)")] = None,
+    output_len: Annotated[
+        str | None, typer.Option(help="tokens to generate for each, N or LOW:HIGH (default: 32)")
+    ] = None,
+    prefix_len: Annotated[int | None, typer.Option(help="tokens that random prompts share, before their own")] = None,
+    num_prefixes: Annotated[int | None, typer.Option(help="how many different prefixes (default: 1)")] = None,
+    turns: Annotated[int | None, typer.Option(help="turns of a conversation (random, sharegpt) (default: 1)")] = None,
+    pause: Annotated[float | None, typer.Option(help="seconds between an answer and the next turn")] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="factor on the lengths of a published dataset, or INPUT:OUTPUT factors")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="tokens of a hash id of the trace; below 512 scales its lengths (default: 512)")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed of prompts and arrivals")] = 0,
+    mode: Annotated[str, typer.Option(help="auto, pd, colocated, or both (see above)")] = "auto",
+    slo: Annotated[
+        str | None, typer.Option(help="limits in ms for goodput: ttft=200,itl=50 (ttft_decode, tpot, e2e)")
+    ] = None,
+    percentiles: Annotated[str, typer.Option(help="percentiles to report")] = "50,90,99",
+    timeout: Annotated[float | None, typer.Option(help="deadline of each request in seconds")] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    as_json: JsonOption = False,
+    num_prompts: Annotated[int | None, typer.Option(hidden=True)] = None,
+    request_rate: Annotated[float | None, typer.Option(hidden=True)] = None,
+    dataset_name: Annotated[str | None, typer.Option(hidden=True)] = None,
+    random_input_len: Annotated[str | None, typer.Option(hidden=True)] = None,
+    random_output_len: Annotated[str | None, typer.Option(hidden=True)] = None,
+    random_prefix_len: Annotated[int | None, typer.Option(hidden=True)] = None,
+    goodput: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Put a load on the service and report latencies, throughput, goodput, failures, and leaked KV blocks.
+
+    Each request has its own salt, so that no prefix cache holds any of its KV; only prompts with a shared prefix, the
+    prompts of a trace, and the turns of a conversation find each other's KV.
+
+    --mode both compares the modes. Without a rate, and at concurrency 1, each prompt is sent once in each mode, one
+    request at a time on an otherwise idle service, in the order pd, colocated, colocated, pd; "added" is the median of
+    the differences. With a rate or a higher concurrency each mode has the service to itself, one after the other, and
+    the report has both side by side; there is no "added", since requests that queue measure each other.
+
+    An open loop sends at its own times. "lag" is how much later requests were really sent; latencies count from then.
+
+    Ctrl-C ends the run and reports the requests that had finished (marked as partial, exit code 130); a second Ctrl-C
+    skips the count of leaked blocks.
+
+    The options' names of `vllm bench serve` are understood as well: --num-prompts, --request-rate (inf: all at once),
+    --dataset-name, --random-input-len, --random-output-len, --random-prefix-len, --goodput ttft:200 tpot:50."""
+    from experiments.bench.bench import BenchPlan, Pace
+    from experiments.bench.report import arms_to_dict, parse_percentiles
+    from experiments.workloads.catalog import WorkloadOptions
+
+    chosen_rate = _either("rate", rate, "request-rate", request_rate)
+    workload = WorkloadOptions(
+        dataset=_either("dataset", dataset, "dataset-name", dataset_name) or "random",
+        dataset_path=dataset_path,
+        input_len=_either("input-len", input_len, "random-input-len", random_input_len),
+        output_len=_either("output-len", output_len, "random-output-len", random_output_len),
+        prefix_len=_either("prefix-len", prefix_len, "random-prefix-len", random_prefix_len),
+        num_prefixes=num_prefixes,
+        turns=turns,
+        pause_s=pause,
+        scale=scale,
+        block_size=block_size,
+    ).workload()
+    pace = Pace(
+        concurrency=concurrency,
+        rate=chosen_rate,
+        ramp=None if ramp is None else _ramp(ramp),
+        speed=speed,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+    )
+    plan = BenchPlan(
+        workload=workload,
+        pace=pace,
+        requests=_either("requests", requests, "num-prompts", num_prompts),
+        duration_s=duration,
+        warmup=warmup,
+        seed=seed,
+        mode=mode,
+        timeout_s=timeout,
+        slo=_objectives(slo, goodput, context.args),
+        percentiles=parse_percentiles(percentiles),
+    )
+    plan.validate()
+    reports = asyncio.run(_run(target, plan))
+    if as_json:
+        print_json(reports[0].to_dict() if plan.loads == 1 else arms_to_dict(reports))
+    else:
+        console = stdout_console()
+        console.print(_latencies(reports))
+        for line in _summary(reports):
+            console.print(line, soft_wrap=True, markup=False)
+    if any(report.partial for report in reports):
+        raise typer.Exit(130)
+    if any(report.failures for report in reports) or reports[-1].leaked_blocks != 0:
+        raise typer.Exit(1)
+
+
+def _either(name: str, value: T | None, alias: str, other: T | None) -> T | None:
+    """The one that is given of an option and its alias."""
+    if value is not None and other is not None:
+        raise InvalidRequest(f"{name.replace('-', '_')}: is the same as --{alias}; give one of them")
+    return other if value is None else value
+
+
+def _ramp(text: str) -> tuple[float, float]:
+    first, _, last = text.partition(":")
+    try:
+        return float(first), float(last)
+    except ValueError:
+        raise InvalidRequest(f"ramp: {text!r} is not of the form A:B, two rates per second, like 1:10") from None
+
+
+def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | None:
+    """The objectives of ``--slo ttft=200,itl=50``, or of ``--goodput ttft:200 tpot:50`` (with commas or spaces)."""
+    from experiments.bench.report import SLO
+
+    if more and goodput is None:
+        raise InvalidRequest(f"{more[0]}: bench takes options only, see `pdserve bench --help`")
+    if goodput is None:
+        return SLO.parse(slo) if slo is not None else None
+    if slo is not None:
+        raise InvalidRequest("slo: is the same as --goodput; give one of them")
+    parts = [part.partition(":") for part in " ".join([goodput, *more]).replace(",", " ").split()]
+    return SLO.parse(",".join(f"{_GOODPUT_KEYS.get(key, key)}={value}" for key, _, value in parts))
+
+
+async def _run(target: str, plan: BenchPlan) -> list[BenchReport]:
+    """Reports of the loads; the last one has the leaked blocks of all."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from experiments.bench.bench import fitted, run_bench
+    from experiments.load import Outcome
+    from ops.settled import leaked_blocks, settled
+    from pdserve.client.async_client import AsyncClient
+
+    columns = (
+        TextColumn("bench"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )
+    console = stderr_console()
+    async with AsyncClient(target) as client:
+        before = await settled(client)
+        plan = await fitted(client, plan, before)
+        stop, hurry = asyncio.Event(), asyncio.Event()
+
+        def interrupted() -> None:
+            stop.set()
+            console.print("interrupted; waiting for the service's KV blocks (Ctrl-C skips this)")
+
+        with _interrupts(interrupted, hurry.set), Progress(*columns, console=console) as progress:
+            total = None if plan.planned is None else plan.planned * plan.loads
+            task = progress.add_task("bench", total=total, failed="")
+            failed = 0
+
+            def on_done(outcome: Outcome) -> None:
+                nonlocal failed
+                failed += outcome.error is not None
+                progress.update(task, advance=1, failed=f"[red]{failed} failed[/]" if failed else "")
+
+            reports = await run_bench(client, plan, before, on_done, stop)
+            leaked = await _unless(hurry, leaked_blocks(client, before))
+        return [*reports[:-1], replace(reports[-1], leaked_blocks=leaked)]
+
+
+@contextmanager
+def _interrupts(first: Callable[[], None], second: Callable[[], None]) -> Iterator[None]:
+    """Call ``first`` on the first Ctrl-C and ``second`` on the next one; a third ends the command as usual."""
+    loop, usual, calls = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT), iter((first, second))
+
+    def back_to_usual() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, usual)
+
+    def on_interrupt() -> None:
+        call = next(calls)
+        if call is second:
+            back_to_usual()
+        call()
+
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        back_to_usual()
+
+
+async def _unless(hurry: asyncio.Event, leaked: Coroutine[Any, Any, int]) -> int | None:
+    """The number of leaked blocks; None once ``hurry`` is set, or if the service no longer answers. The measurements
+    are kept in both cases."""
+    counting, skip = asyncio.create_task(leaked), asyncio.create_task(hurry.wait())
+    try:
+        await asyncio.wait((counting, skip), return_when=asyncio.FIRST_COMPLETED)
+        return counting.result() if counting.done() else None
+    except PdserveError as error:
+        typer.echo(f"the service's KV blocks could not be counted: {error}", err=True)
+        return None
+    finally:
+        counting.cancel()
+        skip.cancel()
+
+
+def _latencies(reports: Sequence[BenchReport]) -> Table:
+    """One row per figure, and per mode if there are several: of one report that has both, or of one report each."""
+    if len(reports) > 1:
+        columns = [(report.mode, report.distributions()) for report in reports]
+    elif len(reports[0].modes) > 1:
+        columns = [(mode or "all", reports[0].distributions(mode)) for mode in (None, *reports[0].modes)]
+    else:
+        columns = [("", reports[0].distributions())]
+    names = [f"p{percentile:g}" for percentile in reports[0].percentiles]
+    left = ("ms", "mode") if len(columns) > 1 else ("ms",)
+    table = plain_table(left, ("mean", "std", "min", *names, "max", "count"))
+    for key, name in _ROWS.items():
+        for place, (mode, distributions) in enumerate(columns):
+            labels = [name if place == 0 else ""] + ([mode] if len(columns) > 1 else [])
+            table.add_row(*labels, *_cells(distributions[key], len(names)))
+    return table
+
+
+def _cells(distribution: Distribution | None, num_percentiles: int) -> list[str]:
+    if distribution is None:
+        return ["–"] * (4 + num_percentiles) + ["0"]
+    values = (distribution.mean, distribution.std, distribution.min, *distribution.percentiles.values())
+    return [*(f"{value:.2f}" for value in (*values, distribution.max)), str(distribution.count)]
+
+
+def _summary(reports: Sequence[BenchReport]) -> list[str]:
+    lines = [f"workload    {reports[0].workload}"]
+    for report in reports:
+        if len(reports) > 1:
+            lines.append(f"{report.mode} (alone on the service)")
+        lines.extend(_of_load(report))
+    leaked = reports[-1].leaked_blocks
+    lines.append(f"leaked      {'unknown' if leaked is None else f'{leaked} blocks'}")
+    return lines
+
+
+def _of_load(report: BenchReport) -> list[str]:
+    from pdserve.core.timeline import Figure
+
+    lines = []
+    if report.partial:
+        planned = "" if report.planned is None else f"of {report.planned} "
+        lines.append(f"partial     interrupted when {len(report.outcomes)} {planned}requests had finished")
+    lines.append(
+        f"throughput  {report.per_second(report.output_tokens):.1f} output tokens/s, "
+        f"{report.per_second(report.total_tokens):.1f} tokens/s in all, "
+        f"{report.per_second(len(report.generations)):.2f} requests/s over {report.duration_s:.2f} s"
+    )
+    good = report.good_requests
+    if good is not None and report.slo is not None:
+        limits = ", ".join(f"{key} ≤ {limit:g} ms" for key, limit in report.slo.limits_ms.items())
+        share = "–" if report.good_share is None else f"{100 * report.good_share:.1f}"
+        lines.append(f"goodput     {report.per_second(good):.2f} requests/s, {share} % within {limits}")
+    added = {figure.value: report.added_ms(figure) for figure in Figure}
+    if any(value is not None for value in added.values()):
+        text = ", ".join(f"{name} {value:+.2f} ms" for name, value in added.items() if value is not None)
+        lines.append(f"added       {text} (median over pairs of pd minus colocated, one request at a time)")
+    lag = report.load.lag
+    if lag is not None and report.open_loop:
+        text = f"{lag.p50_ms:.2f} ms p50, {lag.p99_ms:.2f} p99, {lag.max_ms:.2f} max between schedule and sending"
+        behind = "; the load is behind its schedule, and latencies leave that wait out" if lag.behind else ""
+        lines.append(f"lag         {text}{behind}")
+    if report.load.unsent:
+        lines.append(f"unsent      {report.load.unsent} requests still waited for --max-concurrency at the end")
+    failures = ", ".join(f"{count} {kind}" for kind, count in report.failures.items()) or "none"
+    lines.append(f"failures    {failures}")
+    errors = {str(outcome.error) for outcome in report.outcomes if outcome.error is not None}
+    lines.extend(f"            {message}" for message in sorted(errors)[:3])
+    if report.refusals:
+        wait = "" if report.retry_after_ms is None else f"; retry after {report.retry_after_ms:.0f} ms (median)"
+        lines.append(f"refused     {len(report.refusals)} requests{wait}")
+    wrong = [g for g in report.generations if g.kv_bytes != g.kv_bytes_expected]
+    if wrong:
+        lines.append(f"kv bytes    {len(wrong)} requests transferred a different number of bytes than expected")
+    return lines

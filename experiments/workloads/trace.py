@@ -1,0 +1,125 @@
+"""Traces in Mooncake's format: when requests arrived, their lengths, and which blocks of their prompts were equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+
+from experiments.workloads.conversation import Conversation, Turn
+from experiments.workloads.json_lines import read_json_lines
+from experiments.workloads.room import Room
+from experiments.workloads.synthetic import SHARED_SALT
+from experiments.workloads.tokens import random_tokens
+from pdserve.core.errors import InvalidRequest
+
+TRACE_BLOCK_SIZE = 512
+"""Tokens that one hash id of a trace stands for."""
+
+_EXPECTED = '{"timestamp": milliseconds, "input_length": tokens, "output_length": tokens, "hash_ids": [numbers]}'
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class TraceRequest(msgspec.Struct, frozen=True):
+    """One line of a trace. ``timestamp`` is in milliseconds. Each of ``hash_ids`` stands for the next
+    `TRACE_BLOCK_SIZE` tokens of the prompt (the last one for the rest): prompts with equal ids have equal tokens."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Count
+    output_length: _Count
+    hash_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The requests of a trace file. A hash id becomes ``block_size`` tokens; with fewer than `TRACE_BLOCK_SIZE`, input
+    and output lengths are scaled down by the same factor. All requests share one salt, so that prefix caches find the
+    blocks that are equal."""
+
+    path: Path
+    requests: tuple[TraceRequest, ...]
+    lines: tuple[int, ...]
+    block_size: int = TRACE_BLOCK_SIZE
+
+    @classmethod
+    def read(cls, path: Path, block_size: int = TRACE_BLOCK_SIZE) -> Self:
+        """Read a trace file with one JSON object per line. `InvalidRequest` names the line that is wrong."""
+        if not 1 <= block_size <= TRACE_BLOCK_SIZE:
+            raise InvalidRequest(
+                f"block_size: {block_size} is not within 1 … {TRACE_BLOCK_SIZE} (tokens of a hash id in the trace)"
+            )
+        lines, requests = [], []
+        earlier_ms = 0.0
+        for number, request in read_json_lines("dataset_path", path, TraceRequest, _EXPECTED):
+            blocks = -(-request.input_length // TRACE_BLOCK_SIZE)
+            if len(request.hash_ids) != blocks:
+                raise InvalidRequest(
+                    f"{path}:{number}: {len(request.hash_ids)} hash_ids for an input_length of {request.input_length}, "
+                    f"which is {blocks} blocks of {TRACE_BLOCK_SIZE} tokens; give one id per block"
+                )
+            if request.timestamp < earlier_ms:
+                raise InvalidRequest(
+                    f"{path}:{number}: the timestamp {request.timestamp:g} is earlier than the one before it, "
+                    f"{earlier_ms:g}; sort the trace by timestamp"
+                )
+            earlier_ms = request.timestamp
+            lines.append(number)
+            requests.append(request)
+        if not requests:
+            raise InvalidRequest(f"dataset_path: {path} has no requests; expected lines of {_EXPECTED}")
+        return cls(path, tuple(requests), tuple(lines), block_size)
+
+    @property
+    def times_s(self) -> list[float]:
+        """The arrivals in seconds, the first one at 0."""
+        first_ms = self.requests[0].timestamp
+        return [(request.timestamp - first_ms) / 1e3 for request in self.requests]
+
+    @property
+    def most_turns(self) -> int:
+        return 1
+
+    @property
+    def own_count(self) -> int | None:
+        return len(self.requests)
+
+    def conversations(self, count: int, seed: int, vocab_size: int) -> Iterator[Conversation]:
+        """The first ``count`` requests, or all if there are fewer."""
+        for request in self.requests[:count]:
+            tokens: list[int] = []
+            for hash_id in request.hash_ids:
+                tokens += random_tokens(f"trace/{seed}/{hash_id}", self.block_size, vocab_size)
+            turn = Turn(tuple(tokens[: self._scaled(request.input_length)]), self._scaled(request.output_length))
+            yield Conversation((turn,), SHARED_SALT)
+
+    def within(self, room: Room) -> Self:
+        """Unchanged; the error names the line of the longest request, and a block size with which all fit."""
+
+        def tokens(request: TraceRequest) -> int:
+            return self._scaled(request.input_length) + self._scaled(request.output_length)
+
+        line, longest = max(zip(self.lines, self.requests, strict=True), key=lambda pair: tokens(pair[1]))
+        fits = (self.block_size * room.tokens) // (tokens(longest) + 2) if tokens(longest) > room.tokens else 0
+        remedy = f" (all fit with --block-size {fits}, which scales the trace down)" if fits else ""
+        room.check(
+            self._scaled(longest.input_length), self._scaled(longest.output_length), f"{self.path}:{line}{remedy}"
+        )
+        return self
+
+    def first(self, count: int) -> Self:
+        """The trace's first ``count`` requests."""
+        return replace(self, requests=self.requests[:count], lines=self.lines[:count])
+
+    def describe(self) -> str:
+        scaled = ""
+        if self.block_size != TRACE_BLOCK_SIZE:
+            factor = self.block_size / TRACE_BLOCK_SIZE
+            scaled = f", {self.block_size} tokens per hash id: all lengths × {factor:g}"
+        return f"trace {self.path.name}: {len(self.requests)} requests over {self.times_s[-1]:g} s{scaled}"
+
+    def _scaled(self, tokens: int) -> int:
+        """Rounded up, so that a prompt keeps a token of its last block."""
+        return -(-tokens * self.block_size // TRACE_BLOCK_SIZE)

@@ -1,0 +1,255 @@
+"""The plan of a benchmark, its SLO, its statistics, and its report."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.bench.bench import BenchPlan, Pace, fitted, interleaved, run_bench
+from experiments.bench.report import SLO, BenchReport, Distribution, arms_to_dict, parse_percentiles
+from experiments.load import Load, Outcome
+from experiments.workloads.arrivals import ClosedLoop
+from experiments.workloads.lengths import Fixed, Lognormal
+from experiments.workloads.room import Room
+from experiments.workloads.synthetic import Synthetic
+from ops.settled import leaked_blocks, settled
+from pdserve import AsyncClient, ServiceStatus, ServiceWorker
+from pdserve.client.generation import Generation
+from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady, PdserveError, WorkerLost
+from pdserve.core.request import Mode
+from pdserve.core.timeline import Figure
+from pdserve.pb import inference_pb2 as pb
+from tests.ops.made_up import made_up
+from tests.pdserve.scripted_service import ScriptedService
+
+RANDOM = Synthetic(Fixed(20), Fixed(3))
+
+
+def outcome(index: int, mode: Mode, result: Generation | PdserveError) -> Outcome:
+    generation = result if isinstance(result, Generation) else None
+    error = result if isinstance(result, PdserveError) else None
+    return Outcome(index, 0, mode, 0.0, 0.0, 1.0, 20, generation, error)
+
+
+def test_distribution() -> None:
+    distribution = Distribution.of([4.0, 1.0, 3.0, 2.0])
+    assert distribution is not None
+    assert (distribution.mean, distribution.percentiles[50], distribution.count) == (2.5, 2.5, 4)
+    assert (distribution.min, distribution.max) == (1.0, 4.0)
+    assert distribution.std == pytest.approx(1.2909944)
+    assert Distribution.of([]) is None
+    tenths = Distribution.of((float(value) for value in range(10, 0, -1)), (50, 90, 99.9))
+    assert tenths is not None
+    assert tenths.percentiles[50] == 5.5
+    assert tenths.percentiles[90] == pytest.approx(9.1)
+    assert list(tenths.to_dict()) == ["mean", "std", "min", "max", "p50", "p90", "p99.9", "count"]
+    single = Distribution.of([3.0])
+    assert single is not None
+    assert set(single.to_dict().values()) == {3.0, 0.0, 1}
+
+
+def test_percentiles_are_parsed() -> None:
+    assert parse_percentiles("99,50, 99.9,50") == (50.0, 99.0, 99.9)
+    for wrong in ("", "x", "0", "100", "50,", "nan"):
+        with pytest.raises(InvalidRequest, match=r"^percentiles: "):
+            parse_percentiles(wrong)
+
+
+def test_slo() -> None:
+    generation = made_up(70)
+    assert SLO.parse("ttft=200, itl=50ms,tpot=0.05s").limits_ms == {"ttft": 200, "itl": 50, "tpot": 50}
+    assert SLO.parse("ttft=200,ttft_decode=200,e2e=200").met_by(generation)
+    assert not SLO.parse("ttft=1").met_by(generation)
+    assert not SLO.parse("itl=3.5").met_by(generation)
+    assert not SLO.parse("e2e=5").met_by(generation)
+    assert SLO.parse("itl=1,ttft_decode=1").met_by(made_up(second_token=False))
+    for wrong in ("", "speed=3", "ttft", "ttft=x", "ttft=-1", "ttft=inf"):
+        with pytest.raises(InvalidRequest, match=r"^slo: "):
+            SLO.parse(wrong)
+
+
+def test_the_report_counts() -> None:
+    pd, colocated = made_up(70), made_up(70, mode="colocated")
+    outcomes = [
+        outcome(0, Mode.PD, pd),
+        outcome(1, Mode.COLOCATED, colocated),
+        outcome(2, Mode.COLOCATED, CapacityExceeded("full")),
+    ]
+    report = BenchReport(Load(outcomes, 2.0), SLO.parse("ttft=200"), leaked_blocks=0, planned=4, paired=True)
+    plain = report.to_dict()
+    assert (plain["requests"], plain["failed"], plain["failures"]) == (3, 1, {"CapacityExceeded": 1})
+    assert plain["output_tokens_per_s"] == 3.0
+    assert plain["total_tokens_per_s"] == 73.0
+    assert plain["requests_per_s"] == 1.0
+    assert plain["goodput"] == {"requests_per_s": 1.0, "share": pytest.approx(2 / 3)}
+    assert set(plain["by_mode"]) == {"pd", "colocated"}
+    assert plain["itl_ms"]["count"] == 4
+    assert plain["e2e_ms"]["max"] == pd.total_ms
+    assert plain["added_ms"]["ttft"] == 0
+    assert pd.ttft_decode_ms is not None
+    assert colocated.ttft_decode_ms is not None
+    assert report.added_ms(Figure.TTFT_DECODE) == pd.ttft_decode_ms - colocated.ttft_decode_ms == 1.5
+    assert replace(report, paired=False).added_ms(Figure.TTFT_DECODE) is None
+    assert plain["refused"] == {"requests": 1, "retry_after_ms": None}
+    assert (plain["partial"], plain["planned"]) == (False, 4)
+    assert plain["lag"]["behind"] is False
+
+
+def test_the_report_counts_refusals() -> None:
+    errors = [
+        CapacityExceeded("full", retry_after_s=0.1),
+        NotReady("none ready", retry_after_s=0.3),
+        NotReady("none ready"),
+        WorkerLost("gone"),
+    ]
+    outcomes = [outcome(index, Mode.PD, error) for index, error in enumerate(errors)]
+    report = BenchReport(Load(outcomes, 1.0), None, leaked_blocks=0)
+    assert report.to_dict()["refused"] == {"requests": 3, "retry_after_ms": pytest.approx(200)}
+
+
+def test_a_report_of_nothing() -> None:
+    report = BenchReport(Load([], 0.0, stopped=True), SLO.parse("ttft=1"), leaked_blocks=None, planned=4)
+    plain = report.to_dict()
+    assert (plain["partial"], plain["planned"], plain["requests"]) == (True, 4, 0)
+    assert plain["goodput"] == {"requests_per_s": 0.0, "share": None}
+    assert (plain["leaked_blocks"], plain["lag"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"requests": 0}, "requests"),
+        ({"duration_s": 0.0}, "duration"),
+        ({"warmup": -1}, "warmup"),
+        ({"mode": "no"}, "mode"),
+        ({"timeout_s": 0.0}, "timeout"),
+        ({"timeout_s": -1.0}, "timeout"),
+        ({"timeout_s": float("nan")}, "timeout"),
+        ({"pace": Pace(concurrency=0)}, "concurrency"),
+        ({"pace": Pace(concurrency=1, rate=1.0)}, "concurrency"),
+        ({"pace": Pace(rate=1.0, ramp=(1.0, 2.0))}, "rate"),
+        ({"pace": Pace(rate=-1.0)}, "rate"),
+        ({"pace": Pace(ramp=(0.0, 0.0))}, "ramp"),
+        ({"pace": Pace(burstiness=1.0)}, "burstiness"),
+        ({"pace": Pace(rate=1.0, burstiness=0.0)}, "burstiness"),
+        ({"pace": Pace(rate=1.0, max_concurrency=0)}, "max_concurrency"),
+        ({"pace": Pace(concurrency=1, max_concurrency=1)}, "max_concurrency"),
+        ({"pace": Pace(speed=1.0)}, "speed"),
+        ({"pace": Pace(rate=float("inf")), "duration_s": 1.0}, "requests"),
+    ],
+)
+def test_wrong_plans_are_refused(change: Any, option: str) -> None:
+    plan = BenchPlan(RANDOM, Pace())
+    plan.validate()
+    with pytest.raises(InvalidRequest, match=f"^{option}: "):
+        replace(plan, **change).validate()
+
+
+def test_what_a_plan_comes_to() -> None:
+    plan = BenchPlan(RANDOM, Pace())
+    assert (plan.schedule(), plan.planned, plan.loads) == (ClosedLoop(8), 64, 1)
+    assert replace(plan, duration_s=1.0).planned is None
+    both = replace(plan, mode="both", requests=5)
+    assert (both.paired, both.schedule(), both.planned, both.loads) == (True, ClosedLoop(1), 10, 1)
+    loaded = replace(both, pace=Pace(concurrency=4))
+    assert (loaded.paired, loaded.schedule(), loaded.planned, loaded.loads) == (False, ClosedLoop(4), 5, 2)
+    assert not replace(both, pace=Pace(rate=1.0)).paired
+    assert [interleaved(index) for index in range(4)] == [Mode.PD, Mode.COLOCATED, Mode.COLOCATED, Mode.PD]
+
+
+async def run(service: ScriptedService, plan: BenchPlan) -> list[BenchReport]:
+    plan.validate()
+    async with AsyncClient(service.target) as client:
+        status = await client.status()
+        plan = await fitted(client, plan, status)
+        return await run_bench(client, plan, status, lambda outcome: None, asyncio.Event())
+
+
+async def test_pairs_are_sent_one_request_at_a_time(service: ScriptedService) -> None:
+    (report,) = await run(service, BenchPlan(RANDOM, Pace(), requests=3, mode="both"))
+    requests = service.servicer.requests
+    modes = [pb.MODE_PD, pb.MODE_COLOCATED, pb.MODE_COLOCATED, pb.MODE_PD, pb.MODE_PD, pb.MODE_COLOCATED]
+    assert [request.mode for request in requests] == modes
+    prompts = [tuple(request.token_ids.ids) for request in requests]
+    assert prompts[::2] == prompts[1::2]
+    assert len(set(prompts)) == 3
+    ends = [(outcome.sent_s, outcome.ended_s) for outcome in report.outcomes]
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
+    assert report.added_ms(Figure.TTFT) is not None
+
+
+@pytest.mark.parametrize("pace", [Pace(concurrency=3), Pace(rate=200.0)])
+async def test_under_load_each_mode_has_the_service_to_itself(service: ScriptedService, pace: Pace) -> None:
+    reports = await run(service, BenchPlan(RANDOM, pace, requests=6, mode="both", warmup=2))
+    requests = service.servicer.requests
+    assert [request.mode for request in requests] == (
+        [pb.MODE_PD] * 2 + [pb.MODE_COLOCATED] * 2 + [pb.MODE_PD] * 6 + [pb.MODE_COLOCATED] * 6
+    )
+    prompts = [tuple(request.token_ids.ids) for request in requests]
+    assert set(prompts[4:10]) == set(prompts[10:])
+    assert not set(prompts[:4]) & set(prompts[4:]), "the warm-up has prompts of its own"
+    assert [report.mode for report in reports] == ["pd", "colocated"]
+    assert [len(report.outcomes) for report in reports] == [6, 6]
+    assert all(report.added_ms(Figure.TTFT) is None for report in reports)
+    plain = arms_to_dict(reports)
+    assert list(plain["arms"]) == ["pd", "colocated"]
+    assert plain["partial"] is False
+
+
+async def test_a_warm_up_that_fails_is_an_error(service: ScriptedService) -> None:
+    service.servicer.refuse_ms = "100"
+    with pytest.raises(CapacityExceeded):
+        await run(service, BenchPlan(RANDOM, Pace(), requests=3, warmup=1))
+    assert len(service.servicer.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("input_len", "output_len", "kind", "message"),
+    [
+        (2048, 1, InvalidRequest, "input_len: .* use at most 2047"),
+        (2000, 49, InvalidRequest, "output_len: .* use at most 48"),
+        (1000, 25, CapacityExceeded, "exceed the 1024 that the KV pool"),
+    ],
+)
+async def test_a_load_that_cannot_fit_is_refused_before_it_starts(
+    service: ScriptedService, input_len: int, output_len: int, kind: type[PdserveError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        await run(service, BenchPlan(Synthetic(Fixed(input_len), Fixed(output_len)), Pace()))
+    assert not service.servicer.requests
+    async with AsyncClient(service.target) as client:
+        status = await client.status()
+        plan = BenchPlan(Synthetic(Lognormal(4.0, 1.0), Fixed(24)), Pace())
+        limited = (await fitted(client, plan, status)).workload
+    assert isinstance(limited, Synthetic)
+    assert limited.inputs.longest == 1000
+    with pytest.raises(NotReady, match="no worker has registered"):
+        Room.of(replace(status, vocab_size=0, context_length=0, block_size=0, workers=()))
+
+
+def test_the_smallest_worker_that_is_there_bounds_a_request() -> None:
+    def worker(state: str, num_blocks: int) -> ServiceWorker:
+        return ServiceWorker.from_proto(pb.WorkerStatus(worker_id="w", state=state, num_blocks=num_blocks))
+
+    status = ServiceStatus.from_proto(pb.GetStatusResponse(block_size=16))
+    assert status.pool_tokens == 0
+    workers = (worker("ready", 8), worker("starting", 6), worker("lost", 2), worker("awaited", 0))
+    assert replace(status, workers=workers).pool_tokens == 6 * 16
+    assert replace(status, workers=workers[2:]).pool_tokens == 2 * 16
+
+
+async def test_leaked_blocks_waits_for_them_to_come_back(service: ScriptedService) -> None:
+    async with AsyncClient(service.target) as client:
+        before = await settled(client)
+        service.servicer.free_blocks = 60
+        timer = threading.Timer(0.3, setattr, (service.servicer, "free_blocks", 64))
+        timer.start()
+        assert await leaked_blocks(client, before, timeout_s=5) == 0
+        timer.join()
+        service.servicer.free_blocks = 61
+        assert await leaked_blocks(client, before, timeout_s=0.3) == 6
