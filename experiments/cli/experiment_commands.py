@@ -1,0 +1,177 @@
+"""The commands of `pdserve experiment`, made from the options of each experiment. Imports everything an experiment
+needs; `experiments.cli.experiment` loads it when one of them is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+import yaml
+
+from experiments.catalogue import EXPERIMENTS, experiment_of
+from experiments.cli.progress import RunProgress
+from experiments.experiment import Experiment, Options
+from experiments.report.page import PAGE
+from experiments.run_folder import RunFolder
+from experiments.runner import Outcome, redraw, run_experiment
+from ops.cli.options import print_json, stderr_console, stdout_console
+from pdserve.core.errors import InvalidRequest
+
+app = typer.Typer()
+
+DEFAULT_OUTPUT = Path("results")
+
+_Target = Annotated[
+    str | None, typer.Option("--target", help="measure this running service (host:port) instead of starting services")
+]
+_Output = Annotated[Path, typer.Option("--output", help="folder in which NAME/STAMP is made for the run")]
+_Resume = Annotated[
+    Path | None, typer.Option("--resume", help="go on with the interrupted run in this folder, with its options")
+]
+_Quick = Annotated[bool, typer.Option("--quick", help="fewer parameters and repeats: minutes on 2 cores")]
+_Config = Annotated[Path | None, typer.Option("-c", "--config", help="configuration of the services that are started")]
+_Set = Annotated[
+    list[str] | None, typer.Option("--set", help="KEY=VALUE of their configuration, as engine.num_blocks=64")
+]
+_Json = Annotated[bool, typer.Option("--json", help="print the summary as one JSON object on one line")]
+_COMMON = {
+    "target": (_Target, None),
+    "output": (_Output, DEFAULT_OUTPUT),
+    "resume": (_Resume, None),
+    "quick": (_Quick, False),
+    "config": (_Config, None),
+    "set_": (_Set, None),
+    "as_json": (_Json, False),
+}
+
+
+def run_command(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Run an experiment from its command's options; ends with exit code 1 if it failed and 130 after Ctrl-C."""
+    settings = _settings(common["set_"])
+    if common["resume"] is not None:
+        clash = [name for name, value in {**given, "quick": common["quick"] or None}.items() if value is not None]
+        if clash:
+            raise InvalidRequest(f"--{clash[0].replace('_', '-')}: a resumed run keeps its options; leave it out")
+        folder = RunFolder.open(common["resume"], "--resume")
+        name, saved = folder.config
+        if name != kind.name:
+            raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
+        target, config, settings = saved.pop("target"), saved.pop("config"), saved.pop("settings")
+        options = kind.options_type.choose(saved)
+    else:
+        options = kind.options_type.choose(given, common["quick"])
+        target, config = common["target"], common["config"]
+        run_options = {"target": target, "config": str(config) if config else None, "settings": settings}
+        folder = RunFolder.create(common["output"], kind.name, {**options.model_dump(mode="json"), **run_options})
+    console = stderr_console()
+    with RunProgress(console, kind.name) as progress:
+        outcome = run_experiment(
+            kind(options),
+            folder,
+            progress,
+            target=target,
+            config=Path(config) if config else None,
+            settings=settings,
+        )
+    _finish(kind, outcome, common["as_json"])
+
+
+def _finish(kind: type[Experiment], outcome: Outcome, as_json: bool) -> None:
+    folder = outcome.folder
+    console = stdout_console()
+    if outcome.summary is not None:
+        if as_json:
+            print_json(outcome.summary)
+        else:
+            run = folder.load()
+            report = kind(options_of(kind, folder)).report(run, outcome.summary)
+            console.print(report.answer, markup=False)
+            console.print(f"report  {folder.path / PAGE}", markup=False, soft_wrap=True)
+    if outcome.interrupted:
+        stderr_console().print(
+            f"interrupted; go on with: pdserve experiment {kind.name} --resume {folder.path}", soft_wrap=True
+        )
+        raise typer.Exit(130)
+    for failure in outcome.failures:
+        stderr_console().print(f"[red]failed[/]: {failure}")
+    if outcome.failures:
+        raise typer.Exit(1)
+
+
+def options_of(kind: type[Experiment], folder: RunFolder) -> Options:
+    """The options with which the run in ``folder`` was made."""
+    _, saved = folder.config
+    return kind.options_type.choose(
+        {key: value for key, value in saved.items() if key in kind.options_type.model_fields}
+    )
+
+
+def redraw_run(folder: Path, as_json: bool) -> None:
+    """Compute and draw a run again; ends with exit code 1 if it had failed."""
+    run = RunFolder.open(folder)
+    name, _ = run.config
+    kind = experiment_of(name)
+    summary = redraw(kind(options_of(kind, run)), run)
+    _finish(kind, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
+
+
+def _settings(pairs: list[str] | None) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise InvalidRequest(f"--set: {pair!r} is not KEY=VALUE, such as engine.num_blocks=64")
+        try:
+            settings[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InvalidRequest(f"--set: the value of {pair!r} is not valid YAML") from None
+    return settings
+
+
+def _command(kind: type[Experiment]) -> Callable[..., None]:
+    """The function behind ``pdserve experiment NAME``, with one parameter per option."""
+
+    def run(**given: Any) -> None:
+        common = {name: given.pop(name) for name in _COMMON}
+        run_command(kind, common, given)
+
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in _COMMON.items()
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=_option(kind, name), default=None)
+        for name in kind.options_type.model_fields
+    ]
+    run.__name__, run.__doc__ = kind.name, kind.question
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _option(kind: type[Experiment], name: str) -> Any:
+    """The typer annotation of an option: numbers are checked by typer, everything else by the experiment's options."""
+    field = kind.options_type.model_fields[name]
+    quick = kind.options_type.quick_default(name)
+    defaults = f"default: {_shown(field.default)}" + (f"; quick: {_shown(quick)}" if quick is not None else "")
+    text = f"{field.description} ({defaults})"
+    annotation = field.annotation
+    if get_origin(annotation) is Union or str(get_origin(annotation)) == "<class 'types.UnionType'>":
+        annotation = next(each for each in get_args(annotation) if each is not type(None))
+    plain = annotation if annotation in (int, float) else str
+    flags = f"--{name.replace('_', '-')}"
+    if annotation is bool:
+        return Annotated[bool | None, typer.Option(f"{flags}/--no-{name.replace('_', '-')}", help=text)]
+    choices = " | ".join(get_args(annotation)) if get_origin(annotation) is Literal else None
+    return Annotated[plain | None, typer.Option(flags, help=text, metavar=choices)]
+
+
+def _shown(value: Any) -> str:
+    return (",".join(map(str, value)) or "none") if isinstance(value, tuple | list) else str(value)
+
+
+for each in EXPERIMENTS:
+    app.command(each.name, help=each.question)(_command(each))
