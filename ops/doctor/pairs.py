@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ops.doctor.handoff_prediction import LinkRate, hidden_tokens_per_s
+from ops.doctor.handoff_prediction import LinkRate, hidden_tokens_per_s, predict
 from ops.doctor.network import REMEDIES, Obstacle
 from ops.doctor.probe_api import Meeting
-from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, fail, ok, predictions, warn
+from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, fail, ok, warn
 from ops.doctor.seats import Seat
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError
@@ -19,6 +19,8 @@ from worker.addresses import Interface
 
 MOST_MEASURED = 64
 """Most pairs that are measured, at about a second each; the others are only tried."""
+PROMPTS = (512, 2048)
+"""Prompt lengths, in tokens, for which hand-off times are predicted."""
 _MEASURE_S = 0.5
 _MEET_S = 60.0  # beyond the probe's own timeouts
 _SLOW_SHARE = 0.25
@@ -77,7 +79,8 @@ def examine_pairs(
             yield ExaminedPair(prefill, decode, meeting, figures is not None, (), None)
             continue
         link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
-        predicted = predictions(model.layout, model.longest_prompt, link)
+        prompts = sorted({min(tokens, model.longest_prompt) for tokens in PROMPTS})
+        predicted = tuple(predict(model.layout, tokens, link) for tokens in prompts)
         yield ExaminedPair(prefill, decode, meeting, True, predicted, hidden_tokens_per_s(model.layout, link))
 
 

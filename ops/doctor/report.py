@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
+from ops.doctor.handoff_prediction import Prediction
 from ops.doctor.network import ClockReading
 from ops.doctor.node_report import NodeReport
 from ops.doctor.probe_api import Endpoints, Meeting, ProbeHandle
@@ -18,10 +18,6 @@ from ops.doctor.seats import Seat
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
 from pdserve.core.errors import PdserveError
-from pdserve.core.kv_layout import KVLayout
-
-PROMPTS = (512, 2048)
-"""Prompt lengths, in tokens, for which hand-off times are predicted."""
 
 PROBE_HANGS = "the node, or a process on it, hangs: see its load and Ray's logs"
 """The remedy for a probe that does not answer."""
@@ -110,17 +106,6 @@ class ExaminedNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """The predicted hand-off of a prompt of ``tokens``: bytes, and milliseconds on the wire and exposed with
-    ``transfer.overlap: none``."""
-
-    tokens: int
-    num_bytes: int
-    wire_ms: float
-    exposed_none_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class ExaminedPair:
     """A prefill and a decode worker. ``measured`` tells whether payloads were sent, and not one round trip alone.
     ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None: not measured)."""
@@ -169,17 +154,6 @@ class ExaminedPair:
             "predictions": [asdict(each) for each in self.predictions],
             "hidden_tokens_per_s": self.hidden_tokens_per_s,
         }
-
-
-def predictions(layout: KVLayout, longest: int, link: LinkRate) -> tuple[Prediction, ...]:
-    """Predicted hand-offs of `PROMPTS`, cut to the ``longest`` prompt that the engine takes."""
-    found = []
-    for tokens in sorted({min(each, longest) for each in PROMPTS}):
-        # With overlap none, neither chunks nor the prefill's duration matter.
-        plan = HandoffPlan(layout, tokens, tokens, "none", 0)
-        predicted = predict(plan.parts(), link, 0.0)
-        found.append(Prediction(tokens, predicted.num_bytes, predicted.wire_s * 1e3, predicted.exposed_s * 1e3))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import pytest
 
 from engine.model.dtypes import NativeDtypes, choose_dtype
 from kv_transfer.handshake import LinkFigures
+from ops.doctor.handoff_prediction import Prediction
 from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_checks import (
     check_clocks,
@@ -27,7 +28,7 @@ from ops.doctor.node_checks import (
 from ops.doctor.node_report import Device, NodeReport
 from ops.doctor.pairs import check_reach, check_speed
 from ops.doctor.probe_api import Endpoints, Meeting, Trouble
-from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Level, Prediction
+from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Level
 from ops.doctor.seats import Seat
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
