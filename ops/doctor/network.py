@@ -19,6 +19,8 @@ from enum import StrEnum
 
 import psutil
 
+from ops.doctor.finding import Finding, fail
+
 PING = b"pdsvping"
 _PONG = struct.Struct("<ddd")
 _IDLE_S = 5.0
@@ -97,6 +99,17 @@ def listener_on(port: int) -> str:
     except psutil.Error:  # the process has ended, or access is denied
         return ""
     return ""
+
+
+def port_taken(
+    where: str,
+    what: str,
+    port: int,
+    remedy: str = "end the process that holds it, or move pdserve's ports with cluster.port_base",
+) -> Finding:
+    """The finding that ``port`` of this host cannot be listened on. Names the process that holds it, if known."""
+    holder = listener_on(port)
+    return fail("port", where, f"{what}; {holder} listens there" if holder else what, remedy)
 
 
 @dataclass(frozen=True, slots=True)

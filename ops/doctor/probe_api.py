@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from kv_transfer.handshake import LinkFigures
+from ops.doctor.finding import Finding
 from ops.doctor.network import Obstacle
 from ops.launch.plan import Node
 from pdserve.core.errors import from_wire
@@ -71,27 +72,16 @@ class ProbeHost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """A reason why a probe could not listen. ``check`` is ``port``, ``interface``, ``transport`` or ``kv``; for a port,
-    ``holder`` describes the process that has it, if known."""
-
-    check: str
-    what: str
-    port: int = 0
-    holder: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoints:
     """Where a probe listens in place of a worker. ``control`` is the ``host:port`` of its ping server (empty if it has
     none), ``interface`` the resolved ``transfer.interface``, ``kv`` the transports' endpoints (empty if they could not
-    be opened)."""
+    be opened). ``findings`` say why it could not listen as the worker would."""
 
     worker_id: str
     control: str
     interface: Interface | None
     kv: tuple[KVEndpoint, ...]
-    troubles: tuple[Trouble, ...]
+    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
-"""The doctor's results: nodes, pairs, and findings."""
+"""The doctor's results: examined nodes, pairs, and findings."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
+from ops.doctor.finding import Finding, Level, fail
 from ops.doctor.handoff_prediction import Prediction
 from ops.doctor.network import ClockReading
 from ops.doctor.node_report import NodeReport
@@ -18,44 +18,10 @@ from ops.doctor.seats import Seat
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
 from pdserve.core.errors import PdserveError
+from worker.addresses import Interface
 
 PROBE_HANGS = "the node, or a process on it, hangs: see its load and Ray's logs"
 """The remedy for a probe that does not answer."""
-
-
-class Level(StrEnum):
-    """FAIL: a service would not start or not serve. WARN: it would, but worse than it could."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check. ``check`` is a name from the table in docs/doctor.md, ``where`` a node, worker, pair, or
-    the service. Only a finding of level OK has no ``remedy``."""
-
-    level: Level
-    check: str
-    where: str
-    what: str
-    remedy: str = ""
-
-
-def ok(check: str, where: str, what: str) -> Finding:
-    """A remark that needs no action."""
-    return Finding(Level.OK, check, where, what)
-
-
-def warn(check: str, where: str, what: str, remedy: str) -> Finding:
-    """A problem that a service can run with."""
-    return Finding(Level.WARN, check, where, what, remedy)
-
-
-def fail(check: str, where: str, what: str, remedy: str) -> Finding:
-    """A problem that keeps a service from running."""
-    return Finding(Level.FAIL, check, where, what, remedy)
 
 
 @dataclass(slots=True)
@@ -90,15 +56,23 @@ class ExaminedNode:
         except PdserveError as error:
             self.findings.append(fail("probe", where, str(error), remedy))
 
+    @property
+    def interfaces(self) -> list[Interface]:
+        """The interfaces that KV travels over, each once, by address."""
+        found = {each.interface for each in self.endpoints.values() if each.interface is not None}
+        return sorted(found, key=lambda each: each.address)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values; times are in milliseconds."""
-        interfaces = {each.interface for each in self.endpoints.values() if each.interface is not None}
+        report = {}
+        if self.report is not None:
+            report = {**msgspec.to_builtins(self.report), "cores": len(self.report.allowed_cores)}
         return {
             "node": self.name,
             "node_id": self.node.node_id,
             "workers": [seat.worker_id for seat in self.seats],
-            **({} if self.report is None else msgspec.to_builtins(self.report)),
-            "interfaces": [asdict(each) for each in sorted(interfaces, key=lambda each: each.address)],
+            **report,
+            "interfaces": [asdict(each) for each in self.interfaces],
             "clock_offset_ms": None if self.clock is None else self.clock.offset_s * 1e3,
             "clock_error_ms": None if self.clock is None else self.clock.error_s * 1e3,
             "wall_skew_ms": None if self.clock is None else self.clock.wall_s * 1e3,
@@ -158,18 +132,18 @@ class ExaminedPair:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole examination. ``services`` are the ports of services that were running, ``need`` is the memory of one
-    worker (None if the model cannot be read)."""
+    """The whole examination, empty if Ray cannot be joined. ``services`` are the ports of services that were running,
+    ``need`` is the memory of one worker (None if the model cannot be read)."""
 
     model: str
     device: str
     address: str
     transport: str
-    services: tuple[int, ...]
-    need: MemoryNeed | None
-    nodes: tuple[ExaminedNode, ...]
-    pairs: tuple[ExaminedPair, ...]
     findings: tuple[Finding, ...]
+    services: tuple[int, ...] = ()
+    need: MemoryNeed | None = None
+    nodes: tuple[ExaminedNode, ...] = ()
+    pairs: tuple[ExaminedPair, ...] = ()
 
     @property
     def failed(self) -> bool:
