@@ -100,12 +100,10 @@ class WorkerProbe:
             interface = resolve_interface(worker.config.transfer.interface, worker.host)
             endpoints = self._listen_kv(worker, device, interface.address, where, findings)
         except ConfigError as error:
+            check, remedy = "transport", "choose another transfer.transport, or auto"
             if interface is None:
-                remedy = "name a device, network or address that every host has"
-                findings.append(fail("interface", where, str(error), remedy))
-            else:
-                remedy = "choose another transfer.transport, or auto"
-                findings.append(fail("transport", where, str(error), remedy))
+                check, remedy = "interface", "name a device, network or address that every host has"
+            findings.append(fail(check, where, str(error), remedy))
         except PdserveError as error:  # the model cannot be read, or a port was taken since it was checked
             findings.append(
                 fail("kv", where, str(error), "its KV ends cannot be opened, so the worker would not start")

@@ -18,7 +18,7 @@ from kv_transfer.handshake import LinkFigures
 from ops.doctor.finding import Finding
 from ops.doctor.network import Obstacle
 from ops.launch.plan import Node
-from pdserve.core.errors import from_wire
+from pdserve.core.errors import WorkerLost, from_wire
 from pdserve.core.handoff import KVEndpoint
 from worker.addresses import Interface
 
@@ -33,13 +33,16 @@ class ProbeHandle(ABC):
         self._calling = threading.Lock()
 
     def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float, answer_type: type[T]) -> T:
-        """Call the probe and return its answer. Raises the probe's own errors, WorkerLost if its process is gone, and
-        DeadlineExceeded after ``timeout_s``."""
+        """Call the probe and return its answer. Raises the probe's own errors, WorkerLost if its process is gone or its
+        answer is unreadable, and DeadlineExceeded after ``timeout_s``."""
         with self._calling:
             answer = self._ask(what, msgspec.to_builtins(arguments), timeout_s)
         if "error" in answer:
             raise from_wire(*answer["error"])
-        return msgspec.convert(answer["value"], answer_type)
+        try:
+            return msgspec.convert(answer["value"], answer_type)
+        except msgspec.ValidationError as error:
+            raise WorkerLost(f"{self._name} gave an unreadable answer ({error}); its pdserve differs") from None
 
     @abstractmethod
     def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:

@@ -142,6 +142,7 @@ def test_a_probe_that_ends_or_hangs_is_an_error() -> None:
     probe = ProbeProcess("the probe", prefix=("sh", "-c", "exec sleep 60"))
     with pytest.raises(DeadlineExceeded, match="did not answer report within 1 s"):
         probe.call("report", {"model": "tiny"}, 1.0, NodeReport)
-    assert not probe.ended
+    with pytest.raises(WorkerLost, match="ended"):
+        probe.call("report", {"model": "tiny"}, 1.0, NodeReport)
     probe.close()
     assert probe.ended
