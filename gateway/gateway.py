@@ -21,6 +21,7 @@ from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
 from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
+from pdserve.core.address import join_address
 from pdserve.core.awake_clock import RunningAwakeClock
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import PdserveConfig
@@ -242,9 +243,8 @@ def _logging_failures(doing: str) -> Iterator[None]:
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server.add_insecure_port(address)
+        return server.add_insecure_port(join_address(host, port))
     except RuntimeError:
         raise LaunchError(
             f"{what}: {port} is in use on {host} (or {host} is not this host's); choose another"

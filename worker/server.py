@@ -13,6 +13,7 @@ from typing import Protocol
 
 import grpc
 
+from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from pdserve.core.worker import TokenOutput
@@ -99,15 +100,14 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
         """Listen on ``host`` and ``port`` (0: one that is free). LaunchError if that cannot be."""
         self._server = grpc.aio.server(options=CONTROL_OPTIONS)
         worker_pb2_grpc.add_WorkerControlServicer_to_server(self, self._server)
-        bracketed = f"[{host}]" if ":" in host else host
         try:
-            port = self._server.add_insecure_port(f"{bracketed}:{port}")
+            port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:
             raise LaunchError(
-                f"worker {self._worker_id}: cannot listen on {bracketed}:{port}: the port is in use there, "
+                f"worker {self._worker_id}: cannot listen on {join_address(host, port)}: the port is in use there, "
                 "or the address is not that host's; cluster.port_base chooses others"
             ) from None
-        self.address = f"{bracketed}:{port}"
+        self.address = join_address(host, port)
         await self._server.start()
 
     async def stop(self) -> None:

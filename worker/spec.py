@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.spec import ENGINE_MODULE
@@ -46,23 +46,9 @@ class WorkerSpec:
         return self.port + 1 if self.port else 0
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "worker_id": self.worker_id,
-            "role": str(self.role),
-            "host": self.host,
-            "node": self.node,
-            "device": self.device,
-            "registry_address": self.registry_address,
-            "version": self.version,
-            "service": self.service,
-            "port": self.port,
-            "device_share": self.device_share,
-            "config": self.config.model_dump(mode="json"),
-            "num_slots": self.num_slots,
-            "cores": list(self.cores),
-            "engine_module": self.engine_module,
-        }
+        """Plain values, which JSON can carry."""
+        config = self.config.model_dump(mode="json")
+        return {**asdict(self), "role": str(self.role), "cores": list(self.cores), "config": config}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> WorkerSpec:

@@ -34,7 +34,8 @@ def up(
 
             announce(start_detached(settings, status.update, lambda text: print_note(console, text)))
             return
-        from ops.launch.supervisor import Interrupted, supervise
+        from ops.launch.shutdown import StartCancelled
+        from ops.launch.supervisor import supervise
 
         def report(stage: str) -> None:
             console.print(f"  {stage}")
@@ -47,9 +48,11 @@ def up(
 
         try:
             supervise(settings, report, on_ready, note=lambda text: print_note(console, text))
-        except Interrupted as interrupted:
-            console.print(str(interrupted))
-            raise SystemExit(128 + interrupted.signum) from None
+        except StartCancelled as cancelled:
+            if not cancelled.signum:
+                raise
+            console.print(str(cancelled))
+            raise SystemExit(128 + cancelled.signum) from None
 
 
 def down(

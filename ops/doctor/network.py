@@ -20,6 +20,7 @@ from enum import StrEnum
 import psutil
 
 from ops.doctor.finding import Finding, fail
+from pdserve.core.address import join_address, split_address
 
 PING = b"pdsvping"
 _PONG = struct.Struct("<ddd")
@@ -57,19 +58,6 @@ REMEDIES: Mapping[Obstacle, str] = {
     Obstacle.LAYOUT: "all hosts need the same model, dtype and block size: see the findings about the model",
     Obstacle.BROKEN: "another service may answer at that address: see the findings about versions and interfaces",
 }
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``; ValueError for anything else."""
-    host, _, port = address.rpartition(":")
-    if not host:
-        raise ValueError(f"{address!r} is not host:port")
-    return host.strip("[]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """``host:port``, or ``[host]:port`` for an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def dial(address: str, timeout_s: float) -> Obstacle:

@@ -20,11 +20,12 @@ from engine.model.source import ModelSource, resolve_model
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
-from ops.launch.log_files import LogPart, LogPlace, locate, log_of, read_part
+from ops.launch.log_files import LogPart, ProcessPlace, locate, log_path, read_log
 from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import free_port, port_base
 from ops.launch.ray_session import RaySession, one_line
+from ops.launch.shutdown import StartCancelled
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
@@ -45,10 +46,6 @@ log = logging.getLogger(__name__)
 
 class RayLost(LaunchError):
     """The Ray that the service runs on is gone, or cannot start workers any more."""
-
-
-class StartCancelled(LaunchError):
-    """The service was asked to end while it was starting."""
 
 
 class Service:
@@ -205,19 +202,24 @@ class Service:
         self._processes = tuple(sorted(found))
         return self._processes
 
-    def logs(self) -> dict[str, LogPlace]:
-        """The logs of gateway and workers, without those that have no process yet."""
-        if self._gateway is None or self._session.trouble():
-            return {}
-        places = {name: locate(actor) for name, actor in self._actors().items()}
-        return {name: log_of(place) for name, place in places.items() if place is not None}
+    def logs(self) -> dict[str, tuple[str, str]]:
+        """Node and path of the logs of gateway and workers, without those that have no process yet."""
+        return {name: (place.node, log_path(place)) for name, place in self._places().items()}
 
     def read_log(self, name: str, path: str, offset: int) -> LogPart:
-        """A part of the log of the gateway or a worker. LaunchError if there is none."""
-        place = self.logs().get(name)
+        """The part of the log of the gateway or a worker at ``offset``, or its first part if the log is not at ``path``
+        (any more). LaunchError if there is none."""
+        place = self._places().get(name)
         if place is None:
             raise LaunchError(f"{name} has no log: it does not exist, or has no process yet")
-        return read_part(place, path, offset)
+        return read_log(place, path, offset)
+
+    def _places(self) -> dict[str, ProcessPlace]:
+        """The processes of gateway and workers, without those that have none yet; empty while Ray does not answer."""
+        if self._gateway is None or self._session.trouble():
+            return {}
+        located = {name: locate(actor) for name, actor in self._actors().items()}
+        return {name: place for name, place in located.items() if place is not None}
 
     def _actors(self) -> dict[str, Any]:
         members = self._members.all if self._members else ()

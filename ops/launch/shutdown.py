@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from pdserve.core.errors import LaunchError
+
 DRAIN_S = 30.0
 """Time for requests in progress after SIGTERM, Ctrl-C, or `pdserve down` without --drain."""
 
 FOLLOW_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class StartCancelled(LaunchError):
+    """The service was asked to end while it was starting. ``signum`` is the signal that asked; 0 for `pdserve down`."""
+
+    signum = 0
 
 
 class ServiceShutdown:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ops.launch.discovery import prepare_environment
-from ops.launch.shutdown import ServiceShutdown
+from ops.launch.shutdown import ServiceShutdown, StartCancelled
 from ops.launch.state import ServiceState, clear_dead_services
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -39,14 +39,6 @@ MAX_RESTARTS = 3
 """Most restarts of the service's own Ray within `RESTART_FORGET_S` of each other."""
 RESTART_FORGET_S = 600.0
 RESTART_VARIABLE = "PDSERVE_RESTART"
-
-
-class Interrupted(LaunchError):
-    """The start was ended by the signal ``signum``."""
-
-    def __init__(self, message: str, signum: int) -> None:
-        super().__init__(message)
-        self.signum = signum
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,8 @@ def supervise(
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run a service until SIGTERM, SIGINT or `pdserve down`. ``on_ready`` gets the port, ``note`` what users have to
-    know about the service. Raises PdserveError if it cannot start (Interrupted after a signal) or its Ray is lost.
+    know about the service. Raises PdserveError if it cannot start (StartCancelled if it was
+    asked to end meanwhile) or its Ray is lost.
 
     Must be called on the main thread. A signal during start-up ends the start. Later, the first signal lets requests in
     progress go on for `shutdown.DRAIN_S`; the second ends them."""
@@ -100,16 +93,15 @@ def supervise(
     with shutdown.caught() as renew_handlers:
         for port, left in clear_dead_services().items():
             report(f"removed the remains of a killed service on port {port}{f': {left}' if left else ''}")
-        from ops.launch.service import Service, StartCancelled  # imports Ray
+        from ops.launch.service import Service  # imports Ray
 
         service = Service(config, report, note)
         service.prepare()
         try:
             _Supervisor(service, shutdown, restart, renew_handlers, log_path).run(on_ready)
         except StartCancelled as cancelled:
-            if not shutdown.signum:
-                raise
-            raise Interrupted(str(cancelled), shutdown.signum) from None
+            cancelled.signum = shutdown.signum
+            raise
 
 
 class _Supervisor:
@@ -286,12 +278,9 @@ def main() -> None:
             log_path,
             lambda text: tell({"note": text}),
         )
-    except Interrupted as error:
-        tell({"error": to_wire(LaunchError(str(error)))})
-        sys.exit(128 + error.signum)
     except PdserveError as error:
         tell({"error": to_wire(error)})
-        sys.exit(1)
+        sys.exit(128 + error.signum if isinstance(error, StartCancelled) and error.signum else 1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ops.doctor.local_host import ProbeProcess
-from ops.doctor.network import Obstacle, PingServer, dial, read_clock, split_address
+from ops.doctor.network import Obstacle, PingServer, dial, read_clock
 from ops.doctor.node_report import NodeReport
 from ops.doctor.probe import WorkerProbe
 from ops.doctor.probe_api import Endpoints, Meeting
@@ -117,9 +117,6 @@ def test_dial() -> None:
         address = f"{HOST}:{server.getsockname()[1]}"
         assert dial(address, 1.0) is Obstacle.NONE
     assert dial(address, 1.0) is Obstacle.REFUSED
-    assert split_address("[::1]:80") == ("::1", 80)
-    with pytest.raises(ValueError, match="not host:port"):
-        split_address("80")
 
 
 def test_clocks_are_compared_by_the_shortest_round_trip() -> None:
