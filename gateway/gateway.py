@@ -111,7 +111,6 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._serving = asyncio.Event()
-        self._stopped = asyncio.Event()
 
     @property
     def port(self) -> int:
@@ -189,10 +188,6 @@ class Gateway:
             self._changed.set()
         return self._inference.in_progress
 
-    async def serve_until_stopped(self) -> None:
-        """Return once `stop` has finished."""
-        await self._stopped.wait()
-
     async def stop(self, grace_s: float = DRAIN_S) -> None:
         """Refuse new requests, let running ones go on for ``grace_s``, then abort them and close everything."""
         for task in self._tasks:
@@ -205,7 +200,6 @@ class Gateway:
             await internal.stop(None)
             self._servers = []
         await self._directory.close()
-        self._stopped.set()
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:

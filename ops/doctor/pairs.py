@@ -60,19 +60,19 @@ def examine_pairs(
     measured = 0
     for (prefill, decode), tried in zip(pairs, meetings, strict=True):
         if tried.figures is None or measured == to_measure:
-            yield ExaminedPair(prefill, decode, tried, False, (), None)
+            yield ExaminedPair(prefill, decode, tried)
             continue
         measured += 1
         say(f"measuring {prefill.worker_id} → {decode.worker_id} ({measured} of {to_measure})")
         meeting = meet(prefill, decode, _MEASURE_S)
         figures = meeting.figures
         if figures is None or not figures.gbs or model is None:
-            yield ExaminedPair(prefill, decode, meeting, figures is not None, (), None)
+            yield ExaminedPair(prefill, decode, meeting)
             continue
         link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
         prompts = sorted({min(tokens, model.longest_prompt) for tokens in PROMPTS})
         predicted = tuple(predict(model.layout, tokens, link) for tokens in prompts)
-        yield ExaminedPair(prefill, decode, meeting, True, predicted, hidden_tokens_per_s(model.layout, link))
+        yield ExaminedPair(prefill, decode, meeting, predicted, hidden_tokens_per_s(model.layout, link))
 
 
 def check_reach(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def check_speed(pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) ->
 
 def check_measured(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
     """Pairs beyond `MOST_MEASURED`."""
-    left = sum(pair.meeting.figures is not None and not pair.measured for pair in pairs)
+    left = sum(pair.meeting.figures is not None and not pair.gbs for pair in pairs)
     if left:
         what = f"{left} of {len(pairs)} pairs were tried but not measured: at most {MOST_MEASURED} are"
         yield ok("link", "the service", what)

@@ -81,15 +81,14 @@ class ExaminedNode:
 
 @dataclass(frozen=True, slots=True)
 class ExaminedPair:
-    """A prefill and a decode worker. ``measured`` tells whether payloads were sent, and not one round trip alone.
-    ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None: not measured)."""
+    """A prefill and a decode worker. ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None:
+    the link was not measured, or the model is unknown)."""
 
     prefill: Seat
     decode: Seat
     meeting: Meeting
-    measured: bool
-    predictions: tuple[Prediction, ...]
-    hidden_tokens_per_s: float | None
+    predictions: tuple[Prediction, ...] = ()
+    hidden_tokens_per_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -103,8 +102,8 @@ class ExaminedPair:
 
     @property
     def gbs(self) -> float:
-        """Measured rate in 10^9 bytes per second; 0 if it was not measured."""
-        return self.meeting.figures.gbs if self.measured and self.meeting.figures is not None else 0.0
+        """Measured rate in 10^9 bytes per second; 0 if no payloads were sent."""
+        return 0.0 if self.meeting.figures is None else self.meeting.figures.gbs
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; times are in milliseconds."""
@@ -120,9 +119,9 @@ class ExaminedPair:
             "reachable": figures is not None,
             "obstacle": "" if figures is not None else str(meeting.obstacle),
             "what": meeting.what,
-            "measured": self.measured,
+            "measured": self.gbs > 0,
             "gbs": self.gbs or None,
-            "best_gbs": figures.best_gbs if figures is not None and self.measured else None,
+            "best_gbs": figures.best_gbs if figures is not None and self.gbs else None,
             "round_trip_ms": None if figures is None else figures.round_trip_s * 1e3,
             "median_round_trip_ms": None if figures is None else figures.median_round_trip_s * 1e3,
             "predictions": [asdict(each) for each in self.predictions],

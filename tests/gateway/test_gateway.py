@@ -191,9 +191,7 @@ async def test_stopping_drains_within_a_bound(start_service: StartService) -> No
     service.fleet["d0"].delay_s = {"decode": 0.1}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2)))
     await service.until(lambda: service.fleet["p0"].requests)
-    stopped = asyncio.create_task(service.gateway.serve_until_stopped())
     await service.gateway.stop(2.0)
-    await asyncio.wait_for(stopped, 1.0)
     tokens, _ = await running
     assert len(tokens) == 2
 

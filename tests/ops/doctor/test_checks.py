@@ -201,10 +201,10 @@ def test_what_keeps_a_worker_from_listening_is_found_once() -> None:
     assert failed(replace(REPORT, model_error="no such folder"), 50_051) == ["transport", "interface"]
 
 
-def pair(gbs: float, decode: str = "10.0.0.2", *, wire_ms: float = 1.0, measured: bool = True) -> ExaminedPair:
+def pair(gbs: float, decode: str = "10.0.0.2", *, wire_ms: float = 1.0) -> ExaminedPair:
     meeting = Meeting("tcp", f"{decode}:1", "", LinkFigures(gbs, gbs, 0.001, 0.001, 1))
     predictions = (Prediction(2048, 1, wire_ms, wire_ms),)
-    return ExaminedPair(seat("prefill-0", "10.0.0.1"), seat("decode-0", decode), meeting, measured, predictions, 1.0)
+    return ExaminedPair(seat("prefill-0", "10.0.0.1"), seat("decode-0", decode), meeting, predictions, 1.0)
 
 
 def test_slow_links() -> None:
@@ -217,7 +217,7 @@ def test_slow_links() -> None:
     assert not [*check_speed([pair(9.0, "10.0.0.1"), pair(1.0)], nodes)]  # within a host is another matter
     (long,) = check_speed([pair(0.1, wire_ms=1500)], nodes)
     assert "1.5 s" in long.what
-    assert not [*check_speed([pair(0.0, measured=False)], nodes)]
+    assert not [*check_speed([pair(0.0)], nodes)]
 
 
 @pytest.mark.parametrize("obstacle", [each for each in Obstacle if each not in (Obstacle.NONE, Obstacle.NOT_TRIED)])
