@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class WorkerProbe:
-    """Executes one `call` at a time, until `close`."""
+    """The probe of one worker. Executes one `call` at a time, until `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

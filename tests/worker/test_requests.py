@@ -471,7 +471,7 @@ async def test_decode_fails_what_gets_no_room_by_its_deadline(model: Path) -> No
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
         filling = [asyncio.create_task(outputs(client.receive(request_for(f"f{i}"), TEST_PEER))) for i in range(8)]
         await until(lambda: worker.load.free_blocks <= 4 and worker.load.waiting > 0)
-        with pytest.raises(DeadlineExceeded, match="request r outlived its deadline on worker decode-0"):
+        with pytest.raises(DeadlineExceeded, match="request r exceeded its deadline on worker decode-0"):
             await outputs(client.receive(request_for("r", timeout_s=0.5), TEST_PEER))
         await asyncio.gather(*(client.abort(f"f{i}") for i in range(8)))
         await check_idle(worker)
