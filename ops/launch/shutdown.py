@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from pdserve.core.errors import LaunchError
 
@@ -38,6 +39,7 @@ class ServiceShutdown:
         self._signals = 0
         self._heeded = 0
         self._ended = False
+        self._previous: dict[signal.Signals, Any] = {}  # handlers from before `caught`
         self._followers: list[queue.SimpleQueue[str | None]] = []
         self.signum = 0
         """The last signal; 0 if there was none."""
@@ -99,25 +101,25 @@ class ServiceShutdown:
                 self._followers.remove(told)
 
     @contextmanager
-    def caught(self) -> Iterator[Callable[[], None]]:
-        """Within this context SIGTERM, SIGINT and SIGHUP only request the shutdown. Gives a function that reinstalls
-        the handlers; call it while Ray connects and afterwards, because Ray installs a handler that aborts the process
-        three seconds after a signal. Only on the main thread."""
-
-        def on_signal(signum: int, frame: FrameType | None) -> None:
-            signal.alarm(0)  # Ray's handler would abort the process with an alarm
-            self.signum = signum
-            self._signals += 1
-
-        def renew() -> None:
-            for number in previous:
-                signal.signal(number, on_signal)
+    def caught(self) -> Iterator[None]:
+        """Within this context SIGTERM, SIGINT and SIGHUP only request the shutdown. Only on the main thread."""
 
         handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
-        previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
-        renew()
+        self._previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        self.renew_handlers()
         try:
-            yield renew
+            yield
         finally:
-            for number, handler in previous.items():
+            for number, handler in self._previous.items():
                 signal.signal(number, handler)
+
+    def renew_handlers(self) -> None:
+        """Install the handlers of `caught` again. Call this while Ray connects and afterwards, because Ray installs a
+        handler that aborts the process three seconds after a signal."""
+        for number in self._previous:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        signal.alarm(0)  # Ray's handler would abort the process with an alarm
+        self.signum = signum
+        self._signals += 1

@@ -90,7 +90,7 @@ def supervise(
     shutdown, restart = ServiceShutdown(report), Restart.told()
     if restart.port is not None:
         config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": restart.port})})
-    with shutdown.caught() as renew_handlers:
+    with shutdown.caught():
         for port, left in clear_dead_services().items():
             report(f"removed the remains of a killed service on port {port}{f': {left}' if left else ''}")
         from ops.launch.service import Service  # imports Ray
@@ -98,7 +98,7 @@ def supervise(
         service = Service(config, report, note)
         service.prepare()
         try:
-            _Supervisor(service, shutdown, restart, renew_handlers, log_path).run(on_ready)
+            _Supervisor(service, shutdown, restart, log_path).run(on_ready)
         except StartCancelled as cancelled:
             cancelled.signum = shutdown.signum
             raise
@@ -107,18 +107,10 @@ def supervise(
 class _Supervisor:
     """One run of a service."""
 
-    def __init__(
-        self,
-        service: Service,
-        shutdown: ServiceShutdown,
-        restart: Restart,
-        renew_handlers: Callable[[], None],
-        log_path: str,
-    ) -> None:
+    def __init__(self, service: Service, shutdown: ServiceShutdown, restart: Restart, log_path: str) -> None:
         from ops.launch.operator import OperatorServer, new_socket
 
         self._service, self._shutdown, self._restart = service, shutdown, restart
-        self._renew_handlers = renew_handlers
         self._noting = threading.Lock()
         config = service.config
         host = config.gateway.host
@@ -189,7 +181,7 @@ class _Supervisor:
         starting.start()
         while starting.is_alive():
             starting.join(LOOK_EVERY_S)
-            self._renew_handlers()
+            self._shutdown.renew_handlers()
             if self._shutdown.is_requested():
                 self._service.cancel()
         if failed:

@@ -14,7 +14,7 @@ from ops.launch.shutdown import DRAIN_S, ServiceShutdown
 def test_the_first_signal_leaves_time_the_second_none() -> None:
     shutdown = ServiceShutdown()
     before = signal.getsignal(signal.SIGTERM)
-    with shutdown.caught() as renew:
+    with shutdown.caught():
         assert not shutdown.is_requested()
         os.kill(os.getpid(), signal.SIGTERM)
         assert shutdown.is_requested()
@@ -22,7 +22,7 @@ def test_the_first_signal_leaves_time_the_second_none() -> None:
         assert DRAIN_S - 5 < shutdown.time_left_s <= DRAIN_S
         # A library takes the signal for itself; afterwards it is ours again.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        renew()
+        shutdown.renew_handlers()
         os.kill(os.getpid(), signal.SIGINT)
         assert shutdown.time_left_s == 0
     assert signal.getsignal(signal.SIGTERM) is before
