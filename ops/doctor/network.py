@@ -1,4 +1,4 @@
-"""TCP checks of the doctor: connection attempts, listening processes, and clock comparison.
+"""TCP checks of the doctor: connection attempts, the holders of ports, and clock comparison.
 
 Clocks are compared over a plain TCP connection, so that no gRPC or Ray latency enters the round trips. The server
 answers each `PING` with the times at which it received the ping and sent the answer (monotonic clock), and with the

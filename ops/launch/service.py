@@ -176,7 +176,7 @@ class Service:
             self._changing.release()
 
     def tend(self) -> None:
-        """Periodic maintenance: tell the gateway, which may have been restarted, the service's members. RayLost if
+        """Periodic maintenance: send the service's members to the gateway, which may have been restarted. RayLost if
         Ray's control service or this node's raylet is gone."""
         if trouble := self._session.trouble():
             self._missed += 1
@@ -185,7 +185,7 @@ class Service:
             return
         self._missed = 0
         if not self._changing.locked():
-            self._tell_members()
+            self._send_members()
 
     def processes(self) -> tuple[ProcessId, ...]:
         """Gateway, workers, and engines on this host of a service that joined a Ray, where nothing else identifies
@@ -267,7 +267,7 @@ class Service:
             except BaseException:
                 members.remove(added)
                 raise
-        self._tell_members()
+        self._send_members()
         return [member.worker_id for member in waiting]
 
     def _start_gateway(self) -> None:
@@ -309,19 +309,19 @@ class Service:
         self._report(f"loading {self.model} in {choice.dtype} on {len(added)} workers ({device})")
         self._take_notes(members.wait_ready(added, timeout_s, self._report, self._check))
         self._await_gateway(self._gateway.wait_serving.remote(timeout_s), timeout_s)
-        self._tell_members()
+        self._send_members()
 
     def _await_placed(self, members: Members, added: Sequence[Member], timeout_s: float) -> None:
         """Wait until all workers have a node, and report what is missing."""
         began_s = time.monotonic()
-        told = ""
+        reported = ""
         while waiting := members.unplaced(added, CHECK_EVERY_S):
             self._check()
             waited_s = time.monotonic() - began_s
-            wants = "; ".join(
-                f"{in_words(bundle)} for {_names([member for member in waiting if member.bundle == bundle])}"
-                for bundle in _different([member.bundle for member in waiting])
-            )
+            by_bundle: dict[str, list[Member]] = {}
+            for member in waiting:
+                by_bundle.setdefault(in_words(member.bundle), []).append(member)
+            wants = "; ".join(f"{bundle} for {_names(members)}" for bundle, members in by_bundle.items())
             if waited_s > timeout_s:
                 raise LaunchError(
                     f"Ray could not place {_names(waiting)} within {timeout_s:.0f} s: no node has {wants} to spare; "
@@ -329,8 +329,8 @@ class Service:
                 )
             if waited_s > PLACE_REPORT_S:
                 free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self._session.nodes())
-                if told != (told := f"waiting for room: {wants}; now free: {free}"):
-                    self._report(told)
+                if reported != (reported := f"waiting for room: {wants}; now free: {free}"):
+                    self._report(reported)
 
     def _await_gateway(self, answer: Any, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s + STOP_TIMEOUT_S
@@ -338,16 +338,16 @@ class Service:
             self._check()
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"the gateway did not answer within {timeout_s:.0f} s")
-        told = ray.get(answer)
-        if "error" in told:
-            raise from_wire(*told["error"])
+        result = ray.get(answer)
+        if "error" in result:
+            raise from_wire(*result["error"])
 
     def _await_nodes(self) -> tuple[list[Node], str, dict[Role, Bundle]]:
         """The nodes, the device, and the workers' bundles. Waits for missing nodes of a Ray that was joined, because
         nodes join some time after `ray up` has returned."""
         cluster = self.config.cluster
         deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
-        told = ""
+        reported = ""
         while True:
             self._check()
             nodes = self._session.nodes()
@@ -359,18 +359,18 @@ class Service:
             except LaunchError as error:
                 if self.owns_ray or time.monotonic() > deadline_s:
                     raise
-                if told != str(error):
-                    told = str(error)
-                    self._report(f"waiting for nodes: {told}")
+                if reported != str(error):
+                    reported = str(error)
+                    self._report(f"waiting for nodes: {reported}")
                 time.sleep(NODES_POLL_S)
 
-    def _take_notes(self, notes: Mapping[str, list[str]], tell: Report | None = None) -> None:
-        """Pass notes on to the user, and keep them for the status."""
+    def _take_notes(self, notes: Mapping[str, list[str]], report: Report | None = None) -> None:
+        """Report notes to the user, and keep them for the service's status."""
         self._notes.update(notes)
         for text in (text for texts in notes.values() for text in texts):
-            (tell or self._note)(text)
+            (report or self._note)(text)
 
-    def _tell_members(self) -> None:
+    def _send_members(self) -> None:
         members = self._members.all if self._members else ()
         notes = [text for texts in self._notes.values() for text in texts]
         self._gateway.expect.remote({member.worker_id: str(member.role) for member in members}, notes)
@@ -384,10 +384,6 @@ def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.worker_id for member in members)
-
-
-def _different(bundles: Sequence[Bundle]) -> list[Bundle]:
-    return [bundle for index, bundle in enumerate(bundles) if bundle not in bundles[:index]]
 
 
 def end_children() -> None:

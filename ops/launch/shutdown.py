@@ -1,4 +1,5 @@
-"""The shutdown of a service: who requests it, how much time is left for requests in progress, and its progress."""
+"""The shutdown of a service: its requests by signals and calls, the time left for requests in progress, and its
+progress."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ class ServiceShutdown:
         with self._lock:
             self._deadline_s = deadline_s if self._deadline_s is None else min(deadline_s, self._deadline_s)
 
-    def tell(self, stage: str) -> None:
-        """Report progress, also to the callers of `follow`."""
+    def report(self, stage: str) -> None:
+        """Report progress, also to all callers of `follow`."""
         self._report(stage)
         with self._lock:
             for follower in self._followers:
@@ -82,15 +83,15 @@ class ServiceShutdown:
 
     def follow(self) -> Iterator[str]:
         """Progress from now on, until `end`; an empty string for every second without any."""
-        told: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        stages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with self._lock:
-            self._followers.append(told)
+            self._followers.append(stages)
             if self._ended:
-                told.put(None)
+                stages.put(None)
         try:
             while True:
                 try:
-                    stage = told.get(timeout=FOLLOW_S)
+                    stage = stages.get(timeout=FOLLOW_S)
                 except queue.Empty:
                     stage = ""
                 if stage is None:
@@ -98,7 +99,7 @@ class ServiceShutdown:
                 yield stage
         finally:
             with self._lock:
-                self._followers.remove(told)
+                self._followers.remove(stages)
 
     @contextmanager
     def caught(self) -> Iterator[None]:

@@ -55,8 +55,8 @@ class Restart:
     last_s: float = 0.0
 
     @classmethod
-    def told(cls) -> Restart:
-        """The restart that this process continues. Reads the variable once."""
+    def from_environment(cls) -> Restart:
+        """The restart that this process continues, which is then removed from the environment."""
         value = os.environ.pop(RESTART_VARIABLE, "")
         return cls(**json.loads(value)) if value else cls()
 
@@ -87,7 +87,7 @@ def supervise(
     Must be called on the main thread. A signal during start-up ends the start. Later, the first signal lets requests in
     progress go on for `shutdown.DRAIN_S`; the second ends them."""
     prepare_environment(config.cluster.address)
-    shutdown, restart = ServiceShutdown(report), Restart.told()
+    shutdown, restart = ServiceShutdown(report), Restart.from_environment()
     if restart.port is not None:
         config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": restart.port})})
     with shutdown.caught():
@@ -145,13 +145,13 @@ class _Supervisor:
             if (lost := self._serve()) is not None:
                 again = self._restart.after(lost, self._service)
                 # Reported first, because the next steps may end this process (see `RaySession.stop`).
-                self._shutdown.tell(f"{lost}; {'starting it again' if again else 'ending the service'}")
+                self._shutdown.report(f"{lost}; {'starting it again' if again else 'ending the service'}")
                 self._note(phase="restarting" if again else "stopping")
                 if again is None:
                     raise lost
             else:
                 self._drain()
-                self._shutdown.tell("stopping")
+                self._shutdown.report("stopping")
         finally:
             try:
                 self._service.stop()
@@ -217,15 +217,15 @@ class _Supervisor:
 
     def _drain(self) -> None:
         self._note(phase="stopping")
-        told = 0
+        reported = 0
         while (running := self._service.drain()) and self._shutdown.time_left_s > 0:
-            if running != told:
+            if running != reported:
                 again = " (a second signal ends them now)" if self._shutdown.signum else ""
-                self._shutdown.tell(f"waiting for requests in progress: {running}{again}")
-                told = running
+                self._shutdown.report(f"waiting for requests in progress: {running}{again}")
+                reported = running
             time.sleep(LOOK_EVERY_S)
         if running:
-            self._shutdown.tell(f"ending requests in progress: {running}")
+            self._shutdown.report(f"ending requests in progress: {running}")
 
     def _note_members(self) -> None:
         counts = self._service.counts
@@ -248,7 +248,7 @@ def main() -> None:
         os.set_inheritable(report_fd, False)
         pipe = os.fdopen(report_fd, "w", buffering=1, encoding="utf-8")
 
-    def tell(message: dict[str, object]) -> None:
+    def send(message: dict[str, object]) -> None:
         log.info("%s", message)
         if pipe is not None and not pipe.closed:
             try:
@@ -257,7 +257,7 @@ def main() -> None:
                 log.warning("the start-up report is no longer read")
 
     def on_ready(port: int) -> None:
-        tell({"ready": port})
+        send({"ready": port})
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # unwritten output
                 pipe.close()
@@ -265,13 +265,13 @@ def main() -> None:
     try:
         supervise(
             PdserveConfig.parse(json.loads(config_json)),
-            lambda stage: tell({"stage": stage}),
+            lambda stage: send({"stage": stage}),
             on_ready,
             log_path,
-            lambda text: tell({"note": text}),
+            lambda text: send({"note": text}),
         )
     except PdserveError as error:
-        tell({"error": to_wire(error)})
+        send({"error": to_wire(error)})
         sys.exit(128 + error.signum if isinstance(error, StartCancelled) and error.signum else 1)
 
 

@@ -54,7 +54,7 @@ def test_the_shorter_time_counts_and_is_told() -> None:
     thread.start()
     while not shutdown._followers:
         pass
-    shutdown.tell("waiting")
+    shutdown.report("waiting")
     shutdown.end()
     thread.join(10)
     assert stages == told == ["waiting"]
