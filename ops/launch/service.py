@@ -321,7 +321,7 @@ class Service:
             by_bundle: dict[str, list[Member]] = {}
             for member in waiting:
                 by_bundle.setdefault(in_words(member.bundle), []).append(member)
-            wants = "; ".join(f"{bundle} for {_names(members)}" for bundle, members in by_bundle.items())
+            wants = "; ".join(f"{bundle} for {_names(group)}" for bundle, group in by_bundle.items())
             if waited_s > timeout_s:
                 raise LaunchError(
                     f"Ray could not place {_names(waiting)} within {timeout_s:.0f} s: no node has {wants} to spare; "
