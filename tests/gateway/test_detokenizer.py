@@ -80,7 +80,7 @@ def test_window_shows_broken_bytes_late_but_shows_them(sentencepiece: HFTokenize
     assert "".join(pieces) == "�" * 100
 
 
-def test_window_ends_with_what_is_incomplete(sentencepiece: HFTokenizer) -> None:
+def test_window_flushes_incomplete_characters(sentencepiece: HFTokenizer) -> None:
     token_ids = spell(sentencepiece, "a😀")
     assert stream(WindowDetokenizer(sentencepiece.decode), token_ids[:-1])[:4] == ["a", "", "", ""]
     assert stream(WindowDetokenizer(sentencepiece.decode), token_ids[:-1])[-1] == "���"

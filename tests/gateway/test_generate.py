@@ -171,7 +171,7 @@ async def test_a_hand_off_that_fails_behind_the_last_token_shows(start_service: 
     assert (completion.transfer.kv_bytes, completion.transfer.kv_bytes_expected) == (0, 1024)
 
 
-async def test_the_wait_for_room_is_told_as_part_of_the_exposed_transfer(start_service: StartService) -> None:
+async def test_the_wait_for_room_is_part_of_the_exposed_transfer(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     service.fleet["d0"].delay_s = {"room": 0.1}
     _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))

@@ -75,7 +75,7 @@ def test_a_core_is_free_again_once_its_worker_has_ended(claim: Claim) -> None:
     assert claim(make_spec(port=3))[0].cores == (0,)
 
 
-def test_where_cores_are_short_those_with_the_fewest_engines_are_shared_and_it_is_told(claim: Claim) -> None:
+def test_cores_with_the_fewest_engines_are_shared_and_noted(claim: Claim) -> None:
     claim(make_spec("prefill-0", port=1, width=3))
     spec, held = claim(make_spec("decode-0", port=2, width=2))
     assert spec.cores == (0, 3)

@@ -189,7 +189,7 @@ async def test_an_event_that_the_loop_sees_before_the_beginning_is_not_lost(harn
      (ZeroDivisionError("a bug"), PdserveError("ZeroDivisionError: a bug"))],
     ids=["an error", "a bug"],
 )  # fmt: skip
-async def test_an_error_goes_back(harness: Harness, raised: Exception, told: PdserveError) -> None:
+async def test_an_error_is_raised_on_the_control_loop(harness: Harness, raised: Exception, told: PdserveError) -> None:
     async with harness.kv.begin(Handoff(outcome=raised)) as running, asyncio.timeout(10):
         with pytest.raises(PdserveError) as caught:
             await running.done
@@ -258,7 +258,7 @@ async def test_a_hand_off_that_ends_after_its_request_was_given_up_is_no_error(h
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_a_bug_in_what_it_makes_of_events_ends_a_hand_off_once(harness: Harness, begun: bool) -> None:
+async def test_a_bug_in_event_handling_ends_a_hand_off_once(harness: Harness, begun: bool) -> None:
     """Also if the first events are there in the turn of the loop in which it begins, and more while it ends."""
     handoff = Handoff(5, bug=ZeroDivisionError("a bug"))
     if not begun:
@@ -303,7 +303,7 @@ async def test_an_event_of_a_hand_off_that_has_just_ended_is_no_error(harness: H
     assert handoff.at_rest.is_set()
 
 
-async def test_closing_fails_what_is_under_way(harness: Harness) -> None:
+async def test_closing_fails_running_hand_offs(harness: Harness) -> None:
     handoff = Handoff(1)
     async with harness.kv.begin(handoff) as running:
         await come(handoff.running)

@@ -228,7 +228,7 @@ MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
 
 
 @pytest.mark.parametrize(("decoder", "data"), MALFORMED.values(), ids=MALFORMED)
-def test_what_is_no_message_is_an_error(decoder: FrameDecoder[Any], data: bytes) -> None:
+def test_malformed_messages_are_errors(decoder: FrameDecoder[Any], data: bytes) -> None:
     with pytest.raises(PdserveError, match=r"^an unreadable message .* differ in version$") as refused:
         decoder.decode(pb.Frame(data=data))
     assert type(refused.value) is PdserveError
@@ -248,7 +248,7 @@ ONE_OF_EACH: list[tuple[FrameDecoder[Any], Message]] = [
 ]
 
 
-def test_there_is_one_of_each() -> None:
+def test_every_message_type_has_an_example() -> None:
     assert {type(message) for _, message in ONE_OF_EACH} == set(Message.__subclasses__())
 
 

@@ -210,7 +210,7 @@ async def hand_over(sender: KVSender, info: WorkerInfo, attempt_id: str, trailer
 # --- token 1 as decode gets it ---------------------------------------------------------------------------------------
 
 
-async def test_decode_fails_at_once_what_its_engine_ended_alone(model: Path) -> None:
+async def test_decode_fails_a_request_that_only_its_engine_ended(model: Path) -> None:
     """Prefill's token 1 goes on; to this engine it is the last. No step of it will ever have a token of the request."""
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         failed, _ = await asyncio.gather(
@@ -281,7 +281,7 @@ def spy_on_engine(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-async def test_what_prefill_cannot_send_fails_its_request_at_once(model: Path) -> None:
+async def test_prefill_fails_a_request_at_once_if_its_blocks_cannot_be_sent(model: Path) -> None:
     """The receiver wants fewer blocks than the prompt has. Both ends hear of it at once; the gateway does from prefill,
     or (once that has given its token) from decode."""
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
@@ -333,7 +333,7 @@ async def test_a_bug_in_a_hand_off_fails_its_request_at_once(model: Path, monkey
         await check_idle(worker)
 
 
-async def test_prefill_holds_what_nobody_announces_until_the_deadline(model: Path) -> None:
+async def test_prefill_holds_unannounced_blocks_until_the_deadline(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         started_s = time.monotonic()
         (output,) = await outputs(client.push(request_for("r", timeout_s=2.0), decode.peer))
@@ -348,7 +348,7 @@ async def test_prefill_holds_what_nobody_announces_until_the_deadline(model: Pat
                 await decode.receiver.wait("r")
 
 
-async def test_prefill_holds_what_nobody_announces_until_it_is_given_up(model: Path) -> None:
+async def test_prefill_holds_unannounced_blocks_until_an_abort(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         for name in ("a", "b"):
             await outputs(client.push(request_for(name), decode.peer))
@@ -387,7 +387,7 @@ async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
         await asyncio.gather(*streams, return_exceptions=True)
 
 
-async def test_prefill_fails_at_once_what_it_cannot_reach(model: Path) -> None:
+async def test_prefill_fails_at_once_if_its_peer_is_unreachable(model: Path) -> None:
     """Nobody listens there: the gateway hears of it from prefill, unless token 1 was faster."""
     async with running(model, Role.PREFILL, PREFILL, {"prefill": 300.0}) as (worker, client):
         async with receiving_for(client.info) as decode:
@@ -398,7 +398,7 @@ async def test_prefill_fails_at_once_what_it_cannot_reach(model: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_prefill_gives_back_what_its_receiver_gives_up(model: Path, begun: bool) -> None:
+async def test_prefill_releases_blocks_that_its_receiver_gives_up(model: Path, begun: bool) -> None:
     """Once that has told where the blocks go, whether the request is there by then or not."""
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         await worker.incarnation.kv.connect(decode.peer)
@@ -420,7 +420,7 @@ async def test_prefill_gives_back_what_its_receiver_gives_up(model: Path, begun:
 # --- decode ----------------------------------------------------------------------------------------------------------
 
 
-async def test_decode_fails_what_its_sender_never_begins_by_its_lease(model: Path) -> None:
+async def test_decode_fails_a_transfer_that_never_begins_by_its_lease(model: Path) -> None:
     """The sender lives and is linked."""
     lease = {"lease_s": 0.5}
     async with running(model, Role.DECODE, DECODE, transfer=lease) as (worker, client), sending_to(client.info):
@@ -429,7 +429,7 @@ async def test_decode_fails_what_its_sender_never_begins_by_its_lease(model: Pat
         await check_idle(worker)
 
 
-async def test_decode_fails_what_its_sender_never_begins_by_its_deadline(model: Path) -> None:
+async def test_decode_fails_a_transfer_that_never_begins_by_its_deadline(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
         started_s = time.monotonic()
         with pytest.raises(TransferTimeout, match="KV of r is incomplete and its deadline passed"):
@@ -438,7 +438,7 @@ async def test_decode_fails_what_its_sender_never_begins_by_its_deadline(model: 
         await check_idle(worker)
 
 
-async def test_decode_fails_what_comes_from_nowhere(model: Path) -> None:
+async def test_decode_fails_a_request_whose_sender_is_unknown(model: Path) -> None:
     """No such worker has a link, nor makes one."""
     async with running(model, Role.DECODE, DECODE) as (worker, client):
         with pytest.raises(PeerLost, match="there is no KV link from test"):
@@ -446,7 +446,7 @@ async def test_decode_fails_what_comes_from_nowhere(model: Path) -> None:
         await check_idle(worker)
 
 
-async def test_decode_fails_at_once_what_its_sender_has_given_up(model: Path) -> None:
+async def test_decode_fails_at_once_if_its_sender_gave_up(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
         await sender.abort("r")
@@ -455,7 +455,7 @@ async def test_decode_fails_at_once_what_its_sender_has_given_up(model: Path) ->
         await check_idle(worker)
 
 
-async def test_decode_fails_at_once_what_its_sender_is_lost_with(model: Path) -> None:
+async def test_decode_fails_at_once_if_its_sender_is_lost(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client):
         async with sending_to(client.info) as sender:
             stream = asyncio.create_task(outputs(client.receive(request_for("r"), TEST_PEER)))
@@ -467,7 +467,7 @@ async def test_decode_fails_at_once_what_its_sender_is_lost_with(model: Path) ->
         await check_idle(worker)
 
 
-async def test_decode_fails_what_gets_no_room_by_its_deadline(model: Path) -> None:
+async def test_decode_fails_a_request_without_room_at_its_deadline(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
         filling = [asyncio.create_task(outputs(client.receive(request_for(f"f{i}"), TEST_PEER))) for i in range(8)]
         await until(lambda: worker.load.free_blocks <= 4 and worker.load.waiting > 0)
@@ -532,7 +532,7 @@ class Phases:
 
 
 @pytest.mark.parametrize("first", Phases.NAMES)
-async def test_decode_gives_back_what_is_given_up_in_each_phase(model: Path, first: str) -> None:
+async def test_decode_releases_aborted_requests_in_each_phase(model: Path, first: str) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         phases = Phases(worker, client, sender)
         try:
@@ -552,7 +552,7 @@ async def test_decode_gives_back_what_is_given_up_in_each_phase(model: Path, fir
             await phases.close()
 
 
-async def test_decode_gives_everything_back_when_its_gateway_is_gone(model: Path) -> None:
+async def test_decode_releases_everything_when_its_gateway_is_lost(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         other = await WorkerClient.connect(client.info)
         stream = asyncio.create_task(outputs(other.run(request_for("of another", max_tokens=50))))
@@ -570,7 +570,7 @@ async def test_decode_gives_everything_back_when_its_gateway_is_gone(model: Path
             await other.aclose()
 
 
-async def test_a_killed_engine_fails_what_is_on_it_in_each_phase(model: Path) -> None:
+async def test_a_killed_engine_fails_its_requests_in_each_phase(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         phases = Phases(worker, client, sender)
         try:
@@ -703,7 +703,7 @@ async def test_a_bug_in_a_part_of_a_request_fails_it_at_once(model: Path) -> Non
         await check_idle(worker)
 
 
-async def test_what_a_worker_cannot_do_is_refused(model: Path) -> None:
+async def test_requests_that_a_worker_cannot_serve_are_refused(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         with pytest.raises(InvalidRequest, match="worker prefill-0 is a prefill worker and cannot receive"):
             await outputs(client.receive(request_for("r"), TEST_PEER))

@@ -102,7 +102,7 @@ def test_versions(change: dict[str, Any], level: Level | None) -> None:
     assert all(finding.where == "10.0.0.3" and finding.remedy for finding in findings)
 
 
-def test_a_model_that_the_gateways_host_lacks_is_told_once() -> None:
+def test_a_model_missing_on_the_gateways_host_is_found_once() -> None:
     here = replace(REPORT, model_hash="", model_error="no such folder")
     findings = [*check_models(here, "10.0.0.2", [node(here), node(REPORT, "10.0.0.3")], "path")]
     assert [finding.where for finding in findings] == ["the gateway's host"]

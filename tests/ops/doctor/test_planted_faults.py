@@ -142,7 +142,7 @@ def test_several_faults_at_once(tmp_path: Path) -> None:
     assert report.pairs[0].gbs > 0  # measured over a free port
 
 
-def test_a_hot_fix_an_address_of_everybodys_and_a_clock_of_its_own(tmp_path: Path) -> None:
+def test_a_changed_source_a_shared_address_and_another_clock(tmp_path: Path) -> None:
     other = installation(tmp_path)
     with (other / "kv_transfer" / "status.py").open("a") as file:
         file.write("\n# a hot fix\n")

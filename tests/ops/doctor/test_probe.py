@@ -68,7 +68,7 @@ def test_two_meet_and_measure(transport: str) -> None:
         assert "another worker than decode-7" in another.what
 
 
-def test_another_layout_is_told() -> None:
+def test_a_different_layout_is_an_obstacle() -> None:
     with probing("prefill-0", Role.PREFILL) as (prefill, _):
         decode = WorkerProbe()
         try:
@@ -82,7 +82,7 @@ def test_another_layout_is_told() -> None:
             decode.close()
 
 
-def test_why_nobody_is_reached() -> None:
+def test_every_reason_for_an_unreachable_peer_is_named() -> None:
     with probing("prefill-0", Role.PREFILL, transport="tcp") as (probe, _):
         with socket.socket() as closed:
             closed.bind((HOST, 0))  # and does not listen

@@ -94,7 +94,7 @@ def test_the_next_up_clears_what_killed_services_left(tmp_path: Path, monkeypatc
         ServiceState.read(7)
 
 
-def test_a_zombie_is_gone() -> None:
+def test_a_zombie_does_not_count_as_running() -> None:
     process = sleeper()
     state = ServiceState(process.pid, psutil.Process(process.pid).create_time(), 7, "")
     assert state.process() is not None

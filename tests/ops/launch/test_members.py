@@ -40,7 +40,7 @@ def test_strict_spread_refuses_rather_than_waits() -> None:
         worker_bundles(waiting, "cpu", ONE_HOST)
 
 
-def test_those_without_a_node_go_first_then_the_last_to_come() -> None:
+def test_workers_without_a_node_leave_first_then_the_latest() -> None:
     members: list[Any] = [SimpleNamespace(worker_id=name, node_id=node) for name, node in NODES.items()]
 
     def leaving(stay: int) -> list[str]:

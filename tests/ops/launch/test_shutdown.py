@@ -41,7 +41,7 @@ def test_a_signal_puts_off_the_alarm_that_would_abort_the_process() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_the_shorter_time_counts_and_is_told() -> None:
+def test_the_earliest_deadline_counts_and_progress_is_reported() -> None:
     told: list[str] = []
     shutdown = ServiceShutdown(told.append)
     following = shutdown.follow()
