@@ -1,4 +1,4 @@
-"""A gateway that drains refuses what is new and finishes what has begun, retries included."""
+"""A draining gateway refuses new requests and finishes those in progress, with retries."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ async def health_of(service: Service, name: str = "") -> str:
 
 
 async def settle() -> None:
-    """All that follows in this process has happened: turns of the event loop count, however long they take."""
+    """Wait a number of turns of the event loop, in which all pending work of this process is done."""
     for _ in range(100):
         await asyncio.sleep(0)
     await asyncio.sleep(0.03)

@@ -24,7 +24,7 @@ OTHER_LAYOUT = KVLayout.uniform("fake", "bfloat16", block_size=4, num_layers=2, 
 
 
 async def settle() -> None:
-    """All that follows in this process has happened: turns of the event loop count, however long they take."""
+    """Wait a number of turns of the event loop, in which all pending work of this process is done."""
     for _ in range(100):
         await asyncio.sleep(0)
     await asyncio.sleep(0.03)
@@ -143,7 +143,7 @@ async def test_all_pairs_are_connected(start_service: StartService) -> None:
 async def test_a_link_that_opens_while_its_worker_is_being_connected_counts(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No heartbeat follows that would tell of it again."""
+    """Without a further heartbeat that would report it again."""
     service = await start_service()
     service.make("d0")
     await service.beat("d0")
@@ -164,7 +164,7 @@ async def test_a_link_that_opens_while_its_worker_is_being_connected_counts(
 
 
 def beat_with(field: str, value: object) -> bytes:
-    """A heartbeat that a worker of some other version might send."""
+    """A heartbeat of a worker of another version."""
     kind, info, *rest = msgspec.msgpack.decode(to_frame(Beat(fake_info("x", Role.PREFILL), WorkerLoad())).data)
     return msgspec.msgpack.encode([kind, {**info, field: value}, *rest])
 

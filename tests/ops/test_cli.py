@@ -30,7 +30,7 @@ PDSERVE = (sys.executable, "-c", "from ops.cli.main import main; main()")
 
 @dataclass(frozen=True)
 class Run:
-    """What a command left behind."""
+    """The result of a command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""What `transfer.interface` means on a host: checked on the loopback device, which every host has."""
+"""`transfer.interface` on the loopback device, which every host has."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from worker.cores import (
 from worker.spec import WorkerSpec
 
 FIRST = 1_000_000 + os.getpid() * 16
-"""Cores that no machine has, so that services that run beside the tests have none of them."""
+"""Numbers above those of any machine, so that services that run beside the tests have not claimed them."""
 
 
 def make_spec(

@@ -1,4 +1,4 @@
-"""A worker's links: what is wanted is opened, what breaks is opened again, and each news is told once."""
+"""A worker's links: wanted links are opened, broken ones are opened again, and each change is reported once."""
 
 from __future__ import annotations
 

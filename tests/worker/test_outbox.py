@@ -1,4 +1,4 @@
-"""A step's outputs leave in one message, replies by themselves, and a closed stream takes nothing."""
+"""Outputs of a step are sent in one message, replies one by one, and nothing after a stream is closed."""
 
 from __future__ import annotations
 

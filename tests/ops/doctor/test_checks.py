@@ -1,4 +1,4 @@
-"""Findings from made-up reports: what no test can plant on one host, and what must not be found."""
+"""Checks of made-up reports: faults that cannot be planted on one host, and hosts without faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults planted for real into one of two "nodes", and the doctor that has to find each, and nothing else."""
+"""Real faults planted into one of two "nodes". The doctor has to find each of them, and nothing else."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_model_that_one_node_does_not_have(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_a_doctor(tmp_path: Path) -> None:
-    """An old pdserve cannot even say what it is: that is a finding, too."""
+    """An old pdserve without a doctor cannot report its version, which is a finding."""
     other = installation(tmp_path)
     shutil.rmtree(other / "ops" / "doctor")
     report = examine(PlantedHost(second=Planted(root=other)), cluster={"port_base": free_ports(12)})
@@ -117,7 +117,7 @@ def test_more_workers_than_slots() -> None:
 
 
 def test_several_faults_at_once(tmp_path: Path) -> None:
-    """Another version, busy ports, too little memory: each is told, with what to do about it."""
+    """Another version, ports in use, and too little memory are each found, with a remedy."""
     other = installation(tmp_path)
     (other / "pdserve" / "version.py").write_text('VERSION = "0.0.1"\n')
     base, port = free_ports(12), free_port()
@@ -177,7 +177,7 @@ def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("fault", ["shard", "pointer", "truncated", "tensor"])
 def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
-    """What the loader would refuse is found without loading, by the same code."""
+    """The loader's own checks find the fault without loading the model."""
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "models" / "tiny", folder)
     weights = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""A probe on its own: whom it reaches, and why not."""
+"""A single probe: the peers it can reach, and the obstacles to others."""
 
 from __future__ import annotations
 

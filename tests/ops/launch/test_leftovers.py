@@ -1,4 +1,5 @@
-"""What is left of a service whose supervisor was killed: its Ray's folder and processes go, and nothing else."""
+"""The remains of a service whose supervisor was killed are removed: its Ray's folder and processes, and nothing
+else."""
 
 from __future__ import annotations
 

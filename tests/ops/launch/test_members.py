@@ -1,4 +1,4 @@
-"""Who is added and who goes, before Ray is asked; and which ports are whose."""
+"""The workers that are added and removed, their ports, and the state file of their service."""
 
 from __future__ import annotations
 

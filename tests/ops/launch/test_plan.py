@@ -1,4 +1,4 @@
-"""Where workers should go: pairs, spreads, and what is taken already."""
+"""Placement of workers: pairs, spreading, and nodes in use."""
 
 from __future__ import annotations
 

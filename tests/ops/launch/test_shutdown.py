@@ -1,4 +1,4 @@
-"""Signals ask for the end and nothing else: the first leaves time, the second none."""
+"""Signals only request the shutdown: the first leaves time for requests in progress, the second none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_first_signal_leaves_time_the_second_none() -> None:
 
 @pytest.mark.timeout(30, method="thread")  # pytest's own alarm would be the one that is put off
 def test_a_signal_puts_off_the_alarm_that_would_abort_the_process() -> None:
-    """Ray's handler, in whose place ours is put back, sets one of three seconds when the first signal comes."""
+    """Ray's handler, which is replaced again, sets an alarm of three seconds at the first signal."""
     previous = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     try:
         with ServiceShutdown().caught():

@@ -1,4 +1,4 @@
-"""Slot arithmetic: who fits where."""
+"""Arithmetic of device slots."""
 
 from __future__ import annotations
 
