@@ -100,7 +100,7 @@ class ProbeProcess(ProbeHandle):
         self._stderr.close()
 
     def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
-        """Kills the process after ``timeout_s``, which ends the wait for its answer."""
+        """Send the call and wait for its answer. Kills the process after ``timeout_s``, which ends the wait."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         expired = threading.Event()
@@ -119,7 +119,7 @@ class ProbeProcess(ProbeHandle):
             line = b""
         finally:
             timer.cancel()
-        if line:
+        if line.endswith(b"\n"):  # else the process ended while it answered
             answer: Mapping[str, Any] = json.loads(line)
             return answer
         if expired.is_set():
