@@ -171,7 +171,7 @@ async def test_a_hand_off_that_fails_behind_the_last_token_shows(start_service: 
     assert (completion.transfer.kv_bytes, completion.transfer.kv_bytes_expected) == (0, 1024)
 
 
-async def test_the_wait_for_room_is_told_as_part_of_the_exposed_transfer(start_service: StartService) -> None:
+async def test_the_wait_for_room_is_part_of_the_exposed_transfer(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     service.fleet["d0"].delay_s = {"room": 0.1}
     _, completion = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
@@ -299,7 +299,7 @@ async def test_models_without_a_tokenizer_take_token_ids_only(start_service: Sta
 
 
 def tells_logprobs(worker: FakeWorker) -> None:
-    """Let a worker say of each token that it was likely, and that token 0 was less so."""
+    """Have a worker report a high log-probability for each token, and a lower one for token 0."""
 
     def told(outputs: Callable[..., AsyncIterator[TokenOutput]]) -> Callable[..., AsyncIterator[TokenOutput]]:
         async def tell(*arguments: Any) -> AsyncIterator[TokenOutput]:
@@ -318,7 +318,8 @@ def tells_logprobs(worker: FakeWorker) -> None:
 async def test_logprobs_come_with_their_tokens(
     start_service: StartService, tokenizer: Tokenizer, mode: pb.Mode.ValueType
 ) -> None:
-    """In step with the tokens although a stop string holds text back and trims the last of them."""
+    """Log-probabilities stay aligned with the tokens, although a stop string holds back text and trims the last
+    tokens."""
     service = await start_service("p0", "d0")
     answer = tokenizer.encode("the lazy dog jumps over the brown fox and on and on")
     speaks(service, answer, 5)
