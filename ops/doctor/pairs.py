@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
 from ops.doctor.finding import Finding, fail, ok, warn
-from ops.doctor.handoff_prediction import LinkRate, hidden_tokens_per_s, predict
+from ops.doctor.handoff_prediction import LinkRate, hidden_tokens_per_s, predict_without_overlap
 from ops.doctor.network import REMEDIES, Obstacle
 from ops.doctor.probe_api import Endpoints, Meeting
 from ops.doctor.report import ExaminedNode, ExaminedPair
@@ -71,7 +71,7 @@ def examine_pairs(
             continue
         link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
         prompts = sorted({min(tokens, model.longest_prompt) for tokens in PROMPTS})
-        predicted = tuple(predict(model.layout, tokens, link) for tokens in prompts)
+        predicted = tuple(predict_without_overlap(model.layout, tokens, link) for tokens in prompts)
         yield ExaminedPair(prefill, decode, meeting, predicted, hidden_tokens_per_s(model.layout, link))
 
 

@@ -8,20 +8,16 @@ import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
 
 import pytest
 
-from engine.scheduling.transfer_connector import group_ends
-from ops.doctor.handoff_prediction import LinkRate
+from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, predict
 from pdserve import Client
 from pdserve.client.generation import Generation
 from pdserve.core.kv_layout import KVLayout
 from tests.cluster.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.cluster
-Overlap = Literal["none", "layer"]
 
 MBITS = (100, 500, 1000)
 NETWORK = "10.99.7"
@@ -30,7 +26,7 @@ REQUESTS = 5
 TOLERANCE = 0.15
 NOISE_MS = 3.0
 """What a busy machine of two cores adds now and then, however short the wait."""
-LAYER_GROUPS, MAX_INFLIGHT_BYTES = 8, 16 * 2**20
+CHUNK_TOKENS, LAYER_GROUPS, MAX_INFLIGHT_BYTES = 512, 8, 16 * 2**20
 LAYOUT = KVLayout.uniform("", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)
 OPTIONS = "--address auto --model dummy:135m --prefill 1 --decode 1 --placement strict_spread --device cpu"
 
@@ -97,19 +93,6 @@ def ask(client: Client, draw: random.Random) -> Generation:
     return result
 
 
-def predicted_exposed_s(link: LinkRate, overlap: Overlap, prefill_s: float) -> float:
-    """The time from the end of a prefill of one chunk to the last byte's arrival. Layers take equal shares of the
-    prefill. The groups of layers that ``overlap`` sends separately are ready when their last layer is computed, and the
-    link sends them one after the other."""
-    layers, num_blocks = LAYOUT.num_layers, LAYOUT.blocks_for(PROMPT_TOKENS)
-    ends = (*group_ends(LAYOUT, LAYER_GROUPS, num_blocks), layers) if overlap == "layer" else (layers,)
-    end_s = 0.0
-    for begin, stop in pairwise((0, *ends)):
-        num_bytes = num_blocks * LAYOUT.layer_bytes(range(begin, stop))
-        end_s = max(end_s, prefill_s * stop / layers) + num_bytes / link.bytes_per_s
-    return end_s + link.round_trip_s / 2 - prefill_s
-
-
 def measure(cluster: RayCluster, options: str, mbit: int, overlap: Overlap) -> Row:
     cluster.hosts.rate(mbit)
     link = doctor(cluster, options)
@@ -122,8 +105,10 @@ def measure(cluster: RayCluster, options: str, mbit: int, overlap: Overlap) -> R
         results = [ask(client, draw) for _ in range(REQUESTS)]
     stages = [result.to_dict()["breakdown_ms"]["ttft_decode"] for result in results]
     prefill_ms = statistics.median(stage["prefill"] for stage in stages)
+    plan = HandoffPlan(LAYOUT, PROMPT_TOKENS, CHUNK_TOKENS, overlap, LAYER_GROUPS)
+    predicted = predict(plan.parts(), link, prefill_ms / 1e3)
     exposed_ms = statistics.median(stage["kv_exposed"] for stage in stages)
-    return Row(mbit, overlap, prefill_ms, exposed_ms, predicted_exposed_s(link, overlap, prefill_ms / 1e3) * 1e3)
+    return Row(mbit, overlap, prefill_ms, exposed_ms, predicted.exposed_s * 1e3)
 
 
 def _last(address: str) -> str:
