@@ -76,8 +76,9 @@ class ReceiveHandoff:
         """Wait for room, announce it to the sender, and tell the engine once every block is verified."""
         receiver = self._ends.receiver
         reserved = await self._reserved
-        receiver.expect(self.attempt_id, reserved.block_ids, reserved.num_cached_blocks, self._deadline_s)
-        receiver.announce(self.attempt_id, self._peer.worker_id)
+        receiver.announce(
+            self.attempt_id, self._peer.worker_id, reserved.block_ids, reserved.num_cached_blocks, self._deadline_s
+        )
         try:
             received = await receiver.wait(self.attempt_id)
         finally:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kv_transfer.fetch import Fetch
 from kv_transfer.protocol import Announce, Blocks, Header, Reason, Refusal
-from kv_transfer.transfer import Lease, Transfer, TransferStatus
+from kv_transfer.transfer import Lease, Transfer
 from pdserve.core.handoff import TransferProof
 from pdserve.core.kv_layout import KVLayout
 
@@ -54,6 +54,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
     def __init__(
         self,
         attempt_id: str,
+        sender_id: str,
         lease: Lease,
         nonce: str,
         block_ids: Sequence[int],
@@ -63,8 +64,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
     ) -> None:
         super().__init__(attempt_id, lease)
         self.nonce = nonce
-        self.sender_id = ""
-        """The worker that is to send it, once it is known (`KVReceiver.announce`)."""
+        self.sender_id = sender_id
         self.source: Source | None = None
         self.fetch: Fetch | None = None
         """The payload that was fetched last."""
@@ -77,7 +77,8 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self._resending: set[int] = set()
         self._closed = False
         self._trailer = b""
-        self._reserved_s, self._first_s = now_s, now_s
+        self._reserved_s = now_s
+        self._first_s: float | None = None
         self._messages = self._bytes = self._retried_bytes = self._export_us = 0
         self._wire_s = self._import_s = 0.0
 
@@ -89,7 +90,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
     def heard(self, source: Source) -> None:
         """Its sender spoke, which is the only one that may from now on, and only on this link."""
         if self.source is None:
-            self.source, self.status = source, TransferStatus.WAITING
+            self.source = source
         elif self.source is not source:
             raise Refusal(Reason.WRONG_LINK, f"{self.attempt_id}: its sender uses another link")
         if not self.is_over:
@@ -126,8 +127,8 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
 
     def begin(self, now_s: float) -> None:
         """A message with blocks has arrived."""
-        if self.status is not TransferStatus.TRANSFERRING:
-            self.status, self._first_s = TransferStatus.TRANSFERRING, now_s
+        if self._first_s is None:
+            self._first_s = now_s
 
     def accept(self, header: Blocks, size: int, wire_s: float, import_s: float) -> None:
         """Take note that the message's blocks are in the pool, and what that took."""
@@ -160,7 +161,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
     def received(self, now_s: float) -> ReceivedKV:
         """The account of the complete transfer, whose last block is verified now."""
         assert self.source is not None, "it is complete, so it has a sender"
-        span_s = now_s - self._first_s
+        span_s = now_s - (self._first_s or now_s)
         proof = TransferProof(
             transport=self.source.transport,
             kv_bytes=self._bytes,

@@ -37,11 +37,11 @@ from kv_transfer.protocol import (
     peer_error,
 )
 from kv_transfer.receive_transfer import ReceivedKV, ReceiveTransfer
-from kv_transfer.transfer import Lease, TransferEnded, TransferStatus
+from kv_transfer.transfer import Lease, TransferEnded
 from kv_transfer.transports.strangers import INTRODUCTION_S
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
-from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import MAX_PROBE_BYTES
 
 LINK_TIMEOUT_S = 2.0
@@ -76,7 +76,6 @@ class KVReceiver:
         self._worker_id, self._epoch, self._checksum = worker_id, epoch, checksum
         self._lease_s = lease_s
         self._transports = tuple(transports)
-        self._endpoints: tuple[KVEndpoint, ...] = ()
         self._by_attempt: dict[str, ReceiveTransfer] = {}
         self._by_nonce: dict[str, ReceiveTransfer] = {}
         self._links: dict[str, ReceiveLink] = {}  # by sender's id: the newest
@@ -92,20 +91,24 @@ class KVReceiver:
         """Listen on ``host`` with every transport and serve every link; the i-th transport on ``port`` + i, if it has
         any use for a port (0: free ones). PeerLost if the address is not this host's or the port not free."""
         ports = itertools.count(port) if port else itertools.repeat(0)
-        self._endpoints = tuple(
-            [await transport.listen(host, each) for transport, each in zip(self._transports, ports, strict=False)]
-        )
+        endpoints = [
+            await transport.listen(host, each) for transport, each in zip(self._transports, ports, strict=False)
+        ]
         for transport in self._transports:
             self._spawn(self._accept(transport))
-        return self._endpoints
+        return tuple(endpoints)
 
-    def expect(self, attempt_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float) -> KVDestination:
-        """Await the blocks of a prompt into ``block_ids``, the first ``num_skipped`` of which are in place already.
-        ``deadline_s`` is a time of the receiver's clock. ValueError if the arguments make no sense."""
-        if not self._endpoints:
-            raise ValueError("start() comes first")
+    def announce(
+        self, attempt_id: str, sender_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float
+    ) -> None:
+        """Receive a prompt's blocks into ``block_ids``, the first ``num_skipped`` of which are in place already, and
+        announce this to worker ``sender_id`` over its link.
+
+        ``deadline_s`` is a time of the receiver's clock. Without a link, the announcement waits for one; the transfer
+        fails with PeerLost after `LINK_TIMEOUT_S`, and when the link over which it was announced is lost. ValueError on
+        bad arguments, or if the attempt has a transfer here already."""
         if attempt_id in self._by_attempt:
-            raise ValueError(f"{attempt_id} is expected already")
+            raise ValueError(f"{attempt_id} is being received already")
         if not 0 <= num_skipped <= len(block_ids) or len(set(block_ids)) < len(block_ids):
             raise ValueError(f"{num_skipped} skipped of {len(block_ids)} blocks, which must differ")
         if not all(0 <= block < self._pool.num_blocks for block in block_ids):
@@ -115,17 +118,9 @@ class KVReceiver:
             self._fail(transfer, TransferTimeout(f"KV of {attempt_id} is incomplete and {why}"))
 
         lease = Lease(self._clock, deadline_s, self._lease_s, expire)
-        nonce, layout = secrets.token_hex(16), self._pool.layout
-        transfer = ReceiveTransfer(attempt_id, lease, nonce, block_ids, num_skipped, layout, self._clock.now())
+        nonce, layout, now_s = secrets.token_hex(16), self._pool.layout, self._clock.now()
+        transfer = ReceiveTransfer(attempt_id, sender_id, lease, nonce, block_ids, num_skipped, layout, now_s)
         self._by_attempt[attempt_id] = self._by_nonce[nonce] = transfer
-        return KVDestination(self._worker_id, self._endpoints, self._epoch, nonce, len(block_ids), num_skipped)
-
-    def announce(self, attempt_id: str, sender_id: str) -> None:
-        """Tell the worker that sends it where an expected transfer goes: over its link, or as soon as it has one. The
-        transfer fails with PeerLost if there is none for `LINK_TIMEOUT_S`, or once that link is lost. TransferEnded if
-        there is no such transfer."""
-        transfer = self._find(attempt_id)
-        transfer.sender_id = sender_id
         if (link := self._links.get(sender_id)) is not None:
             self._spawn(link.tell(transfer.announcement))
         else:
@@ -146,10 +141,6 @@ class KVReceiver:
     def hello(self, link: KVLink) -> Hello:
         """What a peer has to say first on ``link``, except for its own name."""
         return Hello(self._worker_id, self._epoch, self._pool.layout, link.hashes(self._checksum), self._eos_token_ids)
-
-    def status(self, attempt_id: str) -> TransferStatus:
-        """How far it is; TransferEnded once `wait` or `abort` has ended it."""
-        return self._find(attempt_id).status
 
     async def abort(self, attempt_id: str) -> None:
         """Give a transfer up and tell its sender. When this returns, nothing writes into its blocks any more. Unknown

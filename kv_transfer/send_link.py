@@ -26,7 +26,6 @@ from kv_transfer.protocol import (
     peer_error,
 )
 from kv_transfer.send_transfer import SendTransfer
-from kv_transfer.transfer import TransferStatus
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (
     ChecksumMismatch,
@@ -100,15 +99,11 @@ class SendLink:
     def add(self, transfer: SendTransfer) -> None:
         """Take on a transfer to this receiver."""
         transfer.settle, transfer.layout = lambda: self._settle(transfer), self._share
-        if not transfer.is_over:
-            transfer.status = TransferStatus.WAITING
         transfer.transport = self.about.transport
         if self._most_message_bytes is not None:
             transfer.message_bytes = min(transfer.message_bytes, self._most_message_bytes)
         announced = self._announced.pop(transfer.attempt_id, None)
-        if transfer.nonce:
-            self._begin(transfer)
-        elif announced is not None:
+        if announced is not None:
             self._bind(transfer, announced)
         else:
             self._unbound[transfer.attempt_id] = transfer
@@ -120,9 +115,6 @@ class SendLink:
             self._control(Abort(announced.nonce, *to_wire(error)))
             self._conclude(transfer, error)
             return
-        self._begin(transfer)
-
-    def _begin(self, transfer: SendTransfer) -> None:
         self._transfers[transfer.nonce] = transfer
         transfer.lease.watch(self._lease_s)  # its receiver is known: from now on the receiver's silence counts
         self._control(_open(transfer, self.epoch))

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.protocol import MAX_RESENDS, MAX_TRAILER_BYTES
-from kv_transfer.transfer import Lease, Transfer, TransferStatus
+from kv_transfer.transfer import Lease, Transfer
 from pdserve.core.errors import TransferRefused
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
@@ -107,7 +107,7 @@ class SendTransfer(Transfer[SentKV]):
     def next_part(self, now_s: float) -> Part:
         """The next message, adjacent slots coalesced; call it only if `ready`."""
         if self._first_s is None:
-            self._first_s, self.status = now_s, TransferStatus.TRANSFERRING
+            self._first_s = now_s
         if self._again:
             return self._again.popleft()
         first_slot, _, layers = self._pending[0] if self._pending else (self.num_blocks, 0, self.layout.all_layers)

@@ -14,10 +14,10 @@ from kv_transfer.pool import Pool
 from kv_transfer.protocol import Announce, Hello
 from kv_transfer.send_link import SendLink
 from kv_transfer.send_transfer import SendTransfer, SentKV
-from kv_transfer.transfer import Lease, TransferEnded, TransferStatus
+from kv_transfer.transfer import Lease, TransferEnded
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
-from pdserve.core.handoff import KVDestination, KVEndpoint, KVPeer, PeerLink
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 
 _HEARTBEATS_PER_LEASE = 3
 _REMEMBERED = 4096  # attempts that have ended: a late announcement of one of them is answered at once
@@ -31,7 +31,7 @@ class KVSender:
     ``message_bytes``: adjacent blocks are coalesced up to this (a message has one block at least).
     ``max_inflight_bytes``: how much may travel to one receiver without its acknowledgement. ``lease_s``: how long a
     receiver may be silent. ``eos_token_ids`` are the model's; receivers with others refuse this one. One event loop;
-    `start` and `send_blocks` never wait. Every `start` needs its `wait` or `abort`.
+    `push` and `send_blocks` never wait. Every `push` needs its `wait` or `abort`.
     """
 
     def __init__(
@@ -80,19 +80,10 @@ class KVSender:
             if old is not None:
                 await old.aclose()
 
-    def start(self, attempt_id: str, destination: KVDestination, deadline_s: float) -> None:
-        """Begin a transfer; connects on its own where there is no link. ``deadline_s`` is a time of the sender's clock.
-        ValueError if the request has one already."""
-        transfer = self._new(attempt_id, destination.peer, destination.num_blocks, deadline_s)
-        transfer.bind(destination.nonce, destination.num_blocks, destination.num_skipped)
-        self._add(transfer)
-
     def push(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float) -> None:
-        """Begin a transfer of ``num_blocks`` blocks to ``peer``, which announces over the link where they go. What is
-        queued before that waits. Else as `start`."""
-        self._add(self._new(attempt_id, peer, num_blocks, deadline_s))
-
-    def _new(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float) -> SendTransfer:
+        """Begin a transfer of ``num_blocks`` blocks to ``peer``; opens a link where there is none. Blocks that are
+        queued wait until the peer has announced where they go. ``deadline_s`` is a time of the sender's clock.
+        ValueError if the attempt has a transfer already."""
         if attempt_id in self._transfers:
             raise ValueError(f"{attempt_id} is being sent already")
 
@@ -102,11 +93,8 @@ class KVSender:
         lease = Lease(self._clock, deadline_s, None, expire)
         transfer = SendTransfer(attempt_id, lease, peer, num_blocks, self._pool.layout, self._message_bytes)
         self._transfers[attempt_id] = transfer
-        return transfer
-
-    def _add(self, transfer: SendTransfer) -> None:
-        if (peer := self._peer_of(transfer)) is not None:
-            peer.add(transfer)
+        if (link := self._peer_of(transfer)) is not None:
+            link.add(transfer)
         else:
             self._spawn(self._bootstrap(transfer))
 
@@ -142,7 +130,7 @@ class KVSender:
     async def wait(self, attempt_id: str) -> SentKV:
         """Return once the receiver has acknowledged everything; then, or after an error, nothing reads its blocks any
         more. Raises TransferTimeout (deadline, or a silent receiver), PeerLost, TransferRefused, ChecksumMismatch,
-        LayoutMismatch, RequestAborted after `abort`, what `fail` was given, or what the receiver gave up with.
+        LayoutMismatch, RequestAborted after `abort`, or what the receiver gave up with.
         TransferEnded if there is none."""
         transfer = self._find(attempt_id)
         await transfer.ended()
@@ -150,15 +138,6 @@ class KVSender:
         if self._transfers.get(attempt_id) is transfer:
             del self._transfers[attempt_id]
         return transfer.result()
-
-    def status(self, attempt_id: str) -> TransferStatus:
-        """How far it is; TransferEnded once `wait` or `abort` has ended it."""
-        return self._find(attempt_id).status
-
-    def fail(self, attempt_id: str, error: PdserveError) -> None:
-        """End a transfer with ``error``, which `wait` raises; its receiver is told. One that is over stays as it is."""
-        if (transfer := self._transfers.get(attempt_id)) is not None:
-            self._conclude(transfer, error)
 
     async def abort(self, attempt_id: str) -> None:
         """Give a transfer up and tell its receiver. When this returns, nothing reads its blocks any more. Unknown ones

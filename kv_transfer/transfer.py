@@ -1,26 +1,15 @@
-"""What a KV transfer is at either end: how far it is, its result, and the lease that bounds it."""
+"""What a KV transfer has at either end: its result, and the lease that bounds it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Generic, TypeVar, cast
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError
 
 T = TypeVar("T")
-
-
-class TransferStatus(StrEnum):
-    """How far a transfer is. ``SUCCESS`` and ``FAILED`` are final."""
-
-    BOOTSTRAPPING = "bootstrapping"  # sender: no link to the receiver yet; receiver: its sender has not been heard of
-    WAITING = "waiting"  # both ends know of it, no block has travelled
-    TRANSFERRING = "transferring"
-    SUCCESS = "success"  # every block is verified and in the receiver's pool
-    FAILED = "failed"
 
 
 class TransferEnded(LookupError):
@@ -75,7 +64,6 @@ class Transfer(Generic[T]):
 
     def __init__(self, attempt_id: str, lease: Lease) -> None:
         self.attempt_id, self.lease = attempt_id, lease
-        self.status = TransferStatus.BOOTSTRAPPING
         self.outcome: T | PdserveError | None = None
         self._ended = asyncio.Event()
 
@@ -86,8 +74,7 @@ class Transfer(Generic[T]):
 
     def conclude(self, outcome: T | PdserveError) -> None:
         """End it: the lease is over, and `ended` returns."""
-        failed = isinstance(outcome, PdserveError)
-        self.outcome, self.status = outcome, TransferStatus.FAILED if failed else TransferStatus.SUCCESS
+        self.outcome = outcome
         self.lease.cancel()
         self._ended.set()
 

@@ -25,26 +25,6 @@ class KVPeer:
     endpoints: tuple[KVEndpoint, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """Where a receiver wants the blocks of one hand-off. ``epoch`` identifies the receiver's incarnation and ``nonce``
-    the hand-off: a message that carries others is refused. The prompt's first ``num_skipped`` blocks are held already
-    and must not be sent; of the remaining, the i-th goes into slot ``num_skipped + i`` of ``num_blocks``.
-    The receiver alone knows which physical blocks these are."""
-
-    worker_id: str
-    endpoints: tuple[KVEndpoint, ...]
-    epoch: str
-    nonce: str
-    num_blocks: int
-    num_skipped: int
-
-    @property
-    def peer(self) -> KVPeer:
-        """The receiver."""
-        return KVPeer(self.worker_id, self.epoch, self.endpoints)
-
-
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What travels behind the last block of a hand-off: prefill's token, and whether it ends the request."""
 
