@@ -37,8 +37,8 @@ from kv_transfer.protocol import (
     peer_error,
 )
 from kv_transfer.receive_transfer import ReceivedKV, ReceiveTransfer
+from kv_transfer.strangers import INTRODUCTION_S
 from kv_transfer.transfer import Lease, TransferEnded
-from kv_transfer.transports.strangers import INTRODUCTION_S
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
 from pdserve.core.handoff import KVEndpoint

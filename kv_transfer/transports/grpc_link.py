@@ -17,9 +17,9 @@ import grpc
 from kv_transfer.base import NOTHING, Message
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import MAX_HELLO_BYTES
 from kv_transfer.transports.grpc_frame import decode, encode
 from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox, InboxLink, again
-from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 _FLUSH_S = 1.0
@@ -69,20 +69,8 @@ class GrpcLink(InboxLink):
         self._gone: PeerLost | None = None
         self._over = asyncio.Event()
         self.cancel: Callable[[], object] = lambda: None
-        self._stranger: Stranger | None = None
-        self._strange = False
         self.refused = ""
         """Why the peer was not let in, for the answer to it."""
-
-    def strange(self, stranger: Stranger) -> None:
-        """It was accepted, and its peer has yet to introduce itself."""
-        self._stranger, stranger.cut = stranger, self.cut
-        self._strange = True
-
-    def introduced(self) -> None:
-        """See `KVLink.introduced`."""
-        self._strange = False
-        self._leave()
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Queue the message's frames for the sending thread, each once no more than the window waits there."""
@@ -128,7 +116,7 @@ class GrpcLink(InboxLink):
     def cut(self, why: str) -> None:
         """Cancel the RPC. gRPC has copies of its own of what was sent."""
         self._lose(why)
-        if self._strange:
+        if self._stranger is not None:
             self.refused = why
             self._frames.put(None)  # which ends the RPC with that reason
         else:
@@ -141,7 +129,7 @@ class GrpcLink(InboxLink):
         self._credit.lift()
         self._taken.set()
         self._frames.put(None)
-        if self._strange:
+        if self._stranger is not None:
             self.cancel()
         try:
             async with asyncio.timeout(_FLUSH_S):
@@ -163,7 +151,7 @@ class GrpcLink(InboxLink):
         def check(header_size: int, size: int) -> None:
             nonlocal num_messages
             num_messages += 1
-            if self._strange and (num_messages > 1 or header_size > MAX_HELLO_BYTES or size):
+            if self._stranger is not None and (num_messages > 1 or header_size > MAX_HELLO_BYTES or size):
                 what = f"message {num_messages}, of {header_size} + {size} bytes,"
                 raise ValueError(f"{what} before it introduced itself")
 
@@ -204,10 +192,5 @@ class GrpcLink(InboxLink):
         if self._gone is not None:
             self._inbox.end(self._gone)
         self._over.set()
-        self._leave()
+        self.introduced()
         self._on_end(self)
-
-    def _leave(self) -> None:
-        if self._stranger is not None:
-            self._stranger.leave()
-            self._stranger = None

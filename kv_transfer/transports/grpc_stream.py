@@ -11,9 +11,9 @@ import grpc
 
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
-from kv_transfer.transports.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint

@@ -14,10 +14,10 @@ from typing import Any
 
 from kv_transfer.fetch import Fetch
 from kv_transfer.memory import DeviceMemory, Memory
-from kv_transfer.transports.greeting import expect_greeting, read_exactly
 from kv_transfer.transports.nixl_agent import NAME_BYTES, NixlAgent, ReadFailed, RemoteMemory
 from kv_transfer.transports.nixl_link import NixlLink
 from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.socket_transport import expect_greeting, read_exactly
 from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost

@@ -11,14 +11,14 @@ import asyncio
 import select
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING, KVLink, Message
 from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import MAX_HELLO_BYTES
 from kv_transfer.transports.inbox import check_sizes
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.kv_layout import Region
 
@@ -48,23 +48,6 @@ class SocketLink(KVLink):
         self._flushes: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._hang_up: select.poll | None = None
         self._closed = False
-        self._stranger: Stranger | None = None
-        self.on_closed: Callable[[SocketLink], object] = lambda _: None
-
-    @property
-    def closed(self) -> bool:
-        """Whether `aclose` has been called here."""
-        return self._closed
-
-    def strange(self, stranger: Stranger) -> None:
-        """It was accepted, and its peer has yet to introduce itself."""
-        self._stranger, stranger.cut = stranger, self.cut
-
-    def introduced(self) -> None:
-        """See `KVLink.introduced`."""
-        if self._stranger is not None:
-            self._stranger.leave()
-            self._stranger = None
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Write one frame."""
@@ -152,14 +135,12 @@ class SocketLink(KVLink):
     async def aclose(self) -> None:
         """Close the socket, and let go of the peer's memory."""
         self._closed = True
-        stranger = self._stranger
         try:
-            await self._stream.aclose(at_once=stranger is not None)
+            await self._stream.aclose(at_once=self._stranger is not None)
         finally:
             self._let_go()
             self._references = []
-            if stranger is not None:
-                stranger.leave()
+            self.introduced()
             self.on_closed(self)
 
     def _check_frame(self, kind: int, header_size: int, size: int, count: int) -> None:

@@ -7,10 +7,9 @@ import socket
 from typing import Any
 
 from kv_transfer.base import KVLink
-from kv_transfer.transports.greeting import expect_greeting
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.socket_transport import SocketTransport
+from kv_transfer.transports.socket_transport import SocketTransport, expect_greeting
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
@@ -41,7 +40,7 @@ class TcpTransport(SocketTransport):
             raise PeerLost(f"no link to {endpoint.address}: {why} ({self.name})") from None
         return await self._open(socket.socket(family, socket.SOCK_STREAM), address, endpoint, timeout_s)
 
-    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> SocketLink:
+    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
         tune(connection)
         await asyncio.get_running_loop().sock_sendall(connection, _GREETING)
         await expect_greeting(connection, _GREETING)

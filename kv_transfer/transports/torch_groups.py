@@ -1,4 +1,5 @@
-"""The process groups of one link: everything of the torch_dist transport that talks to torch. All of it blocks.
+"""The process groups of one link, and the store through which its two ends find each other: everything of the
+torch_dist transport that talks to torch. All of it blocks.
 
 The end that connected is rank 1, the one that listened is rank 0. NCCL gets one group per direction: the operations of
 one communicator run one after the other, so two ends that send at once would wait for each other.
@@ -7,19 +8,22 @@ one communicator run one after the other, so two ends that send at once would wa
 from __future__ import annotations
 
 import datetime
-import importlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed
 
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import DeviceMemory, Memory
 
 if TYPE_CHECKING:
-    import torch
-
-    from kv_transfer.transports.torch_store import ExchangeStore
+    _Store: Any = object
+else:
+    from torch.distributed import Store as _Store
 
 Backend = Literal["gloo", "nccl"]
 _log = logging.getLogger(__name__)
@@ -39,10 +43,8 @@ class Groups:
         on_device: bool,
     ) -> None:
         """Join the peer; ``hosts`` are this end's address and the peer's. RuntimeError if it does not join in time."""
-        import torch
-
-        dist: Any = importlib.import_module("torch.distributed")
-        self._torch, self._rank, self._peer_rank = torch, rank, 1 - rank
+        dist: Any = torch.distributed
+        self._rank, self._peer_rank = rank, 1 - rank
         self._aborted = False
         self._on_device = on_device
         self.fails_alone = backend == "gloo"
@@ -54,9 +56,9 @@ class Groups:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=hosts[0])]
             group = dist.ProcessGroupGloo(store, rank, 2, options)
             self._by_sender: list[Any] = [group, group]
-            self._streams = None
+            self._streams: list[Any] | None = None
             return
-        # Its default is to end the whole process when an operation times out.
+        # NCCL's default is to end the whole process when an operation times out.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         if rank == 0:
             tcp = dist.TCPStore(hosts[0], 0, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -66,16 +68,17 @@ class Groups:
         self._by_sender = [
             dist.ProcessGroupNCCL(dist.PrefixStore(f"kv{way}", tcp), rank, 2, timeout) for way in range(2)
         ]
-        self._streams = [_cuda_stream(), _cuda_stream()]
+        cuda: Any = torch.cuda
+        self._streams = [cuda.Stream(), cuda.Stream()]
 
     def joined(self, payload: Payload, memory: Memory) -> torch.Tensor:
         """A copy of the payload's parts, one after the other, for `send`; on a device it is waited for."""
         if not isinstance(memory, DeviceMemory) or not self._on_device:
-            return self._torch.frombuffer(bytearray().join(payload.parts), dtype=self._torch.uint8)
+            return torch.frombuffer(bytearray().join(payload.parts), dtype=torch.uint8)
         views = [memory.view(region) for region in payload.regions]
-        whole: torch.Tensor = self._torch.cat(views) if len(views) > 1 else views[0].clone()
+        whole: torch.Tensor = torch.cat(views) if len(views) > 1 else views[0].clone()
         if whole.is_cuda:
-            self._torch.cuda.current_stream(whole.device).synchronize()
+            torch.cuda.current_stream(whole.device).synchronize()
         return whole
 
     def send(self, payload: torch.Tensor) -> None:
@@ -85,7 +88,7 @@ class Groups:
             return
         group, stream = self._by_sender[self._rank], self._streams[0]
         self._check()
-        with self._torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             group.send([payload], self._peer_rank, self._rank).wait()
         stream.synchronize()
         self._check()
@@ -93,14 +96,14 @@ class Groups:
     def recv(self, size: int) -> memoryview | torch.Tensor:
         """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
         if self._streams is None:
-            tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
+            tensor: torch.Tensor = torch.empty(size, dtype=torch.uint8)
             self._gloo(self._peer_rank).recv([tensor], self._peer_rank, self._peer_rank).wait()
             content: memoryview = tensor.numpy().data
             return tensor if self._on_device else content
         group, stream = self._by_sender[self._peer_rank], self._streams[1]
         self._check()
-        with self._torch.cuda.stream(stream):
-            tensor = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
+        with torch.cuda.stream(stream):
+            tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
             group.recv([tensor], self._peer_rank, self._peer_rank).wait()
         stream.synchronize()
         self._check()
@@ -134,6 +137,48 @@ def _abort(group: Any) -> None:
         _log.error("a communicator could not be aborted: %s (torch_dist)", error)
 
 
-def _cuda_stream() -> Any:
-    cuda: Any = importlib.import_module("torch.cuda")
-    return cuda.Stream()
+class ExchangeStore(_Store):  # type: ignore[misc, unused-ignore]
+    """A c10d store of the two ends of a link. ``publish`` sends a key to the peer, which passes it to `receive`. c10d
+    calls the other methods from its threads.
+
+    c10d's TCPStore would need another port, and it looks up host names in DNS at each connect: where DNS does not
+    answer, each first handshake takes five seconds and more. NCCL uses its store for as long as it lives, and therefore
+    gets a TCPStore, whose port travels through this one.
+    """
+
+    def __init__(self, publish: Callable[[bytes, bytes], None], timeout_s: float) -> None:
+        super().__init__()
+        self._publish, self._timeout_s = publish, timeout_s
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key at both ends."""
+        self.receive(key, value)
+        self._publish(key.encode(), value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key's value. RuntimeError after the timeout or `close`."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Return once all keys are set; RuntimeError as in `get`."""
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._values.keys() >= set(keys), timeout_s)
+            if not self._values.keys() >= set(keys):
+                raise RuntimeError("the peer left" if self._closed else "the peer timed out")
+
+    def receive(self, key: str, value: bytes) -> None:
+        """Take a key that the peer has set."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits for the peer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -6,17 +6,18 @@ import asyncio
 import itertools
 import logging
 import struct
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING
 from kv_transfer.fetch import Fetch, Payload, settled
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import MAX_HELLO_BYTES
 from kv_transfer.transports.inbox import Arrived, Content, Inbox, InboxLink, again, check_sizes
-from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
-from kv_transfer.transports.torch_groups import Groups
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
+
+if TYPE_CHECKING:
+    from kv_transfer.transports.torch_groups import Groups
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
 _QUEUED_FRAMES = 256
@@ -44,23 +45,10 @@ class TorchDistLink(InboxLink):
         self._peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
         self._announced: asyncio.Queue[tuple[bytes, int] | None] = asyncio.Queue(_QUEUED_FRAMES)
         self._receiving = False
-        self._closed = False
         self._why = ""
-        self._stranger: Stranger | None = None
-        self.on_closed: Callable[[TorchDistLink], object] = lambda _: None
         self._senders = ThreadPoolExecutor(1, "kv-torch-send")
         self._receivers = ThreadPoolExecutor(1, "kv-torch-recv")
         self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._receive())]
-
-    def strange(self, stranger: Stranger) -> None:
-        """It was accepted, and its peer has yet to introduce itself."""
-        self._stranger, stranger.cut = stranger, self.cut
-
-    def introduced(self) -> None:
-        """See `KVLink.introduced`."""
-        if self._stranger is not None:
-            self._stranger.leave()
-            self._stranger = None
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Announce the payload, then send a copy of it in the sending thread, which may go on after this has ended."""
@@ -115,14 +103,8 @@ class TorchDistLink(InboxLink):
         """Close the connection and drop the groups."""
         self._fail(why)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `aclose` has been called here."""
-        return self._closed
-
     async def aclose(self) -> None:
         """Close the connection, drop the groups and let the threads end."""
-        self._closed = True
         self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
         self._writer.close()
         self._drop_groups()
@@ -132,7 +114,7 @@ class TorchDistLink(InboxLink):
         self._tasks.clear()  # their errors keep this link
         self._senders.shutdown(wait=False)
         self._receivers.shutdown(wait=False)
-        self.introduced()  # no stranger any more, at any rate
+        self.introduced()
         self.on_closed(self)
 
     async def _read_frames(self) -> None:
