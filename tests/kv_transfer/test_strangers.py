@@ -23,7 +23,8 @@ import pytest
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.protocol import Hello, Open, encode
-from kv_transfer.receiver import KVReceiver, ReceiveLink
+from kv_transfer.receive_link import ReceiveLink
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
 from kv_transfer.transports.socket_stream import SocketStream
