@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Groups:
-    """The group (Gloo) or groups (NCCL) of one link. ``on_device``: payloads are tensors, and stay on the device."""
+    """The group (Gloo) or groups (NCCL) of one link. ``on_device``: payloads are tensors on the device."""
 
     def __init__(
         self,
@@ -42,13 +42,14 @@ class Groups:
         *,
         on_device: bool,
     ) -> None:
-        """Join the peer; ``hosts`` are this end's address and the peer's. RuntimeError if it does not join in time."""
+        """Build the groups together with the peer. ``hosts`` are the addresses of this end and the peer. RuntimeError
+        if the peer does not join in time."""
         dist: Any = torch.distributed
         self._rank, self._peer_rank = rank, 1 - rank
         self._aborted = False
         self._on_device = on_device
         self.fails_alone = backend == "gloo"
-        """Whether an operation ends by itself when its peer is gone, or is slower than the timeout; NCCL's never do."""
+        """Whether an operation ends by itself when the peer is gone or too slow. With NCCL it does not."""
         timeout = datetime.timedelta(seconds=timeout_s)
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
@@ -72,7 +73,7 @@ class Groups:
         self._streams = [cuda.Stream(), cuda.Stream()]
 
     def joined(self, payload: Payload, memory: Memory) -> torch.Tensor:
-        """A copy of the payload's parts, one after the other, for `send`; on a device it is waited for."""
+        """A contiguous copy of the payload, for `send`. Blocks until a copy on a device is complete."""
         if not isinstance(memory, DeviceMemory) or not self._on_device:
             return torch.frombuffer(bytearray().join(payload.parts), dtype=torch.uint8)
         views = [memory.view(region) for region in payload.regions]
@@ -82,7 +83,7 @@ class Groups:
         return whole
 
     def send(self, payload: torch.Tensor) -> None:
-        """Send what `joined` made; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
+        """Send a payload from `joined`. RuntimeError if the group fails, times out (Gloo) or is aborted."""
         if self._streams is None:
             self._gloo(self._rank).send([payload], self._peer_rank, self._rank).wait()
             return
@@ -110,12 +111,12 @@ class Groups:
         return tensor
 
     def abort(self) -> None:
-        """Break off what is under way, where the backend can (NCCL); it raises then. Returns at once."""
+        """Close the groups without waiting. With NCCL, operations in progress raise RuntimeError."""
         self._aborted = True
         if self._streams is None:
-            self._by_sender = []  # its sockets close with the last operation, whatever error's traceback keeps this
+            self._by_sender = []  # the sockets close with the last operation
         else:
-            for group in self._by_sender:  # each in its own thread: one may wait until the other's kernel has ended
+            for group in self._by_sender:  # in threads: one abort may wait for the other's kernel
                 threading.Thread(target=_abort, args=(group,), name="kv-torch-abort", daemon=True).start()
 
     def _gloo(self, sender: int) -> Any:
@@ -125,7 +126,7 @@ class Groups:
             raise RuntimeError("the group was aborted") from None
 
     def _check(self) -> None:
-        """To the stream an aborted operation looks like one that is complete."""
+        """Raise RuntimeError if the groups were aborted: on the stream, an aborted operation looks complete."""
         if self._aborted:
             raise RuntimeError("the group was aborted")
 

@@ -249,7 +249,7 @@ class Communicator:
 
 
 @pytest.mark.parametrize("way", ["send", "recv"])
-def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str) -> None:
+def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, together = threading.Event(), threading.Barrier(2)
     groups = Groups.__new__(Groups)
     tensor: Any = SimpleNamespace()
@@ -262,12 +262,13 @@ def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str) -> None:
         _on_device=True,
         _by_sender=communicators,
         _streams=[stream, stream],
-        _torch=SimpleNamespace(
-            uint8=0,
-            empty=lambda *_, **__: tensor,
-            cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext()),
-        ),
     )
+    torch = SimpleNamespace(
+        uint8=0,
+        empty=lambda *_, **__: tensor,
+        cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext()),
+    )
+    monkeypatch.setattr("kv_transfer.transports.torch_groups.torch", torch)
     outcome: list[object] = []
 
     def operate() -> None:
