@@ -23,11 +23,12 @@ import pytest
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.factory import create_transport
 from kv_transfer.protocol import Hello, Open, encode
-from kv_transfer.receiver import KVReceiver, ReceiveLink
+from kv_transfer.receive_link import ReceiveLink
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.transports.acceptor import Acceptor
+from kv_transfer.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
+from kv_transfer.transports.socket_transport import Acceptor
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.handoff import KVEndpoint
@@ -35,7 +36,7 @@ from pdserve.core.kv_layout import KVLayout
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.end import End, until
 
-importlib.import_module("kv_transfer.transports.torch_store")  # here, where no timeout runs: it takes seconds
+importlib.import_module("kv_transfer.transports.torch_groups")  # here, where no timeout runs: it takes seconds
 
 LAYOUT = KVLayout.uniform(
     "model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64
@@ -219,7 +220,7 @@ async def test_the_oldest_has_to_go_once_it_had_its_time_and_no_sooner() -> None
     assert not waiting.done()
     assert not gone
     await waiting
-    assert gone == ["others wait, and the peer has not introduced itself for 1 s"]
+    assert gone == ["the peer did not introduce itself within 1 s, and others wait"]
     second.leave()
     third, fourth = strangers.enter(), strangers.enter()
     waiting = asyncio.create_task(strangers.room())
@@ -245,7 +246,8 @@ async def test_what_was_not_dealt_with_yet_is_closed_with_the_rest() -> None:
 
     strangers = Strangers("test")
     acceptor = Acceptor(server, strangers, welcome)
-    with socket.create_connection(acceptor.address), socket.create_connection(acceptor.address):
+    address = server.getsockname()
+    with socket.create_connection(address), socket.create_connection(address):
         while len(strangers) < 2:  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0)
         await acceptor.aclose()

@@ -44,6 +44,7 @@ from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo
 from pdserve.pb import worker_pb2 as pb
 from tests.host_pool import HostPool
+from tests.kv_transfer.status import status_of
 from tests.local_cluster import free_port
 from tests.planted import delays
 from tests.random_models import greedy_tokens, save_random_model
@@ -136,8 +137,7 @@ class Receiving:
 
     def announce(self, attempt_id: str, blocks: Sequence[int], sender: WorkerInfo) -> None:
         """Allocate blocks for a request's KV, and announce them to the prefill worker."""
-        self.receiver.expect(attempt_id, blocks, 0, MonotonicClock().now() + TIMEOUT_S)
-        self.receiver.announce(attempt_id, sender.worker_id)
+        self.receiver.announce(attempt_id, sender.worker_id, blocks, 0, MonotonicClock().now() + TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
@@ -406,7 +406,7 @@ async def test_prefill_releases_blocks_that_its_receiver_gives_up(model: Path, b
         stream = outputs(client.push(request_for("r"), decode.peer))
         if begun:
             pushing = asyncio.create_task(stream)
-            await until(lambda: decode.receiver.status("r") != "bootstrapping")
+            await until(lambda: status_of(decode.receiver, "r") != "bootstrapping")
             await decode.receiver.abort("r")
         else:
             (peer,) = worker.incarnation.kv._sender._peers.values()
@@ -461,7 +461,7 @@ async def test_decode_fails_at_once_if_its_sender_is_lost(model: Path) -> None:
             stream = asyncio.create_task(outputs(client.receive(request_for("r"), TEST_PEER)))
             sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
             sender.send_blocks("r", 0, range(2))
-            await until(lambda: sender.status("r") == "transferring")
+            await until(lambda: status_of(sender, "r") == "transferring")
         with pytest.raises(PeerLost):
             await stream
         await check_idle(worker)
@@ -499,7 +499,6 @@ class Phases:
         self._begin("receiving KV")
         self.sender.push("receiving KV", self.client.info.peer, 4, deadline_s)
         self.sender.send_blocks("receiving KV", 0, range(2))
-        receiver = self.worker.incarnation.kv._receiver
         await until(lambda: self._status("receiving KV") == "transferring")
         self._begin("waiting for KV")
         await until(lambda: self._status("waiting for KV") == "bootstrapping")
@@ -508,12 +507,12 @@ class Phases:
         self._begin("waiting for room")
         await until(lambda: self.worker.load.free_blocks < 4 and self.worker.load.waiting > 0)
         assert self._status("waiting for room") is None
-        assert receiver.status("waiting for KV") == "bootstrapping"
+        assert self._status("waiting for KV") == "bootstrapping"
         assert not self.streams["streaming"].done()
 
     def _status(self, name: str) -> str | None:
-        incoming = self.worker.incarnation.kv._receiver._by_attempt.get(name)
-        return None if incoming is None else incoming.status
+        receiver = self.worker.incarnation.kv._receiver
+        return status_of(receiver, name) if name in receiver._by_attempt else None
 
     def _begin(self, name: str, max_tokens: int = 4) -> None:
         tokens = self.tokens[name] = []
@@ -640,8 +639,8 @@ async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None
         await prefill.incarnation.kv.connect(to_decode.info.peer)
         pushing = asyncio.create_task(outputs(to_prefill.push(request_for("r"), to_decode.info.peer)))
         receiving = asyncio.create_task(outputs(to_decode.receive(request_for("r"), to_prefill.info.peer)))
-        incoming = decode.incarnation.kv._receiver._by_attempt
-        await until(lambda: "r" in incoming and incoming["r"].status in ("waiting", "transferring"))
+        receiver = decode.incarnation.kv._receiver
+        await until(lambda: "r" in receiver._by_attempt and status_of(receiver, "r") in ("waiting", "transferring"))
         given_up, other = (pushing, receiving) if half == "prefill" else (receiving, pushing)
         async with asyncio.timeout(AT_ONCE_S):
             await (to_prefill if half == "prefill" else to_decode).abort("r")
