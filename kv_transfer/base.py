@@ -53,8 +53,6 @@ class KVLink(ABC):
 
     transport: str
     """The name of the transport."""
-    arrival_s = 0.0
-    """How long the last message's payload took to arrive before `fetch`, in seconds; 0 if `fetch` moves it."""
     on_device = False
     """Whether payloads move from device memory to device memory. Such payloads are not hashed."""
     reads_late = False

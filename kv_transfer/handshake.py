@@ -1,5 +1,5 @@
 """The handshake on a new link: before any request, the two workers compare layouts and incarnations, and measure the
-link. The measured rate is the ceiling with which hand-offs are compared.
+link. `kv_transfer.link_rate` defines what is measured.
 
 `introduce`, `measure`, `survey`, `greet` and `dismiss` have no time limit: put a timeout around them.
 """
@@ -32,23 +32,24 @@ from kv_transfer.protocol import (
 from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
 
-_FIRST_PROBE_BYTES = 64 * 2**10
-_SMALLEST_TELLING_BYTES = 2**20  # a smaller payload may arrive together with its header
+_FIRST_BYTES = 64 * 2**10
+_TRAIN = 4  # probes of a train, except the first one of _FIRST_BYTES
+_MOST_BYTES = _TRAIN * MAX_PROBE_BYTES
 _PROBE_S = 0.025
-_ROUND_TRIPS = 50
+_LEAST_ROUND_TRIPS, _FEW_ROUND_TRIPS, _MANY_ROUND_TRIPS = 2, 5, 50
 _SHOWN_IDS = 16  # end-of-sequence ids in an error message
-_PAYLOADS_LEFT = 4  # the least number of payloads of the largest size in a survey
+_TRAINS_LEFT = 4  # the least number of trains of the largest size in a survey
 _SLOW_FACTOR = 4  # a survey takes at most this multiple of its time
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """The result of a `survey`. ``gbs`` is the median rate of payloads of the largest size, ``best_gbs`` the best rate
-    of any payload (10^9 bytes per second; 0: nothing was sent). The round trips are those of messages without a
-    payload, from the sender to the receiver's event loop and back."""
+    """The result of a `survey`. ``gbs`` is the median rate of trains of the largest size, ``ceiling_gbs`` the link's
+    ceiling (10^9 bytes per second; 0: nothing was sent). The round trips are those of messages without a payload, from
+    the sender to the receiver's event loop and back."""
 
     gbs: float
-    best_gbs: float
+    ceiling_gbs: float
     round_trip_s: float
     median_round_trip_s: float
     moved_bytes: int
@@ -69,54 +70,80 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
 
 
 async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
-    """Measure the best rate of the link, in 10^9 bytes per second, with growing payloads of the pool's probe area.
-    Takes 25 ms, or one payload of 64 KiB on a slow link. Announcements that arrive meanwhile are added to
+    """Measure the ceiling of the link (`kv_transfer.link_rate`), in 10^9 bytes per second, with growing trains of
+    probes. Takes 25 ms, or two round trips and 64 KiB on a slow link. Announcements that arrive meanwhile are added to
     ``announced``."""
-    best, size, area, started_s = 0.0, _FIRST_PROBE_BYTES, ProbeArea(pool), time.perf_counter()
-    while time.perf_counter() - started_s < _PROBE_S:
-        took_s = await _probe(link, area.next(size), announced)
-        if is_telling(size, took_s):
-            best = max(best, size / took_s / 1e9)
-        size = min(size * 4, MAX_PROBE_BYTES)
-    return best
+    prober, started_s = _Prober(link, pool, announced), time.monotonic()
+
+    def left_s() -> float:
+        return _PROBE_S - (time.monotonic() - started_s)
+
+    for number in range(_FEW_ROUND_TRIPS):
+        if number >= _LEAST_ROUND_TRIPS and left_s() < _PROBE_S / 2:
+            break
+        await prober.train(0)
+    num_bytes = _FIRST_BYTES
+    while True:
+        took_s = await prober.train(num_bytes)
+        s_per_byte = took_s / num_bytes
+        num_bytes = min(num_bytes * 4, _MOST_BYTES)
+        if num_bytes * s_per_byte > left_s():
+            num_bytes = max(num_bytes // 4, _FIRST_BYTES)
+        if num_bytes * s_per_byte > left_s():
+            return prober.ceiling_gbs
 
 
 async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
-    """Measure round trips, and then rates for about ``for_s`` seconds, with payloads that grow to `MAX_PROBE_BYTES` as
-    long as several more of them fit into the time.
-
-    The time of a payload lasts until the sender has the answer, less a round trip. The receiver's own time alone would
-    be too short, because bytes queue before the receiver looks."""
-    started_s = time.perf_counter()
+    """Measure round trips, and then rates for about ``for_s`` seconds, with trains of probes that grow as long as
+    several more of them fit into the time."""
+    prober, started_s = _Prober(link, pool, []), time.monotonic()
     trips_s: list[float] = []
-    while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s):
-        sent_s = time.perf_counter()
-        await _probe(link, [], [])
-        trips_s.append(time.perf_counter() - sent_s)
-    rates: list[float] = []  # of payloads of ``size``
-    size, moved_bytes, best, area, started_s = _FIRST_PROBE_BYTES, 0, 0.0, ProbeArea(pool), time.perf_counter()
-    while for_s and (past_s := time.perf_counter() - started_s) < _SLOW_FACTOR * for_s:
-        if past_s > for_s and len(rates) >= _PAYLOADS_LEFT:
+    while len(trips_s) < _MANY_ROUND_TRIPS and (not trips_s or time.monotonic() - started_s < for_s):
+        sent_s = time.monotonic()
+        await prober.train(0)
+        trips_s.append(time.monotonic() - sent_s)
+    rates: list[float] = []  # of trains of ``num_bytes``
+    num_bytes, moved_bytes, started_s = _FIRST_BYTES, 0, time.monotonic()
+    while for_s and (past_s := time.monotonic() - started_s) < _SLOW_FACTOR * for_s:
+        if past_s > for_s and len(rates) >= _TRAINS_LEFT:
             break
-        regions = area.next(size)
-        sent_s = time.perf_counter()
-        told_s = await _probe(link, regions, [])
-        took_s = max(told_s, time.perf_counter() - sent_s - min(trips_s))
-        moved_bytes += size
-        rates.append(size / took_s / 1e9)
-        if is_telling(size, took_s):
-            best = max(best, rates[-1])
-        # Queues and token buckets absorb small payloads; only large ones show the sustained rate.
-        larger = min(size * 2, MAX_PROBE_BYTES)
-        if larger > size and larger / (size / took_s) * _PAYLOADS_LEFT < for_s - past_s:
-            size, rates = larger, []
+        took_s = await prober.train(num_bytes)
+        moved_bytes += num_bytes
+        rates.append(num_bytes / took_s / 1e9)
+        # Queues and token buckets absorb small trains; only large ones show the sustained rate.
+        larger = min(num_bytes * 2, _MOST_BYTES)
+        if larger > num_bytes and larger / (num_bytes / took_s) * _TRAINS_LEFT < for_s - past_s:
+            num_bytes, rates = larger, []
     return LinkFigures(
         gbs=statistics.median(rates) if rates else 0.0,
-        best_gbs=best,
+        ceiling_gbs=prober.ceiling_gbs,
         round_trip_s=min(trips_s),
         median_round_trip_s=statistics.median(trips_s),
         moved_bytes=moved_bytes,
     )
+
+
+class _Prober:
+    """Sends trains of probes over a link, from the pool's probe area."""
+
+    def __init__(self, link: KVLink, pool: Pool, announced: list[Announce]) -> None:
+        self._link, self._area, self._announced = link, ProbeArea(pool), announced
+        self.ceiling_gbs = 0.0
+        """The link's ceiling, according to the receiver."""
+
+    async def train(self, num_bytes: int) -> float:
+        """Send a train of ``num_bytes`` (0: one message without a payload), and return the seconds that it took
+        according to the receiver."""
+        count = _TRAIN if num_bytes > _FIRST_BYTES else 1
+        for left in reversed(range(count)):
+            payload = await self._link.payload(self._area.next(num_bytes // count))
+            await self._link.send(encode(Probe(round(time.monotonic() * 1e6), left)), payload)
+        while isinstance(answer := decode((await self._link.recv()).header), Announce):
+            self._announced.append(answer)
+        if not isinstance(answer, Probed):
+            raise TransferRefused(f"a {type(answer).__name__} was not expected")
+        self.ceiling_gbs = answer.ceiling / 1e9
+        return max(answer.micros, 1) / 1e6
 
 
 class ProbeArea:
@@ -130,21 +157,6 @@ class ProbeArea:
         start = self._start if self._start + size <= self._pool.probe_bytes else 0
         self._start = start + size
         return self._pool.probe(start, size)
-
-
-async def _probe(link: KVLink, regions: list[Region], announced: list[Announce]) -> float:
-    """Send a probe, and return the seconds that the receiver needed to fetch it."""
-    await link.send(encode(Probe()), await link.payload(regions))
-    while isinstance(answer := decode((await link.recv()).header), Announce):
-        announced.append(answer)
-    if not isinstance(answer, Probed):
-        raise TransferRefused(f"a {type(answer).__name__} was not expected")
-    return max(answer.micros, 1) / 1e6
-
-
-def is_telling(num_bytes: int, took_s: float) -> bool:
-    """Whether a payload is large or slow enough to measure the link by."""
-    return num_bytes >= _SMALLEST_TELLING_BYTES or took_s > _PROBE_S
 
 
 async def greet(link: KVLink, expected: Hello) -> Hello:

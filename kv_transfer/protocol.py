@@ -2,15 +2,19 @@
 
     sender                                              receiver
     Hello      epoch of the receiver, layout      ──▶   HelloOk, or Refused
-    Probe      payload without KV                 ──▶   Probed: how long the fetch took
+    Probe      payload without KV                 ──▶   Probed: how long a train of them took
     (may not have the request yet)               ◀──    Announce: where the blocks go
     Open       the hand-off begins, or goes on    ──▶   Ack with seq 0
     Blocks     seq 1, 2, 3 ...; payload           ──▶   Ack once it is in the pool, or Refused
+    (keeps the link's ceiling)                   ◀──    Rated: the hand-off was faster than the ceiling
     Confirm    the blocks were held until now     ──▶   (only on links that need it)
     Abort                                        ◀──▶   Abort
 
 A header is one of these structs as msgpack: a list of the class's name and its fields, each of the right type and
 range. Anything else is refused. Nothing is unpickled.
+
+``sent_us`` is the time at which the sender begins to send the message, in microseconds of its monotonic clock. The
+receiver times the link by it (`kv_transfer.link_rate`); nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ ErrorKind = Annotated[str, msgspec.Meta(max_length=64)]
 ErrorMessage = Annotated[str, msgspec.Meta(max_length=8192)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Micros = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+BytesPerS = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 EosTokenIds = Annotated[list[Count], msgspec.Meta(max_length=MAX_EOS_TOKEN_IDS)]
 Trailer = Annotated[bytes, msgspec.Meta(max_length=MAX_TRAILER_BYTES)]
 
@@ -66,13 +71,24 @@ class HelloOk(_Header, frozen=True):
 
 
 class Probe(_Header, frozen=True):
-    """Measures the link: the payload goes from one probe area to the other (`kv_transfer.pool.Pool.probe`)."""
+    """Measures the link (`kv_transfer.link_rate`): the payload goes from one probe area to the other
+    (`kv_transfer.pool.Pool.probe`). ``left`` more probes of the same train follow."""
+
+    sent_us: Micros
+    left: Count
 
 
 class Probed(_Header, frozen=True):
-    """The receiver fetched the payload of a `Probe` in ``micros`` microseconds."""
+    """The receiver has fetched a train of probes, which took ``micros`` microseconds. ``ceiling`` is the link's."""
 
     micros: Micros
+    ceiling: BytesPerS
+
+
+class Rated(_Header, frozen=True):
+    """A hand-off has raised the link's ceiling."""
+
+    ceiling: BytesPerS
 
 
 class Announce(_Header, frozen=True):
@@ -93,6 +109,7 @@ class Open(_Header, frozen=True):
     nonce: Nonce
     epoch: Id
     attempt_id: AttemptId
+    sent_us: Micros
 
 
 class Blocks(_Header, frozen=True):
@@ -103,6 +120,7 @@ class Blocks(_Header, frozen=True):
     nonce: Nonce
     epoch: Id
     attempt_id: AttemptId
+    sent_us: Micros
     seq: Count
     first_slot: Count
     num_blocks: Count
@@ -146,7 +164,7 @@ class Abort(_Header, frozen=True):
     message: ErrorMessage
 
 
-Header = Hello | HelloOk | Probe | Probed | Announce | Open | Blocks | Ack | Confirm | Refused | Abort
+Header = Hello | HelloOk | Probe | Probed | Rated | Announce | Open | Blocks | Ack | Confirm | Refused | Abort
 
 
 class Reason(StrEnum):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 
 from kv_transfer.base import KVLink
-from kv_transfer.handshake import ProbeArea, is_telling
+from kv_transfer.handshake import ProbeArea
+from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
-from kv_transfer.protocol import Header, Probed, Reason, Refusal, encode
+from kv_transfer.protocol import Header, Probe, Probed, Rated, Reason, Refusal, encode
+from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
 from pdserve.core.kv_layout import MAX_PROBE_BYTES
 
@@ -17,8 +18,8 @@ from pdserve.core.kv_layout import MAX_PROBE_BYTES
 class ReceiveLink:
     """The link to one sender. ``checksum`` is the setting `transfer.checksum`."""
 
-    def __init__(self, link: KVLink, pool: Pool, checksum: bool) -> None:
-        self.link = link
+    def __init__(self, link: KVLink, pool: Pool, checksum: bool, clock: Clock) -> None:
+        self.link, self._clock = link, clock
         self.sender_id = ""
         """The worker id of the sender, from its `Hello` on."""
         self.checksums = link.hashes(checksum)
@@ -26,8 +27,11 @@ class ReceiveLink:
         self.confirms = link.reads_late and not self.checksums
         """Whether a transfer counts only once its sender has confirmed it (`protocol.Confirm`)."""
         self.ceiling_gbs = 0.0
-        """The best rate of the link's probes, in 10^9 bytes per second."""
-        self._probe_area = ProbeArea(pool)
+        """The link's ceiling (`kv_transfer.link_rate`), in 10^9 bytes per second; 0: nothing was measured."""
+        self.sender_clock = SenderClock()
+        self._told = 0
+        self._probe_area, self._train = ProbeArea(pool), Run()
+        self._answered_s: float | None = None  # a probe without a payload, which may be answered by another one
         self._saying = asyncio.Lock()
 
     async def say(self, header: Header) -> None:
@@ -40,15 +44,38 @@ class ReceiveLink:
         with contextlib.suppress(TransferError):
             await self.say(header)
 
-    async def probe(self, size: int) -> None:
-        """Fetch the payload of a `Probe`, and answer with the time that took."""
+    async def probe(self, header: Probe, size: int, received_s: float) -> None:
+        """Fetch the payload of a `Probe`. Answer the last one of a train with the train's time."""
         if size > MAX_PROBE_BYTES:
             raise Refusal(Reason.MALFORMED, f"a probe of {size} bytes")
-        started_s = time.perf_counter()
-        fetch = self.link.fetch(self._probe_area.next(size))
-        await fetch
-        await fetch.commit()
-        took_s = time.perf_counter() - started_s + self.link.arrival_s
-        if is_telling(size, took_s):
-            self.ceiling_gbs = max(self.ceiling_gbs, size / took_s / 1e9)
-        await self.say(Probed(round(took_s * 1e6)))
+        if self._answered_s is not None:
+            self.sender_clock.answered(received_s - self._answered_s)
+            self._answered_s = None
+        if size:
+            fetch = self.link.fetch(self._probe_area.next(size))
+            await fetch
+            await fetch.commit()
+            self._train.add(size, self.sender_clock.arrival_s(header.sent_us), self._clock.now())
+        if header.left:
+            return
+        train, self._train = self._train, Run()
+        if train.tells:
+            self.raise_ceiling(train.gbs)
+        if not train.num_bytes:
+            self._answered_s = self._clock.now()
+        self._told = self._ceiling
+        await self.say(Probed(round(train.busy_s * 1e6), self._told))
+
+    def raise_ceiling(self, gbs: float) -> None:
+        """Note the rate of a run, which raises the ceiling if it is higher."""
+        self.ceiling_gbs = max(self.ceiling_gbs, gbs)
+
+    async def tell_ceiling(self) -> None:
+        """Tell the sender the ceiling if it has changed."""
+        if self._told != self._ceiling:
+            self._told = self._ceiling
+            await self.say(Rated(self._told))
+
+    @property
+    def _ceiling(self) -> int:
+        return round(self.ceiling_gbs * 1e9)

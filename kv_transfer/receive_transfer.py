@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kv_transfer.fetch import Fetch
+from kv_transfer.link_rate import Run
 from kv_transfer.protocol import Announce, Blocks, Reason, Refusal
 from kv_transfer.receive_link import ReceiveLink
 from kv_transfer.transfer import Lease, Transfer
@@ -58,8 +61,9 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self._trailer = b""
         self._reserved_s = now_s
         self._first_s: float | None = None
-        self._messages = self._bytes = self._retried_bytes = self._export_us = 0
-        self._wire_s = self._import_s = 0.0
+        self._run = Run()
+        self._messages = self._retried_bytes = self._export_us = 0
+        self._import_s = 0.0
 
     @property
     def announcement(self) -> Announce:
@@ -104,13 +108,17 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             raise Refusal(Reason.INCOMPLETE, f"{name} is the last, but {missing} layers of blocks never came")
         return self._block_ids[header.first_slot : end], layers
 
-    def begin(self, now_s: float) -> None:
-        """Note the arrival of a message with blocks."""
+    def begin(self, begun_s: float) -> float:
+        """Note a message that its sender began to send at ``begun_s``. Returns this time, which is an estimate; it is
+        not before the blocks were announced."""
+        begun_s = max(begun_s, self._reserved_s)
         if self._first_s is None:
-            self._first_s = now_s
+            self._first_s = begun_s
+        return begun_s
 
-    def accept(self, header: Blocks, size: int, wire_s: float, import_s: float) -> None:
-        """Count a message whose blocks are verified, and the seconds that moving and hashing them took."""
+    def accept(self, header: Blocks, size: int, begun_s: float, now_s: float, import_s: float) -> None:
+        """Count a message whose blocks are verified at ``now_s``. Its sender began to send it at ``begun_s``; hashing
+        and copying it took ``import_s`` seconds of this time."""
         bits = self._bits(header)
         for slot in range(header.first_slot, header.first_slot + header.num_blocks):
             self._missing[slot] &= ~bits
@@ -118,9 +126,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self._resending.discard(header.seq)
         self._next_seq = max(self._next_seq, header.seq + 1)
         self._messages += 1
-        self._bytes += size
-        self._wire_s += wire_s
-        self._import_s += import_s
+        self._import_s += min(import_s, self._run.add(size, begun_s, now_s))
         self._export_us = max(self._export_us, header.export_us)
         if header.last:
             self._closed, self._trailer = True, header.trailer
@@ -138,25 +144,27 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         return self._closed and not self._num_missing and not self._resending
 
     def received(self, now_s: float) -> ReceivedKV:
-        """The result of the complete transfer, whose last block was verified at ``now_s``."""
+        """The result of the complete transfer, whose last block was verified at ``now_s``. Raises the ceiling of the
+        link if the transfer was faster."""
         assert self.source is not None, "a complete transfer has a sender"
         span_s = now_s - (self._first_s or now_s)
         proof = TransferProof(
             transport=self.source.link.transport,
-            kv_bytes=self._bytes,
+            kv_bytes=self._run.num_bytes,
             kv_bytes_retried=self._retried_bytes,
             blocks_received=len(self._block_ids) - self._num_skipped,
             blocks_skipped=self._num_skipped,
             messages=self._messages,
             checksum="xxh3-64 verified" if self.source.checksums else "off",
             export_ms=self._export_us / 1e3,
-            # The arrivals of messages may overlap, and then add up to more than the span.
-            wire_ms=min(self._wire_s, span_s) * 1e3,
+            wire_ms=(self._run.busy_s - self._import_s) * 1e3,
             import_ms=self._import_s * 1e3,
             span_ms=span_s * 1e3,
             request_to_ready_ms=(now_s - self._reserved_s) * 1e3,
-            ceiling_gbs=self.source.ceiling_gbs,
+            ceiling_gbs=0.0,
         )
+        self.source.raise_ceiling(proof.gbs)
+        proof = msgspec.structs.replace(proof, ceiling_gbs=self.source.ceiling_gbs)
         return ReceivedKV(proof, self._trailer, now_s)
 
     @staticmethod

@@ -166,7 +166,7 @@ class KVReceiver:
     async def _accept(self, transport: KVTransport) -> None:
         with contextlib.suppress(PeerLost):
             while True:
-                self._spawn(self._serve(ReceiveLink(await transport.accept(), self._pool, self._checksum)))
+                self._spawn(self._serve(ReceiveLink(await transport.accept(), self._pool, self._checksum, self._clock)))
 
     async def _serve(self, link: ReceiveLink) -> None:
         """Handle a sender's messages until its link ends, and then fail its transfers."""
@@ -226,9 +226,11 @@ class KVReceiver:
     async def _on_message(self, link: ReceiveLink, message: Message) -> None:
         """Handle one message. Its blocks then count, or it was refused and only blocks of its own transfer may have
         changed."""
-        nonce, seq = "", 0
+        nonce, seq, received_s = "", 0, self._clock.now()
         try:
             header = parse(message)
+            if isinstance(header, Blocks | Open | Probe):
+                link.sender_clock.heard(header.sent_us, received_s)
             if isinstance(header, Blocks):
                 nonce, seq = header.nonce, header.seq
                 await self._fill(link, self._expected(link, header), header, message.size)
@@ -240,8 +242,9 @@ class KVReceiver:
                 transfer = self._by_nonce.get(header.nonce)
                 if transfer is not None and transfer.source is link and transfer.complete:
                     self._conclude(transfer, transfer.received(self._clock.now()))
+                    await link.tell_ceiling()
             elif isinstance(header, Probe):
-                await link.probe(message.size)
+                await link.probe(header, message.size, received_s)
             elif isinstance(header, Abort):
                 transfer = self._by_nonce.get(header.nonce)
                 if transfer is not None and transfer.source in (None, link):
@@ -271,16 +274,13 @@ class KVReceiver:
 
     async def _fill(self, link: ReceiveLink, transfer: ReceiveTransfer, header: Blocks, size: int) -> None:
         """Fetch a message's payload into its blocks, verify it there, and acknowledge it."""
-        arrived_s = self._clock.now() - link.link.arrival_s
         blocks, layers = transfer.check(header, size)
-        transfer.begin(arrived_s)
-        started_s = time.perf_counter()
+        begun_s = transfer.begin(link.sender_clock.departure_s(header.sent_us))
         try:
             regions = self._pool.regions(blocks, layers)
             fetch = transfer.fetch = link.link.fetch(regions, hashed=link.checksums, on_progress=transfer.lease.renew)
             await fetch
             fetched_s = time.perf_counter()
-            wire_s = fetched_s - started_s - fetch.digest_s + link.link.arrival_s
             if transfer.is_over:
                 return  # it has ended, and another request may use its blocks
             if fetch.digest is not None:
@@ -300,12 +300,13 @@ class KVReceiver:
             self._fail(transfer, TransferError(f"KV of {transfer.attempt_id} cannot be written: {error}"))
             return
         import_s = time.perf_counter() - fetched_s + fetch.digest_s
-        transfer.accept(header, size, wire_s, import_s)
+        transfer.accept(header, size, begun_s, self._clock.now(), import_s)
         await self._finish(link, transfer, header.seq)
 
     async def _finish(self, link: ReceiveLink, transfer: ReceiveTransfer, seq: int) -> None:
         if transfer.complete and not link.confirms:
             self._conclude(transfer, transfer.received(self._clock.now()))
+            await link.tell_ceiling()  # before the acknowledgement, so that the sender knows it when it is done
         await link.say(Ack(transfer.nonce, seq))
 
     # --- ends --------------------------------------------------------------------------------------------------------

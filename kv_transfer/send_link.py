@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from kv_transfer.base import KVLink
 from kv_transfer.pool import Pool
@@ -19,6 +20,7 @@ from kv_transfer.protocol import (
     Confirm,
     Header,
     Open,
+    Rated,
     Refused,
     checksum,
     decode,
@@ -119,7 +121,7 @@ class SendLink:
             return
         self._transfers[transfer.nonce] = transfer
         transfer.lease.watch(self._lease_s)  # from its announcement on, the receiver must not be silent
-        self._control(_open(transfer, self.epoch))
+        self._open(transfer)
         self.advance(transfer)
 
     def _on_announce(self, announced: Announce) -> None:
@@ -227,6 +229,7 @@ class SendLink:
                 nonce=transfer.nonce,
                 epoch=self.epoch,
                 attempt_id=transfer.attempt_id,
+                sent_us=self._now_us(),
                 seq=part.seq,
                 first_slot=part.first_slot,
                 num_blocks=len(part.block_ids),
@@ -259,6 +262,9 @@ class SendLink:
             if isinstance(answer, Announce):
                 self._on_announce(answer)
                 continue
+            if isinstance(answer, Rated):
+                self.about = replace(self.about, ceiling_gbs=answer.ceiling / 1e9)
+                continue
             if not isinstance(answer, Ack | Refused | Abort):
                 raise TransferRefused(f"a {type(answer).__name__} was not expected")
             if isinstance(answer, Refused) and not answer.nonce:
@@ -288,8 +294,10 @@ class SendLink:
         while True:
             await asyncio.sleep(self._lease_s / _HEARTBEATS_PER_LEASE)
             for transfer in self._transfers.values():
-                self._control(_open(transfer, self.epoch))
+                self._open(transfer)
 
+    def _open(self, transfer: SendTransfer) -> None:
+        self._control(Open(transfer.nonce, self.epoch, transfer.attempt_id, self._now_us()))
 
-def _open(transfer: SendTransfer, epoch: str) -> Open:
-    return Open(transfer.nonce, epoch, transfer.attempt_id)
+    def _now_us(self) -> int:
+        return round(self._clock.now() * 1e6)

@@ -8,7 +8,6 @@ payload; further frames have only payload. Frames have at most about 2 MiB, beca
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
@@ -53,13 +52,7 @@ def decode(frames: Iterable[bytes], check: Callable[[int, int], None] = lambda *
         header, payload = bytes(data[_LENGTHS.size : start]), data[start:]
         if len(header) < header_size or payload.nbytes > size:
             raise ValueError("a message whose lengths are wrong")
-        arrival_s = 0.0
-        if payload.nbytes < size:
-            first, started_s = payload.nbytes, time.perf_counter()
-            payload = _gather(payload, size, stream)
-            # The first frame's time is unknown, and counted at the rate of the others.
-            arrival_s = (time.perf_counter() - started_s) * size / (size - first)
-        yield Arrived(header, payload, arrival_s)
+        yield Arrived(header, payload if payload.nbytes == size else _gather(payload, size, stream))
 
 
 def _gather(first: memoryview, size: int, stream: Iterator[bytes]) -> memoryview:

@@ -39,11 +39,10 @@ def again(error: TransferError) -> TransferError:
 
 
 class Arrived(NamedTuple):
-    """A received message with its payload, and how long the payload took to arrive, in seconds, as seen here."""
+    """A received message with its payload."""
 
     header: bytes
     payload: Content
-    arrival_s: float = 0.0
 
 
 class Inbox:
@@ -106,7 +105,7 @@ class InboxLink(KVLink):
     async def recv(self) -> Message:
         """The next message."""
         self._payload = b""
-        header, self._payload, self.arrival_s = await self._inbox.get()
+        header, self._payload = await self._inbox.get()
         return Message(header, len(self._payload))
 
     async def _move(self, fetch: Fetch) -> None:

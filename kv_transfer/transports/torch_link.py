@@ -142,15 +142,14 @@ class TorchDistLink(InboxLink):
             while (frame := await self._announced.get()) is not None:
                 header, size = frame
                 payload: Content = b""
-                arrival_s = 0.0
                 if size:
                     if self._groups is None:  # the peer is gone, and has not sent this payload
                         break
-                    self._receiving, started_s = True, loop.time()
+                    self._receiving = True
                     async with asyncio.timeout(self._timeout_s):
                         payload = await loop.run_in_executor(self._receivers, self._groups.recv, size)
-                    self._receiving, arrival_s = False, loop.time() - started_s
-                await self._inbox.put(Arrived(header, payload, arrival_s))
+                    self._receiving = False
+                await self._inbox.put(Arrived(header, payload))
         except TimeoutError:
             self._fail(f"a payload timed out: it did not arrive within {self._timeout_s} s")
         except RuntimeError as error:

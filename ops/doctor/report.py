@@ -121,7 +121,7 @@ class ExaminedPair:
             "what": meeting.what,
             "measured": self.gbs > 0,
             "gbs": self.gbs or None,
-            "best_gbs": figures.best_gbs if figures is not None and self.gbs else None,
+            "ceiling_gbs": figures.ceiling_gbs if figures is not None and self.gbs else None,
             "round_trip_ms": None if figures is None else figures.round_trip_s * 1e3,
             "median_round_trip_ms": None if figures is None else figures.median_round_trip_s * 1e3,
             "predictions": [asdict(each) for each in self.predictions],

@@ -27,6 +27,7 @@ from kv_transfer.protocol import (
     Open,
     Probe,
     Probed,
+    Rated,
     Refused,
     checksum,
     decode,
@@ -63,9 +64,11 @@ class RawPeer:
         return await self.heard()
 
     async def heard(self) -> Header:
-        """The receiver's next message."""
+        """The receiver's next message that is no news of the link's rate."""
         async with asyncio.timeout(30):
-            return decode((await self.link.recv()).header)
+            while isinstance(header := decode((await self.link.recv()).header), Rated):
+                pass
+            return header
 
     async def announced(
         self, ends: Any, name: str, block_ids: list[int], num_skipped: int = 0, *, for_s: float = 5.0
@@ -84,6 +87,7 @@ def blocks(announced: Announce, seq: int, first_slot: int, payload: bytes, **cha
         nonce=announced.nonce,
         epoch="e1",
         attempt_id="r",
+        sent_us=0,
         seq=seq,
         first_slot=first_slot,
         num_blocks=len(payload) // 1024,
@@ -175,10 +179,10 @@ async def test_a_hand_off_belongs_to_the_link_it_began_on(make_ends: MakeEnds) -
     announced = await first.announced(ends, "r", [1, 2])
     second = await RawPeer.meet(ends)
     assert await second.heard() == announced
-    assert await first.say(Open(announced.nonce, "e1", "r")) == Ack(announced.nonce, 0)
+    assert await first.say(Open(announced.nonce, "e1", "r", 0)) == Ack(announced.nonce, 0)
     assert isinstance(await second.say(blocks(announced, 1, 0, ONE), ONE), Refused)
     await second.link.send(encode(Abort(announced.nonce, "TransferError", "not yours")))
-    assert isinstance(await second.say(Open(announced.nonce, "e1", "r")), Refused)
+    assert isinstance(await second.say(Open(announced.nonce, "e1", "r", 0)), Refused)
     assert ends.receiver.refused == {"wrong_link": 2}
     assert status_of(ends.receiver, "r") is Status.WAITING
 
@@ -206,7 +210,7 @@ async def test_aborting_between_copy_and_verdict_leaves_nothing_behind(make_ends
     await asyncio.sleep(0.15)
 
 
-RIGHT = Blocks("n", "e", "r", 1, 0, 1, 0, 2, 0, 0, False, b"")
+RIGHT = Blocks("n", "e", "r", 0, 1, 0, 1, 0, 2, 0, 0, False, b"")
 
 
 def packed(**changes: object) -> bytes:
@@ -280,7 +284,10 @@ MALFORMED = [
     encode(Refused("n", 1, "k" * 65, "m")),
     encode(Refused("n", 1, "k", "m" * 8193)),
     encode(Abort("n", "k", "m" * 8193)),
-    encode(Probed(2**48)),
+    encode(Probed(2**48, 0)),
+    encode(Rated(2**48)),
+    encode(Probe(-1, 0)),
+    packed(sent_us=2**48),
     encode(HelloOk("d" * 257, "e", KVLayout.uniform("m", "bfloat16", 4, 2, 2, 8))),
 ]
 
@@ -295,9 +302,11 @@ def test_malformed_headers_are_refused(header: bytes) -> None:
 LAYOUT = KVLayout.uniform("m", "bfloat16", 4, 2, 2, 8)
 RIGHT_LAYOUT = replace(LAYOUT, model_hash="model", dtype="float32")  # the receivers'
 HEADERS: list[Header] = [
-    Hello("p", "e", LAYOUT, True, [2, 7]), HelloOk("d", "e", LAYOUT), Probe(), Probed(2**48 - 1),
+    Hello("p", "e", LAYOUT, True, [2, 7]), HelloOk("d", "e", LAYOUT), Probe(1, 2),
+    Probed(2**48 - 1, 2**48 - 1), Rated(3),
     Announce("r", "n", 9, 2),
-    Open("n", "e", "r"), RIGHT, Blocks("n", "e", "r", 7, 2**32 - 1, 3, 1, 1, 2**64 - 1, 9, True, bytes(4096)),
+    Open("n", "e", "r", 0), RIGHT,
+    Blocks("n", "e", "r", 2**48 - 1, 7, 2**32 - 1, 3, 1, 1, 2**64 - 1, 9, True, bytes(4096)),
     Ack("n", 0), Confirm("n"), Refused("", 0, "K", "m"), Abort("n", "K", "m"),
 ]  # fmt: skip
 
@@ -364,15 +373,17 @@ def test_malformed_end_ids_are_refused(ids: Any) -> None:
 async def test_a_probe_has_a_largest_size(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     peer = await RawPeer.meet(ends)
-    assert isinstance(await peer.say(Probe(), bytes(MAX_PROBE_BYTES)), Probed)
-    assert isinstance(await peer.say(Probe(), bytes(MAX_PROBE_BYTES + 1)), Refused)
+    assert isinstance(await peer.say(Probe(0, 0), bytes(MAX_PROBE_BYTES)), Probed)
+    assert isinstance(await peer.say(Probe(0, 0), bytes(MAX_PROBE_BYTES + 1)), Refused)
     assert ends.receiver.refused == {"malformed": 1}
 
 
 async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: MakeEnds) -> None:
     ends = await make_ends()
     peer = await RawPeer.meet(ends)
-    misplaced: list[Header] = [HelloOk("d", "e1", LAYOUT), Ack("n", 1), Announce("r", "n", 1, 0), Probed(1)]
+    misplaced: list[Header] = [
+        HelloOk("d", "e1", LAYOUT), Ack("n", 1), Announce("r", "n", 1, 0), Probed(1, 1), Rated(1)
+    ]  # fmt: skip
     headers = [b"junk", *map(encode, misplaced), hello({}), packed(nonce="n" * 65), *NOT_TEXT]
     for header in headers:
         assert isinstance(await peer.say(header, ONE), Refused)
@@ -383,7 +394,7 @@ async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: Mak
 
 @pytest.mark.parametrize(
     ("first", "reason"),
-    [(b"junk", "malformed"), (encode(Open("n", "e1", "r")), "malformed"), (hello({}), "malformed"),
+    [(b"junk", "malformed"), (encode(Open("n", "e1", "r", 0)), "malformed"), (hello({}), "malformed"),
      *[(each, "malformed") for each in NOT_TEXT], (hello(epoch="e0"), "stale_epoch"), (hello(), "layout"),
      (hello(replace(RIGHT_LAYOUT, dtype="int3")), "layout"), (hello(replace(RIGHT_LAYOUT, block_size=-1)), "layout"),
      (hello(RIGHT_LAYOUT, [7]), "layout")],
@@ -494,7 +505,7 @@ async def test_a_sender_paused_past_its_lease_cannot_write(make_ends: MakeEnds) 
     ends = await make_ends(lease_s=0.1)
     peer = await RawPeer.meet(ends)
     announced = await peer.announced(ends, "r", [1, 2])
-    assert isinstance(await peer.say(Open(announced.nonce, "e1", "r")), Ack)
+    assert isinstance(await peer.say(Open(announced.nonce, "e1", "r", 0)), Ack)
     with pytest.raises(TransferError, match="silent"):
         await ends.receiver.wait("r")
     assert isinstance(decode((await peer.link.recv()).header), Abort)

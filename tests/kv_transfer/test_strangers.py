@@ -156,7 +156,7 @@ HELLO = encode(Hello("p", "e", LAYOUT, True, []))
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("header", "size"),
-    [(HELLO, 2**20), (b"\0" * (16 * 2**10 + 1), 0), (b"junk", 0), (encode(Open("n", "e", "r")), 0)],
+    [(HELLO, 2**20), (b"\0" * (16 * 2**10 + 1), 0), (b"junk", 0), (encode(Open("n", "e", "r", 0)), 0)],
     ids=["a payload", "a large header", "no message", "another message"],
 )
 async def test_whoever_says_something_else_first_is_hung_up_on_at_once(name: str, header: bytes, size: int) -> None:
