@@ -30,10 +30,12 @@ from kv_transfer.protocol import (
     peer_error,
 )
 from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLost, TransferRefused, to_wire
-from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
+from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 
+_WARM_UP_BYTES = 4096  # some transports connect when the first payload is sent
 _FIRST_BYTES = 64 * 2**10
-_TRAIN = 4  # probes of a train, except the first one of _FIRST_BYTES
+_ENOUGH_BYTES = 4 * 2**20  # a handshake sends a train of this size, unless a smaller one took too long
+_TRAIN = 2  # probes of a train, except the first one of _FIRST_BYTES
 _MOST_BYTES = _TRAIN * MAX_PROBE_BYTES
 _PROBE_S = 0.025
 _LEAST_ROUND_TRIPS, _FEW_ROUND_TRIPS, _MANY_ROUND_TRIPS = 2, 5, 50
@@ -71,9 +73,12 @@ async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
 
 async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
     """Measure the ceiling of the link (`kv_transfer.link_rate`), in 10^9 bytes per second, with growing trains of
-    probes. Takes 25 ms, or two round trips and 64 KiB on a slow link. Announcements that arrive meanwhile are added to
-    ``announced``."""
-    prober, started_s = _Prober(link, pool, announced), time.monotonic()
+    probes. Takes 25 ms; on a slow link about 0.1 s, or three round trips and 68 KiB. Sends no part of the
+    probe area twice, because a part that was just used is in the processor's cache. Announcements that arrive meanwhile
+    are added to ``announced``."""
+    prober = _Prober(link, pool, announced)
+    await prober.train(_WARM_UP_BYTES)
+    started_s, unused_bytes = time.monotonic(), pool.probe_bytes
 
     def left_s() -> float:
         return _PROBE_S - (time.monotonic() - started_s)
@@ -85,18 +90,21 @@ async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
     num_bytes = _FIRST_BYTES
     while True:
         took_s = await prober.train(num_bytes)
-        s_per_byte = took_s / num_bytes
-        num_bytes = min(num_bytes * 4, _MOST_BYTES)
-        if num_bytes * s_per_byte > left_s():
-            num_bytes = max(num_bytes // 4, _FIRST_BYTES)
-        if num_bytes * s_per_byte > left_s():
+        unused_bytes -= num_bytes
+        most_bytes = min(unused_bytes, left_s() / took_s * num_bytes)
+        larger = min(num_bytes * 4, _MOST_BYTES)
+        if most_bytes >= larger or (larger <= _ENOUGH_BYTES and took_s < _PROBE_S):
+            num_bytes = larger
+        elif most_bytes < num_bytes:
             return prober.ceiling_gbs
 
 
 async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
     """Measure round trips, and then rates for about ``for_s`` seconds, with trains of probes that grow as long as
     several more of them fit into the time."""
-    prober, started_s = _Prober(link, pool, []), time.monotonic()
+    prober = _Prober(link, pool, [])
+    await prober.train(_WARM_UP_BYTES if for_s else 0)
+    started_s = time.monotonic()
     trips_s: list[float] = []
     while len(trips_s) < _MANY_ROUND_TRIPS and (not trips_s or time.monotonic() - started_s < for_s):
         sent_s = time.monotonic()
@@ -127,7 +135,7 @@ class _Prober:
     """Sends trains of probes over a link, from the pool's probe area."""
 
     def __init__(self, link: KVLink, pool: Pool, announced: list[Announce]) -> None:
-        self._link, self._area, self._announced = link, ProbeArea(pool), announced
+        self._link, self._pool, self._announced = link, pool, announced
         self.ceiling_gbs = 0.0
         """The link's ceiling, according to the receiver."""
 
@@ -136,7 +144,7 @@ class _Prober:
         according to the receiver."""
         count = _TRAIN if num_bytes > _FIRST_BYTES else 1
         for left in reversed(range(count)):
-            payload = await self._link.payload(self._area.next(num_bytes // count))
+            payload = await self._link.payload(self._pool.next_probe(num_bytes // count))
             await self._link.send(encode(Probe(round(time.monotonic() * 1e6), left)), payload)
         while isinstance(answer := decode((await self._link.recv()).header), Announce):
             self._announced.append(answer)
@@ -144,19 +152,6 @@ class _Prober:
             raise TransferRefused(f"a {type(answer).__name__} was not expected")
         self.ceiling_gbs = answer.ceiling / 1e9
         return max(answer.micros, 1) / 1e6
-
-
-class ProbeArea:
-    """Hands out parts of a pool's probe area in turn, because a part that was just used is in the processor's cache."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool, self._start = pool, 0
-
-    def next(self, size: int) -> list[Region]:
-        """The next ``size`` bytes."""
-        start = self._start if self._start + size <= self._pool.probe_bytes else 0
-        self._start = start + size
-        return self._pool.probe(start, size)
 
 
 async def greet(link: KVLink, expected: Hello) -> Hello:

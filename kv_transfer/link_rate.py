@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 
 _TELLING_BYTES = 2**20
-_TELLING_S = 0.005
+_LEAST_BYTES, _TELLING_S = 2**16, 0.005
 _DRIFT = 1e-4  # two clocks drift apart by less than this
 
 
@@ -49,7 +49,8 @@ class Run:
     def tells(self) -> bool:
         """Whether a train of probes is large or slow enough to measure a link by: a smaller one may fit into a token
         bucket, or end before the receiver is awake."""
-        return self.num_bytes >= _TELLING_BYTES or self.busy_s >= _TELLING_S
+        slow = self.num_bytes >= _LEAST_BYTES and self.busy_s >= _TELLING_S
+        return slow or self.num_bytes >= _TELLING_BYTES
 
 
 class SenderClock:

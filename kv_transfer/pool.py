@@ -19,6 +19,7 @@ class Pool:
         self._probe_area = Region(offset, memory.size - offset)
         if self._probe_area.size <= 0:
             raise ValueError(f"{num_blocks} blocks do not fit into {memory.size} bytes")
+        self._next_probe = 0
 
     @classmethod
     def create(cls, layout: KVLayout, num_blocks: int, device: str = "cpu", probe_bytes: int | None = None) -> Pool:
@@ -57,6 +58,12 @@ class Pool:
         if not 0 <= start <= start + size <= whole:
             raise ValueError(f"bytes {start} to {start + size} of {whole}")
         return [Region(offset + start, size)] if size else []
+
+    def next_probe(self, size: int) -> list[Region]:
+        """The next ``size`` bytes of the probe area. Its parts are handed out in turn, to all links."""
+        start = self._next_probe if self._next_probe + size <= self.probe_bytes else 0
+        self._next_probe = start + size
+        return self.probe(start, size)
 
     def close(self) -> None:
         """Close the memory. Views of it stay valid until they are dropped. May be called twice."""

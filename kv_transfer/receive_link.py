@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 
 from kv_transfer.base import KVLink
-from kv_transfer.handshake import ProbeArea
 from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
 from kv_transfer.protocol import Header, Probe, Probed, Rated, Reason, Refusal, encode
@@ -30,7 +29,7 @@ class ReceiveLink:
         """The link's ceiling (`kv_transfer.link_rate`), in 10^9 bytes per second; 0: nothing was measured."""
         self.sender_clock = SenderClock()
         self._told = 0
-        self._probe_area, self._train = ProbeArea(pool), Run()
+        self._pool, self._train = pool, Run()
         self._answered_s: float | None = None  # a probe without a payload, which may be answered by another one
         self._saying = asyncio.Lock()
 
@@ -52,7 +51,7 @@ class ReceiveLink:
             self.sender_clock.answered(received_s - self._answered_s)
             self._answered_s = None
         if size:
-            fetch = self.link.fetch(self._probe_area.next(size))
+            fetch = self.link.fetch(self._pool.next_probe(size))
             await fetch
             await fetch.commit()
             self._train.add(size, self.sender_clock.arrival_s(header.sent_us), self._clock.now())

@@ -114,6 +114,8 @@ def test_what_lies_behind_the_pool_holds_nothing(pools: tuple[KVPool, Pool]) -> 
     for start, size in ((0, MAX_PROBE_BYTES + 1), (MAX_PROBE_BYTES, 1), (-1, 1)):
         with pytest.raises(ValueError, match=f"of {MAX_PROBE_BYTES}"):
             mapped.probe(start, size)
+    parts = [mapped.next_probe(MAX_PROBE_BYTES // 2) for _ in range(3)]
+    assert parts == [mapped.probe(start * MAX_PROBE_BYTES // 2, MAX_PROBE_BYTES // 2) for start in (0, 1, 0)]
 
 
 def test_views_outlive_close(pools: tuple[KVPool, Pool]) -> None:

@@ -1,4 +1,4 @@
-"""The other process of `test_transport_processes`: echoes what it is sent, or receives a hand-off."""
+"""The other process of two tests (processes, link rate): echoes what it is sent, or receives hand-offs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import json
 import sys
 from dataclasses import asdict
 
+import msgspec
+
 from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
+from kv_transfer.pool import Pool
 from kv_transfer.protocol import checksum
 from kv_transfer.receiver import KVReceiver
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVPeer
-from pdserve.core.kv_layout import KVLayout, Region
+from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout, Region
 from tests.host_pool import HostPool
+
+LARGE = KVLayout.uniform("model", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)
+"""Blocks of 1.5 MB."""
 
 
 def say(**values: object) -> None:
@@ -23,9 +29,9 @@ def say(**values: object) -> None:
     sys.stdout.flush()
 
 
-async def echo(transport_name: str) -> None:
+async def echo(name: str) -> None:
     """Answer every message with itself, until killed or left."""
-    transport = create_transport(transport_name, HostMemory.create(2**23))
+    transport = create_transport(name, HostMemory.create(2**23))
     say(address=(await transport.listen("127.0.0.1")).address)
     link = await transport.accept()
     hello = await link.recv()
@@ -38,11 +44,29 @@ async def echo(transport_name: str) -> None:
         await link.send(message.header, await link.payload(whole))
 
 
-async def receive(transport_name: str, blocks: int) -> None:
+async def receive_many(name: str, blocks: int) -> None:
+    """Receive one hand-off of all blocks per line of the input, and say its proof."""
+    pool, clock = Pool.create(LARGE, blocks, probe_bytes=MAX_PROBE_AREA_BYTES), MonotonicClock()
+    receiver = KVReceiver(
+        pool,
+        [create_transport(name, pool.memory)],
+        worker_id="d",
+        epoch="e",
+        checksum=True,
+        clock=clock,
+        lease_s=10.0,
+    )
+    say(**asdict(KVPeer("d", "e", await receiver.start("127.0.0.1"))))
+    while attempt_id := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        receiver.announce(attempt_id, "p", range(blocks), 0, clock.now() + 60)
+        say(**msgspec.structs.asdict((await receiver.wait(attempt_id)).proof))
+
+
+async def receive(name: str, blocks: int) -> None:
     """Receive one hand-off and say what came."""
     layout = KVLayout.uniform("model", "float32", block_size=64, num_layers=2, num_kv_heads=2, head_dim=64)
     store, clock = HostPool(layout, blocks), MonotonicClock()
-    transport = create_transport(transport_name, store.memory)
+    transport = create_transport(name, store.memory)
     receiver = KVReceiver(
         store,
         [transport],
@@ -61,4 +85,8 @@ async def receive(transport_name: str, blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(echo(sys.argv[2]) if sys.argv[1] == "echo" else receive(sys.argv[2], int(sys.argv[3])))
+    role, transport_name, *rest = sys.argv[1:]
+    if role == "echo":
+        asyncio.run(echo(transport_name))
+    else:
+        asyncio.run((receive if role == "receive" else receive_many)(transport_name, int(rest[0])))

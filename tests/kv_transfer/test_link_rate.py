@@ -1,0 +1,164 @@
+"""The rate of a link: its arithmetic, and what handshake, doctor and hand-offs make of every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kv_transfer.factory import create_transport
+from kv_transfer.handshake import LinkFigures, introduce, survey
+from kv_transfer.link_rate import Run, SenderClock
+from kv_transfer.pool import Pool
+from kv_transfer.protocol import Hello
+from kv_transfer.sender import KVSender
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.handoff import KVPeer, TransferProof
+from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES
+from tests.kv_transfer.peer_process import LARGE
+from tests.local_cluster import undisturbed
+
+ROOT = Path(__file__).parents[2]
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+)
+BLOCKS = 24  # 35 MB
+HANDOFFS = 4
+
+
+def run_of(*messages: tuple[int, float, float]) -> Run:
+    run = Run()
+    for message in messages:
+        run.add(*message)
+    return run
+
+
+def test_back_to_back_messages_last_from_completion_to_completion() -> None:
+    run = run_of((1000, 1.0, 1.5), (1000, 1.1, 2.0), (1000, 1.2, 2.5))
+    assert (run.num_bytes, run.busy_s) == (3000, 1.5)
+    assert run.gbs == pytest.approx(2e-6)
+
+
+def test_a_wait_for_the_sender_does_not_count() -> None:
+    assert run_of((1000, 1.0, 1.5), (1000, 7.0, 7.25)).busy_s == 0.75
+
+
+def test_what_was_buffered_while_the_receiver_was_away_is_no_faster() -> None:
+    """Two messages that lay in a socket for a second."""
+    assert run_of((1000, 1.0, 2.0), (1000, 1.1, 2.001)).gbs == pytest.approx(2000 / 1.001 / 1e9)
+
+
+def test_a_run_without_bytes_has_no_rate() -> None:
+    assert Run().gbs == 0.0
+
+
+@pytest.mark.parametrize(("size", "took_s", "tells"), [(2**20, 1e-4, True), (2**16, 1e-4, False), (2**16, 0.006, True)])
+def test_a_small_fast_train_tells_nothing(size: int, took_s: float, tells: bool) -> None:
+    assert run_of((size, 0.0, took_s)).tells == tells
+
+
+def test_the_senders_clock_is_known_by_the_fastest_header() -> None:
+    clock = SenderClock()
+    clock.heard(1_000_000, 51.5)  # the clocks differ by 50 s; the header took half a second
+    clock.heard(2_000_000, 52.01)
+    clock.heard(3_000_000, 53.2)
+    assert clock.arrival_s(3_000_000) == pytest.approx(53.01, abs=1e-3)
+    assert clock.departure_s(3_000_000) == clock.arrival_s(3_000_000)
+    for round_trip_s in (0.5, 0.02, 0.04):
+        clock.answered(round_trip_s)
+    assert clock.departure_s(3_000_000) == pytest.approx(53.0, abs=1e-3)
+
+
+def test_clocks_may_drift_apart() -> None:
+    clock = SenderClock()
+    for minute in range(120):  # the sender's clock loses 50 us in a second
+        sent_s = minute * 60.0
+        received_s = sent_s * (1 + 5e-5) + 0.01
+        clock.heard(round(sent_s * 1e6), received_s)
+        assert received_s - 0.01 < clock.arrival_s(round(sent_s * 1e6)) <= received_s
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one pair of processes made of its link."""
+
+    handshake_gbs: float
+    survey: LinkFigures
+    proofs: list[TransferProof]
+    status_gbs: float
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()
+
+
+async def measure_link(transport_name: str) -> Measured:
+    """Survey a link as the doctor does, then open one as a worker does and send large hand-offs, one by one."""
+    async with AsyncExitStack() as stack:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(ROOT / "tests/kv_transfer/peer_process.py"), "receive-many", transport_name,
+            str(BLOCKS), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        stack.push_async_callback(_end, process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            peer = msgspec.json.decode(await process.stdout.readline(), type=KVPeer)
+            pool, clock = Pool.create(LARGE, BLOCKS, probe_bytes=MAX_PROBE_AREA_BYTES), MonotonicClock()
+            transport = create_transport(transport_name, pool.memory)
+            stack.push_async_callback(transport.aclose)
+            link = await transport.connect(peer.endpoints[0], 10.0)
+            await introduce(link, Hello("p", peer.epoch, LARGE, link.hashes(True), []), peer.worker_id)
+            surveyed = await survey(link, pool, 0.2)
+            await link.aclose()
+
+            sender = KVSender(
+                pool, [transport], worker_id="p", checksum=True, message_bytes=4 * 2**20,
+                max_inflight_bytes=16 * 2**20, clock=clock, lease_s=10.0, connect_timeout_s=10.0,
+            )  # fmt: skip
+            stack.push_async_callback(sender.aclose)
+            await sender.connect(peer.worker_id, peer.epoch, peer.endpoints)
+            (opened,) = sender.links()
+            proofs = []
+            for number in range(HANDOFFS):
+                name = f"r{number}"
+                process.stdin.write(f"{name}\n".encode())
+                sender.push(name, peer, BLOCKS, clock.now() + 30)
+                sender.send_blocks(name, 0, range(BLOCKS), last=True)
+                await sender.wait(name)
+                proofs.append(msgspec.json.decode(await process.stdout.readline(), type=TransferProof))
+            (link_now,) = sender.links()
+        return Measured(opened.ceiling_gbs, surveyed, proofs, link_now.ceiling_gbs)
+
+
+@pytest.mark.parametrize("transport_name", ["shm", "tcp", "grpc_stream", "torch_dist", NIXL])
+def test_the_ceiling_of_a_link_is_what_large_hand_offs_come_near(transport_name: str) -> None:
+    def measure() -> Measured:
+        measured = asyncio.run(measure_link(transport_name))
+        for proof in measured.proofs:  # disturbed or not
+            assert proof.share_of_ceiling is not None
+            assert 0 < proof.share_of_ceiling <= 1
+            assert proof.kv_bytes > 16e6
+            assert proof.wire_ms + proof.import_ms <= proof.span_ms * 1.001
+        assert measured.status_gbs == pytest.approx(measured.proofs[-1].ceiling_gbs)
+        assert measured.status_gbs >= measured.handshake_gbs
+        return measured
+
+    def check(measured: Measured) -> None:
+        achieved = max(proof.gbs for proof in measured.proofs)
+        assert measured.status_gbs < 3 * achieved, measured
+        assert 1 / 3 < measured.handshake_gbs / achieved < 3, measured
+        assert 0.5 < measured.survey.gbs / measured.handshake_gbs < 2, measured
+        assert 0.5 < measured.survey.ceiling_gbs / measured.handshake_gbs < 2, measured
+
+    undisturbed(measure, check)
