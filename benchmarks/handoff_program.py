@@ -9,8 +9,8 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
-from benchmarks.peers.buffer import Buffer
+from experiments.pairs.buffer import Buffer
+from experiments.pairs.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool

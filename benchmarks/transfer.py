@@ -26,12 +26,13 @@ from rich.text import Text
 
 from benchmarks.overlap import measure_overlap
 from benchmarks.peers.environment import PeerEnvironment
-from benchmarks.peers.memcpy import Memcpy
 from benchmarks.peers.mooncake import MooncakeTcp
 from benchmarks.peers.nixl import Nixl
-from benchmarks.peers.pair import Pair, PairFailed, PairUnavailable
-from benchmarks.peers.raw_tcp import RawTcp
-from benchmarks.transfer_pair import HandoffPair, TransportPair
+from benchmarks.transfer_pair import HandoffPair
+from experiments.pairs.memcpy import Memcpy
+from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
+from experiments.pairs.raw_tcp import RawTcp
+from experiments.pairs.transport_pair import TransportPair
 
 MB = 2**20
 MEGABYTES = (1, 16, 128)

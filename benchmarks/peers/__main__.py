@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.peers.environment import PeerEnvironment
-from benchmarks.peers.memcpy import Memcpy
 from benchmarks.peers.mooncake import MooncakeTcp
 from benchmarks.peers.nixl import Nixl
-from benchmarks.peers.pair import Pair, PairFailed, PairUnavailable
-from benchmarks.peers.raw_tcp import RawTcp
+from experiments.pairs.memcpy import Memcpy
+from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
+from experiments.pairs.raw_tcp import RawTcp
 
 MB = 2**20
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.pair import PairUnavailable
+from experiments.pairs.pair import PairUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 _MAKE_S = 120.0

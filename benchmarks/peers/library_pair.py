@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.peers.environment import PeerEnvironment
-from benchmarks.peers.pair import PairFailed, PairUnavailable
-from benchmarks.peers.process_pair import ProcessPair
+from experiments.pairs.pair import PairFailed, PairUnavailable
+from experiments.pairs.process_pair import ProcessPair
 
 _DEBIAN_PACKAGES = {
     "libibverbs.so": "libibverbs1",

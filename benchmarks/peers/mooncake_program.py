@@ -6,7 +6,7 @@ import importlib
 import time
 from typing import Any
 
-from benchmarks.peers.endpoint import CannotRun, Endpoint
+from experiments.pairs.endpoint import CannotRun, Endpoint
 
 
 class MooncakeEndpoint(Endpoint):

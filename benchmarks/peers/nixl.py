@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.buffer import MEMORY_VARIABLE
-from benchmarks.peers.child_process import ChildProcess
 from benchmarks.peers.environment import PeerEnvironment
 from benchmarks.peers.library_pair import LibraryPair
-from benchmarks.peers.process_pair import TIMEOUT_S
+from experiments.pairs.buffer import MEMORY_VARIABLE
+from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.process_pair import TIMEOUT_S
 
 
 class Nixl(LibraryPair):

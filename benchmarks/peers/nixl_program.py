@@ -7,7 +7,7 @@ import importlib
 import time
 from typing import Any
 
-from benchmarks.peers.endpoint import CannotRun, Endpoint
+from experiments.pairs.endpoint import CannotRun, Endpoint
 
 _TIMEOUT_S = 50.0
 

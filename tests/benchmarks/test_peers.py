@@ -14,14 +14,14 @@ import pytest
 from rich.console import Console
 
 from benchmarks.peers.__main__ import MB, measure
-from benchmarks.peers.child_process import ChildProcess
 from benchmarks.peers.environment import PeerEnvironment
 from benchmarks.peers.library_pair import LibraryPair
-from benchmarks.peers.memcpy import Memcpy
 from benchmarks.peers.mooncake import MooncakeTcp
 from benchmarks.peers.nixl import Nixl
-from benchmarks.peers.pair import Pair, PairFailed, PairUnavailable
-from benchmarks.peers.raw_tcp import RawTcp
+from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.memcpy import Memcpy
+from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
+from experiments.pairs.raw_tcp import RawTcp
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ def test_no_process_is_left() -> None:
 
 def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
     program = (
-        "import sys; from benchmarks.peers.raw_tcp import RawTcp\n"
+        "import sys; from experiments.pairs.raw_tcp import RawTcp\n"
         "pair = RawTcp(); pair.start(4096)\n"
         "sys.stdout.write(' '.join(map(str, pair.pids)) + '\\n'); sys.stdout.flush(); sys.stdin.read()"
     )

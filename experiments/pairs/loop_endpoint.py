@@ -8,8 +8,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from benchmarks.peers.endpoint import Endpoint
-from benchmarks.peers.pinning import pin
+from experiments.pairs.endpoint import Endpoint
+from experiments.pairs.pinning import pin
 from pdserve.core.config import TransferConfig
 
 TRANSPORT_VARIABLE = "PDSERVE_BENCH_TRANSPORT"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.pair import PairFailed
+from experiments.pairs.pair import PairFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 _LOG_LINES = 12  # of the log's end, in an error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import time
 
-from benchmarks.peers.buffer import Buffer
-from benchmarks.peers.pair import Pair
+from experiments.pairs.buffer import Buffer
+from experiments.pairs.pair import Pair
 
 
 class Memcpy(Pair):

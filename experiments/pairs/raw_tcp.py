@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.child_process import ChildProcess
-from benchmarks.peers.process_pair import TIMEOUT_S, ProcessPair
+from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.process_pair import TIMEOUT_S, ProcessPair
 
 
 class RawTcp(ProcessPair):
     """The source writes its buffer to the socket, the target reads right into its own."""
 
     name = "tcp"
-    module = "benchmarks.peers.raw_tcp_program"
+    module = "experiments.pairs.raw_tcp_program"
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
         """Seconds from before the source's first write until the target has everything: both read the same clock."""

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.child_process import ChildProcess
-from benchmarks.peers.pair import Pair, PairUnavailable
+from experiments.pairs.child_process import ChildProcess
+from experiments.pairs.pair import Pair, PairUnavailable
 
 TIMEOUT_S = 60.0
 _PROBE_BYTES = 4096

@@ -1,4 +1,4 @@
-"""Source or target of `RawTcp`: `python -m benchmarks.peers.raw_tcp_program ROLE MAX_BYTES`."""
+"""Source or target of `RawTcp`: `python -m experiments.pairs.raw_tcp_program ROLE MAX_BYTES`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 import time
 from typing import Any
 
-from benchmarks.peers.endpoint import Endpoint
-from benchmarks.peers.pinning import pin
+from experiments.pairs.endpoint import Endpoint
+from experiments.pairs.pinning import pin
 
 
 class RawTcpEndpoint(Endpoint):

@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
-from benchmarks.peers.buffer import Buffer
+from experiments.pairs.buffer import Buffer
 
 
 class CannotRun(RuntimeError):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
-from benchmarks.peers.buffer import Buffer
+from experiments.pairs.buffer import Buffer
+from experiments.pairs.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
