@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 from pydantic import Field
 
@@ -151,13 +152,16 @@ class Primer(Experiment):
     async def measure(self, bench: Bench) -> None:
         """Run the cell's task in an engine process, and keep what it writes as facts: ``engine``, ``ceilings``,
         ``samples``."""
-        options, parameters = self.options, dict(bench.cell.parameters)
+        options = self.options
         core = min(os.sched_getaffinity(0)) if options.core is None else options.core
-        task = Task(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()},
-            core=core if options.device == "cpu" else None,
-            repeats=options.repeats,
-            seed=options.seed,
+        task = msgspec.convert(
+            {
+                **bench.cell.parameters,
+                "core": core if options.device == "cpu" else None,
+                "repeats": options.repeats,
+                "seed": options.seed,
+            },
+            Task,
         )
         facts: dict[str, Any] = {"ceilings": [], "samples": []}
         async with aclosing(measurements(task)) as messages:

@@ -72,8 +72,8 @@ def phases(profile: Plain) -> Picture:
         "phases",
         f"Prefill and decode of one request ({profile['prompt_len']} + {profile['output_len']} tokens)",
         "Mean with 95 % intervals (often smaller than the mark). Left: both phases beside the published figures. "
-        "Right: the same per token. Prefill computes many tokens with each weight that it reads; decode reads all weights for "
-        "one token.",
+        "Right: the same per token. Prefill computes many tokens with each weight that it reads; decode reads all "
+        "weights for one token.",
         figure,
         "Total time and time per token of prefill and decode",
     )
