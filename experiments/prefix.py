@@ -9,11 +9,11 @@ same salt. Each repeat sends one prompt in three arms, in an order that changes 
 ``both``     the earlier request asked for two tokens: its KV was moved, and both workers have it
 ============ =========================================================================================================
 
-Caches hold whole blocks. Prefill computes the prompt except for the cached blocks, but its last token at least. Decode's
-cached blocks are not moved; a block that prefill alone has is moved like a computed one.
+Caches hold whole blocks. Prefill computes the prompt except for the cached blocks, but its last token at least.
+Decode's cached blocks are not moved; a block that prefill alone has is moved like a computed one.
 
-The prediction of the TTFT is arithmetic: of the arm ``none``, the stage ``prefill`` is scaled by the FLOPs of the tokens
-that are left (`experiments.engine_alone.arithmetic`), and the rest stays."""
+The prediction of the TTFT is arithmetic: of the arm ``none``, the stage ``prefill`` is scaled by the FLOPs of the
+tokens that are left (`experiments.engine_alone.arithmetic`), and the rest stays."""
 
 from __future__ import annotations
 
@@ -347,8 +347,8 @@ def _caveats(cells: Sequence[Mapping[str, Any]], predicted: Sequence[Mapping[str
 
 
 def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
-    header = ("shared", "cached on", "n", "ttft, ms", "predicted, ms", "ttft_decode, ms", "prefill, ms", "computed tokens",
-              "blocks skipped", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
+    header = ("shared", "cached on", "n", "ttft, ms", "predicted, ms", "ttft_decode, ms", "prefill, ms",
+              "computed tokens", "blocks skipped", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
     names = {NONE: "neither", PREFILL: "prefill", BOTH: "both"}
     rows = []
     for cell in cells:
@@ -374,5 +374,5 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
         "All cells",
         header,
         rows,
-        "KV bytes per request; expected are the blocks of the prompt less the skipped ones, times the bytes of a block.",
+        "KV bytes per request; expected are the prompt's blocks less the skipped ones, times the bytes of a block.",
     )

@@ -37,18 +37,21 @@ def ttft_over_shared(cells: Sequence[Cell], predicted: Sequence[Cell]) -> Pictur
         _shared_axis(axes, cells)
     known = [line for line in predicted if line["ttft_ms"]["prefill"] is not None]
     if known:
-        left.plot([line["shared_len"] for line in known], [line["ttft_ms"]["prefill"] for line in known],
-                  color=style.FAINT, linewidth=1.2, linestyle=_DASHED, label="arithmetic, with reuse", zorder=4)  # fmt: skip
+        left.step(
+            [line["shared_len"] for line in known], [line["ttft_ms"]["prefill"] for line in known],
+            color=style.FAINT, linewidth=1.2, linestyle=_DASHED, where="post",
+            label="arithmetic, with reuse", zorder=4,
+        )  # fmt: skip
     left.set_ylim(bottom=0)
-    style.label(left, x="shared with an earlier request, tokens", y="ms", title="ttft: token 1")
+    style.label(left, x="shared with an earlier request, tokens", y="time, ms", title="ttft: token 1")
     style.label(right, x="shared with an earlier request, tokens", y="", title="ttft_decode: token 2")
     style.legend(left, loc="lower left")
     return Picture(
         "ttft_over_shared",
         f"TTFT over the shared length (prompts of {cells[0]['prompt_len']} tokens)",
-        "Mean with 95 % intervals. Dashed: the prefill of the arm without reuse, scaled by the FLOPs of the tokens that "
-        "are left to compute, plus everything else as it is. Both caches save the same computation; token 2 also waits "
-        "for what has to be moved.",
+        "Mean with 95 % intervals. Dashed: the prefill of the arm without reuse, scaled by the FLOPs of the tokens "
+        "that are left to compute, plus everything else as it is. Both caches save the same computation; token 2 also "
+        "waits for what has to be moved.",
         figure,
         "Two line plots of the time to token 1 and to token 2 over the shared length",
     )
@@ -65,6 +68,7 @@ def bytes_over_shared(cells: Sequence[Cell], predicted: Sequence[Cell]) -> Pictu
             color=color, marker=style.MARKERS[number], linestyle="", label=name,
             # Where two arms move the same, the smaller mark leaves the larger one visible.
             markersize=(11, 6, 6)[number], markerfacecolor="white" if number == 0 else color, zorder=3 + number,
+            clip_on=False,
         )  # fmt: skip
     for arm in ("none", "both"):
         axes.step(
