@@ -178,9 +178,13 @@ def test_options_that_cannot_work_are_named(given: dict[str, Any], named: str) -
         Primer(PrimerOptions.choose(given)).cells(None)
 
 
-def test_a_service_is_of_no_use(made_up_status: ServiceStatus) -> None:
+def test_a_service_is_of_no_use() -> None:
+    service = ServiceStatus(
+        ready=True, version="", model="tiny", model_hash="", dtype="bfloat16", vocab_size=1, context_length=1,
+        block_size=1, kv_bytes_per_token=1, queued=0, running=0, pid=0, uptime_s=0.0, workers=(),
+    )  # fmt: skip
     with pytest.raises(InvalidRequest, match="--target"):
-        Primer(PrimerOptions()).cells(made_up_status)
+        Primer(PrimerOptions()).cells(service)
 
 
 async def test_an_error_of_the_engine_is_raised_here() -> None:
