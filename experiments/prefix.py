@@ -314,7 +314,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
         saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT.value])
         sentences.append(
             f"With {shared} of {cell['prompt_len']} tokens cached on prefill, {cell['computed_tokens']:g} tokens are "
-            f"computed and token 1 comes {saved.mean:.1f} ms [{saved.lo:.1f}, {saved.hi:.1f}] earlier; "
+            f"computed and {_earlier('token 1', saved)}; "
             f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB of KV are moved as without a cache."
         )
     if BOTH in arms:
@@ -322,10 +322,17 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
         saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT_DECODE.value])
         sentences.append(
             f"If decode has them as well, {cell['kv_blocks_skipped']:g} blocks are skipped, "
-            f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB are moved, and token 2 comes {saved.mean:.1f} ms "
-            f"[{saved.lo:.1f}, {saved.hi:.1f}] earlier than without any cache."
+            f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB are moved, and {_earlier('token 2', saved)} than without any "
+            "cache."
         )
     return " ".join(sentences)
+
+
+def _earlier(token: str, saved: Interval) -> str:
+    text = f"{saved.mean:.1f} ms [{saved.lo:.1f}, {saved.hi:.1f}]"
+    if saved.lo <= 0 <= saved.hi:
+        return f"{token} comes not measurably earlier ({text})"
+    return f"{token} comes {text} earlier"
 
 
 def _caveats(cells: Sequence[Mapping[str, Any]], predicted: Sequence[Mapping[str, Any]]) -> list[str]:

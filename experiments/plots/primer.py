@@ -30,7 +30,7 @@ def with_and_without(cache: Plain) -> Picture:
             color=color, linewidth=1.6, label=name, marker=style.MARKERS[number], markersize=3.5,
             markevery=max(1, len(times) // 8),
         )  # fmt: skip
-    right.set_ylim(bottom=0)
+    right.set_ylim(0, 1.3 * max(max(times) for times in cache["token_ms"].values()))
     style.label(right, x="tokens before this one", y="time of one token, ms", title="each token")
     style.legend(right)
     return Picture(
@@ -214,7 +214,7 @@ def _totals(axes: Any, rows: Sequence[tuple[str, str, Plain, float]]) -> None:
         _dot(axes, row, total, color)
         axes.annotate(
             f"{total['mean']:.3g} s", (total["mean"], row), xytext=(0, 9), textcoords="offset points", ha="center",
-            fontsize=9, color=style.INK,
+            fontsize=9, color=style.INK, zorder=5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
         axes.plot([published_s, published_s], [row - 0.3, row + 0.3], color=style.FAINT, linewidth=1.4,
                   linestyle=_DASHED, label=_PUBLISHED if row == 0 else None)  # fmt: skip
