@@ -18,9 +18,6 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """ValueError unless both are at least 1."""
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs at least one block of one token, got {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks))  # ascending, hence a heap already
@@ -106,33 +103,3 @@ class BlockManager:
             for block in self.blocks(owner):
                 counts[block] = counts.get(block, 0) + 1
         return any(self._owners[block] == count for block, count in counts.items())
-
-    def check_integrity(self) -> None:
-        """AssertionError unless every block of the pool is free, kept for its content, or owned by as many owners as it
-        is said to have, by none of them twice; and only findable blocks are shared."""
-        self._cache.check_integrity()
-        seen: dict[int, str] = {}
-        for holder, kept in (("the free list", self._free), ("the prefix cache", list(self._cache.idle))):
-            for block in kept:
-                self._check_holder(block, holder, seen)
-                seen[block] = holder
-        owners = [0] * self.num_blocks
-        for owner, blocks in self._owned.items():
-            holder = f"owner {owner!r}"
-            for block in blocks:
-                if not self._cache.knows(block) or seen.get(block) in ("the free list", "the prefix cache", holder):
-                    self._check_holder(block, holder, seen)
-                seen[block] = holder
-                owners[block] += 1
-        if len(seen) != self.num_blocks:
-            lost = sorted(set(range(self.num_blocks)) - set(seen))
-            raise AssertionError(f"blocks {lost} are neither free nor owned")
-        if owners != self._owners:
-            wrong = [block for block in range(self.num_blocks) if owners[block] != self._owners[block]]
-            raise AssertionError(f"blocks {wrong} have another number of owners than was counted")
-
-    def _check_holder(self, block: int, holder: str, seen: dict[int, str]) -> None:
-        if block in seen:
-            raise AssertionError(f"block {block} belongs to {seen[block]} and to {holder}")
-        if not 0 <= block < self.num_blocks:
-            raise AssertionError(f"{holder} has block {block}, the pool ends at {self.num_blocks - 1}")

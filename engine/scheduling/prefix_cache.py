@@ -53,13 +53,8 @@ class PrefixCache:
         return block in self._digest_of
 
     @property
-    def idle(self) -> Iterable[int]:
-        """Findable blocks that nobody owns, in the order in which they will be given up."""
-        return self._idle.keys()
-
-    @property
     def num_idle(self) -> int:
-        """How many those are."""
+        """How many findable blocks have no owner."""
         return len(self._idle)
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
@@ -97,10 +92,3 @@ class PrefixCache:
         del self._idle[block]
         del self._by_digest[self._digest_of.pop(block)]
         return block
-
-    def check_integrity(self) -> None:
-        """AssertionError unless digests and blocks match one to one, and all idle blocks are findable."""
-        if {block: digest for digest, block in self._by_digest.items()} != self._digest_of:
-            raise AssertionError("digests and blocks do not match")
-        if unknown := sorted(set(self._idle) - set(self._digest_of)):
-            raise AssertionError(f"blocks {unknown} are kept, but cannot be found")

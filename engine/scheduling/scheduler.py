@@ -17,7 +17,6 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector, NoTransfer
 from engine.scheduling.prefix_cache import PrefixDigests
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.token_budget import TokenBudget
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from pdserve.core.request import EngineStatus
@@ -62,6 +61,42 @@ class SchedulerOutput:
     seqs: list[ScheduledSeq]
     started_s: float
     preempted: list[str]
+
+
+class TokenBudget:
+    """The tokens of one step, given to one request after the other.
+
+    ``num_tokens`` is the budget of the step. One token for each of ``num_decodes`` decoding requests is kept back from
+    prompts. ``chunk_tokens`` is the most that one prompt gets (None: the budget is the only limit).
+    """
+
+    def __init__(self, num_tokens: int, num_decodes: int, chunk_tokens: int | None) -> None:
+        self._left = num_tokens
+        self._spare = num_tokens - num_decodes
+        self._chunk_tokens = num_tokens if chunk_tokens is None else chunk_tokens
+
+    def offer(self, wanted: int, *, first: bool) -> int:
+        """How many of ``wanted`` tokens (at least 1) a running request gets. The ``first`` request of a step always
+        gets one."""
+        if wanted == 1:
+            return min(1, self._left)
+        return max(0, min(wanted, self._chunk_tokens, max(self._spare, int(first)), self._left))
+
+    def offer_new(self, wanted: int) -> int:
+        """How many of ``wanted`` tokens a request gets that is admitted in this step, after all running ones."""
+        return min(wanted, self._chunk_tokens, self._left)
+
+    def take_drafts(self, wanted: int) -> int:
+        """Take as many of ``wanted`` draft tokens as the other tokens left over. Returns how many."""
+        num_tokens = min(wanted, self._left)
+        self._left -= num_tokens
+        return num_tokens
+
+    def spend(self, num_tokens: int, wanted: int) -> None:
+        """Take ``num_tokens`` tokens for a request that wanted ``wanted``. A decode's token was kept back already."""
+        self._left -= num_tokens
+        if wanted > 1:
+            self._spare -= num_tokens
 
 
 class Scheduler:
@@ -322,18 +357,6 @@ class Scheduler:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
-
-    def check_integrity(self) -> None:
-        """AssertionError unless every block is free or owned, and every owner is a request that lives (or whose step
-        still runs)."""
-        self.blocks.check_integrity()
-        owners = {seq.arrival: seq for seq in (*self._seqs.values(), *self._in_step)}
-        owned = len({block for arrival in owners for block in self.blocks.blocks(arrival)})
-        if owned + self.blocks.free_blocks != self.blocks.num_blocks:
-            raise AssertionError(f"{self.blocks.num_blocks - self.blocks.free_blocks - owned} blocks have no request")
-        for seq in owners.values():
-            if seq.block_ids != self.blocks.blocks(seq.arrival):
-                raise AssertionError(f"{seq.attempt_id} does not know its blocks")
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
