@@ -225,11 +225,8 @@ class _CPUStep(AttentionStep):
         plans: dict[int | None, tuple[list[_DecodeTile], list[_ChunkTile]]],
     ) -> None:
         self._attention = attention
-        self._slots = slots
+        self.slots = slots
         self._plans = plans
-
-    def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
-        layer.vectors.index_copy_(0, self._slots, keys_values.reshape(-1, self._attention.head_dim))
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype)

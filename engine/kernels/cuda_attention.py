@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.kernels.triton_decode import attend_decodes
-from engine.kernels.triton_layer import write
-from engine.kernels.triton_prefill import attend_chunks, tile_rows
+from engine.kernels.cuda_decode_attention import attend_decodes
+from engine.kernels.cuda_prefill_attention import attend_chunks, tile_rows
 from engine.model.attention import Attention, AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
@@ -32,7 +31,7 @@ class CUDAStep(AttentionStep):
 
     ``slots`` (``[rows]``) are ``block * block_size + offset`` of each row's token, or `NO_SLOT`. ``contexts``
     (``[decodes]``) are the tokens that a decode sees without a window, its own included; 0 is a row of padding.
-    ``tables`` is ``[sequences, blocks]``, ``tiles`` what `engine.kernels.triton_prefill.attend_chunks` takes.
+    ``tables`` is ``[sequences, blocks]``, ``tiles`` what `engine.kernels.cuda_prefill_attention.attend_chunks` takes.
     """
 
     slots: torch.Tensor
@@ -40,9 +39,6 @@ class CUDAStep(AttentionStep):
     tables: torch.Tensor
     tiles: torch.Tensor | None
     splits: int
-
-    def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
-        write(keys_values, self.slots, layer.k, layer.v)
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

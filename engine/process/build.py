@@ -121,10 +121,10 @@ def _cuda_runner(spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_mode
     try:  # only here: engines on CPUs do without Triton
         from engine.kernels.cuda_attention import CUDAAttention
         from engine.kernels.cuda_graphs import DecodeGraphs
-        from engine.kernels.cuda_layer import CUDA_FORM
+        from engine.kernels.cuda_layer import CUDALayer
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
-    model = LlamaDecoder(weights, max_model_len, CUDA_FORM)
+    model = LlamaDecoder(weights, max_model_len, CUDALayer)
     attention = CUDAAttention(pool, model.shape.num_heads)
     graphs = None
     if spec.cuda_graphs:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_decode import FUSED, LOG2_E
+from engine.kernels.cuda_decode_attention import FUSED, LOG2_E
 
 _AMPERE = (8, 0)
 
