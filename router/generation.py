@@ -1,4 +1,4 @@
-"""One request's way through the router, retries included."""
+"""One request in the router, including its retries."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _TOKEN_2 = frozenset(
 
 
 class Generation:
-    """The tokens of a request as an async iterator (use ``contextlib.aclosing``), and what became of it in `result`.
+    """The tokens of a request as an async iterator (use ``contextlib.aclosing``), and its `result`.
 
-    Closing it, or cancelling its reader, aborts the request on its workers.
+    Closing the iterator, or cancelling its reader, aborts the request on its workers.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Generation:
         return self._tokens
 
     async def aclose(self) -> None:
-        """Abort the request, unless it has ended."""
+        """Abort the request if it has not ended."""
         await self._tokens.aclose()
 
     async def stop(self) -> None:
-        """The client needs no more tokens: end the request here and on its workers as finished."""
+        """End the request as finished, because the client needs no more tokens."""
         self._stopped = True
         if self._attempt is not None:
             self._attempt.call_off()
@@ -121,7 +121,7 @@ class Generation:
                     log.info("request %s: paused until its client reads: %s", request_id, stalled)
                     failures.reset()
                 except PdserveError as error:
-                    # A worker that does not take the request has not failed to hand it over.
+                    # A worker that refuses the request has not failed its hand-off.
                     handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
                     if handoff_failed and self._on_kv_failure == "fail":
                         raise
@@ -131,7 +131,7 @@ class Generation:
                     if handoff_failed and self._on_kv_failure == "recompute":
                         self._mode = Mode.COLOCATED
                     elif isinstance(error, TransferError) and failures.is_last:
-                        self._mode = Mode.COLOCATED  # the one way that needs no transfer
+                        self._mode = Mode.COLOCATED  # needs no KV transfer
                 record.transition(RequestStatus.QUEUED)
                 self._forget_attempt()
                 if failures.in_a_row:
@@ -146,9 +146,9 @@ class Generation:
             self._on_active(-1)
 
     async def _pause(self, failures: int) -> None:
-        """Back off before a retry, then wait until the retry budget has one left."""
+        """Wait before a retry, then until the retry budget allows one."""
         deadline = self.record.deadline
-        doing = "waiting to be tried again"
+        doing = "waiting for a retry"
         pause_s = min(self._config.retry_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
         await deadline.sleep(pause_s * random.uniform(0.5, 1.5), doing)
         while not self._budget.take():
@@ -161,7 +161,7 @@ class Generation:
         assignment = await deadline.bound(self._line.wait(waiting), "waiting for a free worker")
         if self._arrivals.is_burst:
             try:
-                await deadline.bound(self._arrivals.settled(), "other requests were taken in")
+                await deadline.bound(self._arrivals.settled(), "waiting while other requests were accepted")
             except BaseException:
                 assignment.end()
                 raise
@@ -170,7 +170,7 @@ class Generation:
         return assignment
 
     def _forget_attempt(self) -> None:
-        """Events of tokens that were delivered stay, those of tokens that never came go."""
+        """Remove the events of tokens that were not delivered."""
         delivered = len(self.record.output_token_ids)
         if delivered <= 1:
             self.record.timeline.forget(_TOKEN_2 if delivered else _ALL_ATTEMPT)

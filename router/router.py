@@ -1,4 +1,4 @@
-"""The router: takes requests, gives tokens. All decisions, no I/O of its own: workers are handles."""
+"""The router: assigns requests to workers and returns their tokens. It reaches workers through handles only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from router.retries import RetryBudget
 from router.waiting_line import WaitingLine
 
 MAX_TAKEN_IN = 1024
-"""With so many requests in a line that is not full, the rest of a burst is left to gRPC, which needs less memory for
-each."""
+"""Bursts are no longer taken in first when so many requests wait and the queue is not full: a request needs less memory
+inside gRPC."""
 
 
 class Router:
-    """``auto_mode`` is what mode ``auto`` means here: ``auto`` itself, or ``colocated`` in a deployment of one role."""
+    """Routes requests to the workers of ``registry``.
+
+    ``auto_mode`` replaces mode ``auto``: it is ``auto`` itself, or ``colocated`` in a service with one role.
+    """
 
     def __init__(
         self,
@@ -44,27 +47,27 @@ class Router:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a worker."""
+        """Number of requests that wait for a worker."""
         return self._line.length
 
     @property
     def running(self) -> int:
-        """Requests that are on workers."""
+        """Number of requests that are on workers."""
         return max(0, self._active - self._line.length)
 
     def arrived(self, being_read: int) -> None:
-        """Note a new request, before anything is done for it. `CapacityExceeded` if it would find the queue full, or
-        ``router.max_queue`` requests (``being_read``) wait to be tokenized."""
+        """Note a new request before it is read. ``being_read`` is the number of requests that wait to be tokenized.
+        `CapacityExceeded` if these, or the queue, have reached ``router.max_queue``."""
         if self._line.is_full or self._line.length < MAX_TAKEN_IN:
             self._arrivals.note()
         if self._line.is_full or being_read >= self._config.max_queue:
             raise self._line.refusal()
 
     def generate(self, record: RequestRecord) -> Generation:
-        """The request's tokens; nothing happens before the first is asked for.
+        """Return the tokens of a request as an async iterator, which starts the request when the first is read.
 
-        Iterating raises `NotReady` or `LayoutMismatch` (no worker can take it), `CapacityExceeded` (queue full, does
-        not fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` once the attempts are used up.
+        Iterating raises `NotReady` or `LayoutMismatch` (no worker can take it), `CapacityExceeded` (the queue is full,
+        or the request does not fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` after the last attempt.
         """
         return Generation(
             record,
