@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Generic
 
-from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ready, Shutdown, encode
+from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, Shutdown, encode
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core import memory_file
 from pdserve.core.errors import LaunchError, from_wire
@@ -40,10 +41,10 @@ class EngineClient:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._commands_fd = self._events_fd = self._kv_events_fd = self._memory_fd = -1
+        self._commands_fd = self._kv_events_fd = self._memory_fd = -1
         self._unsent = bytearray()
         self._sending = threading.Lock()
-        self._frames: FrameReader[EngineEvent] = FrameReader(EngineEvent)  # type: ignore[arg-type]  # a union
+        self._reader: EventReader[EngineEvent] | None = None
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
 
     @property
@@ -82,12 +83,13 @@ class EngineClient:
     def _spawn(self, spec: EngineSpec) -> None:
         self._loop = asyncio.get_running_loop()
         commands_read, self._commands_fd = os.pipe()
-        self._events_fd, events_write = os.pipe()
+        events_read, events_write = os.pipe()
+        self._reader = EventReader(events_read, EngineEvent)  # type: ignore[arg-type]  # a union
         self._kv_events_fd, kv_events_write = os.pipe()
         self._memory_fd = memory_file.create("pdserve-kv")
         inherited = (commands_read, events_write, kv_events_write, self._memory_fd)
         try:
-            for fd in (self._commands_fd, self._events_fd, self._kv_events_fd):
+            for fd in (self._commands_fd, events_read, self._kv_events_fd):
                 _enlarge(fd)
                 os.set_blocking(fd, False)
             # -P: do not import folders of the current directory that have the name of one of our packages.
@@ -100,7 +102,7 @@ class EngineClient:
         finally:
             for fd in (commands_read, events_write, kv_events_write):
                 os.close(fd)
-        self._loop.add_reader(self._events_fd, self._on_readable)
+        self._reader.follow(self._events.put_nowait, on_end=lambda: self._events.put_nowait(None))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -148,28 +150,18 @@ class EngineClient:
         self._events.put_nowait(None)
         await self._gone_within(_EXIT_S)
 
-    def _on_readable(self) -> None:
-        try:
-            data = os.read(self._events_fd, _PIPE_BYTES)
-        except BlockingIOError:
-            return
-        for message in self._frames.feed(data):
-            self._events.put_nowait(message)
-        if not data:
-            self._close_events()
-
-    def take_kv_events(self) -> KVEventReader:
+    def take_kv_events(self) -> EventReader[KVEvent]:
         """Hand the reader of KV events over to the caller. AssertionError on a second call."""
         assert self._kv_events_fd >= 0, "the engine was not started, or its KV events have a reader already"
         fd, self._kv_events_fd = self._kv_events_fd, -1
-        return KVEventReader(fd)
+        return EventReader(fd, KVEvent)  # type: ignore[arg-type]  # a union
 
     @property
     def memory_fd(self) -> int:
         """The memory file of the engine's pool, if the pool is in host memory. This client closes it."""
         return self._memory_fd
 
-    # --- stop -----------------------------------------------------------------------------------------------------
+    # --- stop --------------------------------------------------------------------------------------------------------
 
     async def stop(self, timeout_s: float) -> None:
         """Ask the engine to end, kill it after ``timeout_s``, reap it, and close all descriptors.
@@ -186,7 +178,8 @@ class EngineClient:
                 self._process.kill()
                 self._process.wait()  # the kernel ends it at once
             self._close_commands()
-            self._close_events()
+            if self._reader is not None:
+                self._reader.close()
             for fd in (self._kv_events_fd, self._memory_fd):
                 if fd >= 0:
                     os.close(fd)
@@ -217,29 +210,25 @@ class EngineClient:
                 os.close(self._commands_fd)
                 self._commands_fd = -1
 
-    def _close_events(self) -> None:
-        if self._events_fd >= 0:
-            if self._loop is not None:
-                self._loop.remove_reader(self._events_fd)
-            os.close(self._events_fd)
-            self._events_fd = -1
-            self._events.put_nowait(None)
 
+class EventReader(Generic[M]):
+    """Reads the events of one pipe, whose descriptor it owns, on the event loop that calls `follow`. ``kinds`` is the
+    union of the events."""
 
-class KVEventReader:
-    """Reads the engine's KV events on another event loop than that of the `EngineClient`."""
-
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, kinds: type[M]) -> None:
         self._fd = fd
-        self._frames: FrameReader[KVEvent] = FrameReader(KVEvent)  # type: ignore[arg-type]  # a union
+        self._frames = FrameReader(kinds)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_end: Callable[[], None] | None = None
 
-    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
-        """Call ``on_event`` for each event, in order, on the running loop, until `close` or the end of the engine."""
+    def follow(self, on_event: Callable[[M], None], on_end: Callable[[], None] | None = None) -> None:
+        """Call ``on_event`` for each event, in order, on the running loop, until `close` or the end of the engine.
+        Then call ``on_end``."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._on_readable, on_event)
+        self._on_end = on_end
 
-    def _on_readable(self, on_event: Callable[[KVEvent], None]) -> None:
+    def _on_readable(self, on_event: Callable[[M], None]) -> None:
         try:
             data = os.read(self._fd, _PIPE_BYTES)
         except BlockingIOError:
@@ -256,6 +245,8 @@ class KVEventReader:
                 self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
+            if self._on_end is not None:
+                self._on_end()
 
 
 def _enlarge(fd: int) -> None:
