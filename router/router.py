@@ -128,12 +128,12 @@ class Generation:
         await self.aclose()
 
     async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
-        record = self.record
+        record, router = self.record, self._router
         request_id = record.request.request_id
-        self._router._active += 1
-        self._router._budget.note_request()
+        router._active += 1
+        router._budget.note_request()
         try:
-            failures = Failures(self._router._config.max_attempts)
+            failures = Failures(router._config.max_attempts)
             while True:
                 assignment = await self._place(failures)
                 record.transition(RequestStatus.RUNNING)
@@ -142,11 +142,11 @@ class Generation:
                     record,
                     assignment,
                     self.result,
-                    self._router.registry,
-                    self._router._clock,
-                    self._router._config.max_unread_tokens,
-                    self._router._arrivals,
-                    self._router._config.first_token == "decode",
+                    router.registry,
+                    router._clock,
+                    router._config.max_unread_tokens,
+                    router._arrivals,
+                    router._config.first_token == "decode",
                 )
                 try:
                     async with attempt, aclosing(attempt.tokens()) as tokens:
@@ -161,12 +161,12 @@ class Generation:
                 except PdserveError as error:
                     # A worker that refuses the request has not failed its hand-off.
                     handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
-                    if handoff_failed and self._router._on_kv_failure == "fail":
+                    if handoff_failed and router._on_kv_failure == "fail":
                         raise
                     if (final := failures.add(error, attempt, assignment)) is not None:
                         raise final from error
                     log.warning("request %s: attempt %d failed: %s", request_id, record.attempts, error)
-                    if handoff_failed and self._router._on_kv_failure == "recompute":
+                    if handoff_failed and router._on_kv_failure == "recompute":
                         self._mode = Mode.COLOCATED
                     elif isinstance(error, TransferError) and failures.is_last:
                         self._mode = Mode.COLOCATED  # needs no KV transfer
@@ -181,7 +181,7 @@ class Generation:
             self._end(RequestStatus.FAILED)
             raise
         finally:
-            self._router._active -= 1
+            router._active -= 1
 
     async def _pause(self, failures: int) -> None:
         """Wait before a retry, then until the retry budget allows one."""
