@@ -374,7 +374,7 @@ async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(
         first = asyncio.create_task(waiting.read())
         await service.until(lambda: service.gateway._inference._being_read == 1)
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "1 requests wait already" in (await refused(service, code, text="another text of many characters"))[0]
+        assert "1 requests are waiting" in (await refused(service, code, text="another text of many characters"))[0]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await first
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
