@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.messages import Command, KVEvent, Progress, Reserved
-from engine.process.client import EngineClient, KVEventReader
+from engine.process.client import EngineClient, EventReader
 from kv_transfer.base import KVTransport
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
@@ -149,7 +149,7 @@ class KVThread:
             eos_token_ids=eos_token_ids,
         )
         self._ends = KVEnds(self._sender, self._receiver, engine)
-        self._events: KVEventReader = engine.take_kv_events()
+        self._events: EventReader[KVEvent] = engine.take_kv_events()
         self._running: dict[str, _Running] = {}
         # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.
         self._starting: dict[str, Callable[[], None]] = {}

@@ -1,4 +1,4 @@
-"""Schedulers to compare the serving one with: static batches, and prompts that are never cut."""
+"""Baseline schedulers for experiments: static batches, and prompts that are never cut."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
 
 ChunkTokens = int | Literal["off"] | None
-"""The option ``engine.chunk_tokens``: how much of one prompt a step may compute. None: as much as the budget has left,
-a number: at most so many tokens, ``off``: all of it or nothing."""
+"""The option ``engine.chunk_tokens``: how many tokens of one prompt a step may compute. None: as many as the budget has
+left; ``off``: the whole prompt or nothing."""
 
 
 class StaticBatching(Scheduler):
-    """Admits a batch when no request of the last one runs, and as a whole, even if a step cannot compute all of it.
+    """Admits a whole batch when no request of the last batch runs, even if one step cannot compute all of it.
 
-    Nothing joins a batch. A request whose KV comes from elsewhere meanwhile stands by with its blocks. It ranks
-    below the whole batch, and is in the next one, or in the one after if that has ``max_num_seqs`` requests already. A
-    preempted request leaves its batch. So nothing outranks the batch, it only shrinks, and it ends.
+    No request joins a running batch. A request whose KV arrives meanwhile waits with its blocks. It ranks below the
+    batch and is part of the next one that has fewer than ``max_num_seqs`` requests. A preempted request leaves its
+    batch. So every batch only shrinks, and ends.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
         super().__init__(config, clock, connector)
-        self._members: set[Sequence] = set()  # of the batch, those that are over included
+        self._members: set[Sequence] = set()  # of the batch, including requests that have finished
 
     def schedule(self) -> SchedulerOutput:
-        """The next step of the batch, or the first of a new one."""
+        """Return the next step of the batch, or the first step of a new batch."""
         if not self._runs():
             self._form_batch()
         return super().schedule()
 
     def _runs(self) -> bool:
-        """Whether any request of the batch does."""
+        """Whether any request of the batch runs."""
         return any(seq in self._members for seq in self._running)
 
     def _form_batch(self) -> None:
@@ -49,7 +49,7 @@ class StaticBatching(Scheduler):
             self._start(head)
 
     def _batch(self) -> list[Sequence]:
-        """What runs of the batch, else those that stand by for the next."""
+        """The running requests of the batch, or of the next batch if there are none."""
         return [seq for seq in self._running if seq in self._members] or self._running[: self.config.max_num_seqs]
 
     def _join(self, seq: Sequence) -> None:
@@ -60,15 +60,15 @@ class StaticBatching(Scheduler):
 
 
 class WholePrompts(Scheduler):
-    """Never cuts a prompt. One that has no room beside the decodes gets a step of its own, whatever the budget, but at
-    most every second step: so both prompts and decodes advance."""
+    """Never cuts a prompt. A prompt that does not fit beside the decodes gets a step of its own, whatever the budget.
+    At most every second step is such a step, so that prompts and decodes both advance."""
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
         super().__init__(config, clock, connector)
-        self._last_was_alone = False  # the last step was a long prompt's own
+        self._last_was_alone = False  # the last step computed one long prompt only
 
     def schedule(self) -> SchedulerOutput:
-        """The next step, which may be that of a single long prompt."""
+        """Return the next step, which may compute a single long prompt."""
         started_s = self._begin_step()
         long = None if self._last_was_alone else self._too_long()
         if long is None:
@@ -86,7 +86,7 @@ class WholePrompts(Scheduler):
         return 0 if seq.computes_prompt else num_tokens
 
     def _too_long(self) -> Sequence | None:
-        """The prompt whose turn it is, if it has no room beside the decodes."""
+        """The next prompt, if it does not fit beside the decodes."""
         batch = self._batch()
         seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1 and seq.computes_prompt), None)
         if seq is not None:
@@ -99,7 +99,7 @@ class WholePrompts(Scheduler):
 
 
 class StaticWholePrompts(StaticBatching, WholePrompts):
-    """Static batches of prompts that are never cut."""
+    """Static batches of whole prompts."""
 
 
 def scheduler_class(batching: str, chunk_tokens: ChunkTokens) -> type[Scheduler]:

@@ -17,7 +17,7 @@ import pytest
 
 from decode_worker.receive import ReceiveHandoff
 from engine.messages import Command, Computed, KVEvent, KVReady, Progress, Reserved, encode
-from engine.process.client import KVEventReader
+from engine.process.client import EventReader
 from kv_transfer.factory import create_transport
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
@@ -53,9 +53,9 @@ class Engine:
         self.told: list[Command] = []
         self.ready = threading.Event()
 
-    def take_kv_events(self) -> KVEventReader:
+    def take_kv_events(self) -> EventReader[KVEvent]:
         """The reading end."""
-        return KVEventReader(self._reads)
+        return EventReader(self._reads, KVEvent)  # type: ignore[arg-type]  # a union
 
     def say(self, event: KVEvent) -> None:
         """Write an event."""
