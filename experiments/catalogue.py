@@ -6,9 +6,10 @@ from experiments.added_ttft import AddedTtft
 from experiments.experiment import Experiment
 from experiments.prefix import Prefix
 from experiments.primer import Primer
+from experiments.transport import Transport
 from pdserve.core.errors import InvalidRequest
 
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix)
+EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Transport)
 
 
 def experiment_of(name: str) -> type[Experiment]:

@@ -1,0 +1,437 @@
+"""``pdserve experiment transport``: what each KV transport moves, and what a message costs.
+
+On one machine every transport is a *pair* of two processes with a link between them (`experiments.pairs`), without
+blocks, hashes or requests. A payload is timed from the source's first act until the target has its last byte. Two more
+pairs are the ceilings: a thread that copies memory, and a blocking socket. All pairs take turns, so that whatever else
+the machine does meets all of them. Each repeat starts new processes.
+
+A payload of up to ``transfer.message_bytes`` is one message; larger ones travel as several, as in a hand-off. The line
+``time = cost + bytes / rate`` through the sizes of one message gives the cost of a message, which includes waking the
+receiver.
+
+A running service (``--target``) has links of its own. Requests of several prompt lengths are sent over them one at a
+time; bytes, times and the link's ceiling come from the responses. Such a hand-off has several messages and is hashed,
+so the fit gives the cost of a hand-off there."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.pairs.memcpy import Memcpy
+from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
+from experiments.pairs.raw_tcp import RawTcp
+from experiments.pairs.transport_pair import TransportPair
+from experiments.plots import transport as plots
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.statistics import MIN_REPEATS, Interval, mean_interval
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.config import TransferConfig
+from pdserve.core.errors import InvalidRequest
+
+MEMCPY, SOCKET = "memcpy", "socket"
+CEILING_OF = {"shm": MEMCPY, "nixl": MEMCPY, "tcp": SOCKET, "grpc_stream": SOCKET, "torch_dist": SOCKET}
+"""The transports that can be measured on one machine, and the ceiling of each."""
+MESSAGE_BYTES = TransferConfig().message_bytes
+LOCAL, SERVICE = "local", "service"
+_KIB = 2**10
+_WARM_UP = 2
+T = TypeVar("T")
+
+
+class TransportOptions(Options):
+    """Options of `Transport`."""
+
+    transports: tuple[str, ...] = Field(
+        (), description="transports to measure (none: all that can be measured on this machine)"
+    )
+    kib: tuple[int, ...] = Field(
+        (64, 256, 1024, 4096, 16384, 65536, 131072),
+        description="sizes in KiB",
+        json_schema_extra={"quick": [64, 512, 4096, 16384]},
+    )
+    repeats: int = Field(6, ge=1, description="how often processes are started anew", json_schema_extra={"quick": 5})
+    rounds: int = Field(
+        7,
+        ge=1,
+        description="payloads of each size and repeat, of which the median counts",
+        json_schema_extra={"quick": 5},
+    )
+    prompt_lens: tuple[int, ...] = Field(
+        (128, 256, 512, 1024, 2048, 4096),
+        description="prompt lengths for the links of a running service",
+        json_schema_extra={"quick": [128, 512, 1024]},
+    )
+    requests: int = Field(
+        12, ge=1, description="requests of each prompt length to a running service", json_schema_extra={"quick": 6}
+    )
+
+
+class Transport(Experiment):
+    """See the module."""
+
+    name: ClassVar[str] = "transport"
+    question: ClassVar[str] = "How fast does each transport move KV, and what does a message cost?"
+    options_type: ClassVar[type[Options]] = TransportOptions
+    options: TransportOptions
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """One cell per repeat; for a running service one per prompt length, with the links that it has."""
+        options = self.options
+        if attached is not None:
+            return self._service_cells(attached)
+        for name in options.transports:
+            if name not in CEILING_OF:
+                known = ", ".join(CEILING_OF)
+                raise InvalidRequest(f"--transports: {name!r} is none of {known}; measure others with --target")
+        if not options.kib or min(options.kib) < 1:
+            raise InvalidRequest("--kib: give at least one size of 1 KiB or more")
+        pairs = len(self._transports()) + 2
+        return [
+            Cell(f"repeat-{number}", {"where": LOCAL, "repeat": number}, None, work=pairs * (options.rounds + 2))
+            for number in range(options.repeats)
+        ]
+
+    def _service_cells(self, attached: ServiceStatus) -> list[Cell]:
+        transports = sorted({link.transport for worker in attached.workers for link in worker.links})
+        if not transports:
+            raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
+        fit = [length for length in self.options.prompt_lens if length + 2 <= attached.context_length]
+        if not fit:
+            raise InvalidRequest(f"--prompt-lens: none fits the service's context of {attached.context_length}")
+        return [
+            Cell(
+                f"{length} tokens",
+                {"where": SERVICE, "prompt_len": length, "transport": "+".join(transports)},
+                work=self.options.requests,
+            )
+            for length in fit
+        ]
+
+    def _transports(self) -> tuple[str, ...]:
+        if self.options.transports:
+            return self.options.transports
+        return tuple(name for name in CEILING_OF if name != "nixl" or importlib.util.find_spec("nixl") is not None)
+
+    async def measure(self, bench: Bench) -> None:
+        """Measure one repeat of all pairs, or one prompt length over the links of a service."""
+        if bench.cell.parameters["where"] == SERVICE:
+            await self._measure_service(bench)
+        else:
+            await self._measure_pairs(bench)
+
+    async def _measure_pairs(self, bench: Bench) -> None:
+        sizes = [kib * _KIB for kib in self.options.kib]
+        pairs: dict[str, Pair] = {MEMCPY: Memcpy(), SOCKET: RawTcp()}
+        pairs |= {name: TransportPair(name) for name in self._transports()}
+        seconds: dict[str, dict[str, list[float]]] = {}
+        unavailable: dict[str, str] = {}
+
+        async def attempt(name: str, work: Callable[[], T]) -> T | None:
+            """Run ``work`` beside the event loop, so that Ctrl-C is noticed after it."""
+            if name in unavailable:
+                return None
+            try:
+                return await asyncio.to_thread(work)
+            except (PairFailed, PairUnavailable) as error:
+                unavailable[name] = str(error).splitlines()[0]
+                return None
+
+        with ExitStack() as stack:
+            for name, pair in pairs.items():
+                stack.enter_context(pair)
+                await attempt(name, lambda pair=pair: pair.start(max(sizes)))  # type: ignore[misc]
+                seconds[name] = {str(size): [] for size in sizes}
+                bench.advance(1)
+            names = list(pairs)
+            for turn in range(self.options.rounds + 1):
+                for name in names if turn % 2 == 0 else reversed(names):
+                    for size in sizes:
+                        took_s = await attempt(name, lambda pair=pairs[name], size=size: pair.seconds(size))  # type: ignore[misc]
+                        if turn and took_s is not None:  # the first round is warm-up
+                            seconds[name][str(size)].append(took_s)
+                    bench.advance(1)
+        bench.facts["seconds"] = {name: seconds[name] for name in pairs if name not in unavailable}
+        bench.facts["unavailable"] = unavailable
+
+    async def _measure_service(self, bench: Bench) -> None:
+        length = int(bench.cell.parameters["prompt_len"])
+        draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
+        async with AsyncClient(bench.target) as client:
+            vocab_size = (await client.status()).vocab_size
+            for number in range(-_WARM_UP, self.options.requests):
+                prompt = [draw.randrange(vocab_size) for _ in range(length)]
+                salt = f"{bench.cell.name}/{draw.random()}"
+                if number < 0:
+                    await client.generate(prompt, mode="pd", max_tokens=2, ignore_eos=True, salt=salt).result()
+                else:
+                    await bench.send(
+                        client, prompt, arm="pd", repeat=0, index=number, mode="pd", max_tokens=2, salt=salt
+                    )
+                    bench.advance(1)
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """``cells``, ``fits``, ``ceilings``, ``unavailable``; see docs/experiments/transport.md."""
+        where = run.cells[0].parameters["where"] if run.cells else LOCAL
+        summarise = _summarise_service if where == SERVICE else _summarise_local
+        return {"experiment": self.name, "where": where, **summarise(run, self.options.seed)}
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """Rates over size with the ceilings, times with the fit, and a table."""
+        local = summary["where"] == LOCAL
+        report = Report(
+            title="What the transports move" if local else "What the links of this service move",
+            question=self.question,
+            answer=_answer(summary),
+            setup=setup_of(
+                run,
+                "two processes per transport, payloads of all transports in turns, new processes in each repeat"
+                if local
+                else "requests one at a time over the links of the running service, overlap as configured there",
+            ),
+            caveats=_caveats(summary),
+            failures=summary["failed"],
+        )
+        if summary["cells"]:
+            report.blocks += [plots.rate_over_size(summary), plots.time_over_size(summary)]
+            report.blocks += [_cells_table(summary), _fits_table(summary)]
+        return report
+
+
+def fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float] | None:
+    """Cost in seconds and rate in bytes per second of the line ``time = cost + bytes / rate`` whose relative errors
+    have the least squares; None where it is not determined or no rate."""
+    if len(set(sizes)) < 2:
+        return None
+    times = np.asarray(times_s, float)
+    columns = np.stack([np.ones(times.size), np.asarray(sizes, float)], axis=1) / times[:, None]
+    (cost_s, s_per_byte), *_ = np.linalg.lstsq(columns, np.ones(times.size), rcond=None)
+    return (float(cost_s), float(1 / s_per_byte)) if s_per_byte > 0 else None
+
+
+def _summarise_local(run: RunData, seed: int) -> dict[str, Any]:
+    repeats = [_medians_s(cell) for cell in run.cells]
+    unavailable: dict[str, str] = {}
+    for cell in run.cells:
+        unavailable |= cell.facts["unavailable"]
+    names = list(dict.fromkeys(name for repeat in repeats for name in repeat))
+    fits: list[dict[str, Any]] = []
+    summaries = []
+    for name in names:
+        fit = _fit_of([repeat[name] for repeat in repeats if name in repeat], seed)
+        if fit is not None:
+            fits.append({"transport": name, **fit})
+        for size in sorted({size for repeat in repeats for size in repeat.get(name, {})}):
+            times_s = [repeat[name][size] for repeat in repeats if size in repeat.get(name, {})]
+            ceiling = CEILING_OF.get(name, "")
+            shares = [
+                repeat[ceiling][size] / repeat[name][size]
+                for repeat in repeats
+                if size in repeat.get(name, {}) and size in repeat.get(ceiling, {})
+            ]
+            summaries.append(
+                {
+                    "transport": name,
+                    "size_bytes": size,
+                    "messages": -(-size // MESSAGE_BYTES),
+                    "gbs": _interval([size / time_s / 1e9 for time_s in times_s], seed),
+                    "time_us": _interval([time_s * 1e6 for time_s in times_s], seed),
+                    "per_message_us": None if fit is None else fit["per_message_us"],
+                    "ceiling": ceiling or None,
+                    "share": _interval(shares, seed) if shares else None,
+                }
+            )
+    return {
+        "message_bytes": MESSAGE_BYTES,
+        "cells": [cell for cell in summaries if cell["transport"] in CEILING_OF],
+        "ceilings": [cell for cell in summaries if cell["transport"] not in CEILING_OF],
+        "fits": fits,
+        "unavailable": unavailable,
+        "failed": [f"{name}: {why}" for name, why in unavailable.items() if name in (MEMCPY, SOCKET)],
+    }
+
+
+def _medians_s(cell: FinishedCell) -> dict[str, dict[int, float]]:
+    """The median time of each pair and size of a repeat."""
+    return {
+        name: {int(size): statistics.median(times_s) for size, times_s in by_size.items() if times_s}
+        for name, by_size in cell.facts["seconds"].items()
+    }
+
+
+def _fit_of(repeats: Sequence[Mapping[int, float]], seed: int) -> dict[str, Any] | None:
+    """The fit through the sizes of one message, made in each repeat on its own; through all sizes if fewer than two are
+    that small."""
+    lines = []
+    for times_s in repeats:
+        single = [size for size in times_s if size <= MESSAGE_BYTES]
+        sizes = single if len(single) > 1 else list(times_s)
+        line = fit_line(sizes, [times_s[size] for size in sizes])
+        if line is not None:
+            lines.append(line)
+    return _fit(lines, seed)
+
+
+def _fit(lines: Sequence[tuple[float, float]], seed: int) -> dict[str, Any] | None:
+    if not lines:
+        return None
+    return {
+        "per_message_us": _interval([cost_s * 1e6 for cost_s, _ in lines], seed),
+        "rate_gbs": _interval([rate / 1e9 for _, rate in lines], seed),
+    }
+
+
+def _summarise_service(run: RunData, seed: int) -> dict[str, Any]:
+    done = [row for row in run.rows if row.error is None and row.kv_bytes]
+    failed = [f"{row.cell}: {row.error}" for row in run.rows if row.error is not None]
+    failed += [
+        f"{row.cell}: {row.kv_bytes} bytes moved, {row.kv_bytes_expected} expected"
+        for row in run.rows
+        if row.error is None and row.kv_bytes != row.kv_bytes_expected
+    ]
+    cells, fits = [], []
+    for transport in sorted({row.transport for row in done}):
+        rows = [row for row in done if row.transport == transport]
+        fit = _fit(_lines_of(rows), seed)
+        if fit is not None:
+            fits.append({"transport": transport, **fit})
+        for length in sorted({row.prompt_tokens for row in rows}):
+            here = [row for row in rows if row.prompt_tokens == length]
+            ceilings = [float(row.transfer["ceiling_gbs"]) for row in here]
+            shares = [float(row.transfer["gbs"]) / top for row, top in zip(here, ceilings, strict=True) if top]
+            cells.append(
+                {
+                    "transport": transport,
+                    "prompt_len": length,
+                    "size_bytes": here[0].kv_bytes,
+                    "gbs": _interval([float(row.transfer["gbs"]) for row in here], seed),
+                    "time_us": _interval([_busy_ms(row) * 1e3 for row in here], seed),
+                    "exposed_us": _interval([float(row.transfer["exposed_ms"]) * 1e3 for row in here], seed),
+                    "per_message_us": None if fit is None else fit["per_message_us"],
+                    "ceiling": "link",
+                    "ceiling_gbs": round(statistics.median(ceilings), 4),
+                    "share": _interval(shares, seed) if shares else None,
+                }
+            )
+    return {"message_bytes": None, "cells": cells, "ceilings": [], "fits": fits, "unavailable": {}, "failed": failed}
+
+
+def _lines_of(rows: Sequence[RequestRow]) -> list[tuple[float, float]]:
+    """One fit per request number, each through one request of every prompt length."""
+    lines = []
+    for index in sorted({row.index for row in rows}):
+        same = [row for row in rows if row.index == index and _busy_ms(row)]
+        line = fit_line([row.kv_bytes for row in same], [_busy_ms(row) / 1e3 for row in same])
+        if line is not None:
+            lines.append(line)
+    return lines
+
+
+def _busy_ms(row: RequestRow) -> float:
+    return float(row.transfer["wire_ms"]) + float(row.transfer["import_ms"])
+
+
+def _interval(values: Sequence[float], seed: int) -> dict[str, float | int]:
+    interval = mean_interval(values, seed)
+    assert interval is not None, "there are values"
+    return interval.to_dict()
+
+
+def _answer(summary: Mapping[str, Any]) -> str:
+    cells: Sequence[Mapping[str, Any]] = summary["cells"]
+    if not cells:
+        return "No transport was measured."
+    largest = max(cell["size_bytes"] for cell in cells)
+    best = {cell["transport"]: cell for cell in cells if cell["size_bytes"] == largest}
+    costs = {fit["transport"]: Interval.from_dict(fit["per_message_us"]) for fit in summary["fits"]}
+    what = "message" if summary["where"] == LOCAL else "hand-off"
+    parts = []
+    for name, cell in sorted(best.items(), key=lambda item: -item[1]["gbs"]["mean"]):
+        of = "the link's ceiling" if cell["ceiling"] == "link" else plots.NAMES[cell["ceiling"]]
+        share = f", {100 * cell['share']['mean']:.0f} % of {of}" if cell["share"] else ""
+        cost = f", and a {what} costs {costs[name].mean:.0f} µs" if name in costs else ""
+        parts.append(f"{name} moves {cell['gbs']['mean']:.2g} GB/s{share}{cost}")
+    return f"With {plots.size_text(largest)}, {'; '.join(parts)}."
+
+
+def _caveats(summary: Mapping[str, Any]) -> list[str]:
+    if summary["where"] == SERVICE:
+        caveats = [
+            "Times are the receiver's (wire and import), with hashing and the latency of the link, and without waits "
+            "for blocks that were not computed yet. With overlap, most of this time is hidden behind the prefill.",
+            "The ceiling is the best rate of the link so far, in its handshake or in a hand-off, so no share exceeds "
+            "100 %.",
+            "Short prompts of an overlapped hand-off travel in small messages.",
+        ]
+    else:
+        caveats = [
+            "Both ends of each pair are on this machine. Network transports meet no network here; measure a cluster "
+            "with --target.",
+            "Each process has a core of its own where the machine has two. Libraries with threads of their own "
+            "(grpc_stream, torch_dist) share it with them.",
+            "The cost of a message includes waking the receiving process, which a busy receiver does not pay.",
+        ]
+        caveats += [f"{name} was not measured: {why}" for name, why in summary["unavailable"].items()]
+    if any(cell["gbs"]["n"] < MIN_REPEATS for cell in summary["cells"]):
+        caveats.append(f"Figures of fewer than {MIN_REPEATS} repeats have intervals that are too wide to rely on.")
+    return caveats
+
+
+def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
+    rows = []
+    for cell in (*summary["ceilings"], *summary["cells"]):
+        gbs, time_us = Interval.from_dict(cell["gbs"]), Interval.from_dict(cell["time_us"])
+        share = Interval.from_dict(cell["share"]) if cell["share"] else None
+        ceiling = "–"
+        if cell["ceiling"]:
+            ceiling = f"{cell['ceiling_gbs']:.2f} GB/s" if cell["ceiling"] == "link" else plots.NAMES[cell["ceiling"]]
+        rows.append(
+            (
+                plots.NAMES.get(cell["transport"], cell["transport"]),
+                plots.size_text(cell["size_bytes"]),
+                f"{gbs.mean:.2f} [{gbs.lo:.2f}, {gbs.hi:.2f}]",
+                f"{time_us.mean:,.0f} [{time_us.lo:,.0f}, {time_us.hi:,.0f}]",
+                ceiling,
+                "–" if share is None else f"{share.mean:.2f} [{share.lo:.2f}, {share.hi:.2f}]",
+                str(gbs.n),
+            )
+        )
+    return TableBlock(
+        "Rates",
+        ("transport", "size", "GB/s", "time, µs", "ceiling", "share of ceiling", "n"),
+        rows,
+        "Means with 95 % intervals over n repeats. 1 GB/s is 10⁹ bytes per second.",
+    )
+
+
+def _fits_table(summary: Mapping[str, Any]) -> TableBlock:
+    rows = []
+    for fit in summary["fits"]:
+        cost, rate = Interval.from_dict(fit["per_message_us"]), Interval.from_dict(fit["rate_gbs"])
+        rows.append(
+            (
+                plots.NAMES.get(fit["transport"], fit["transport"]),
+                f"{cost.mean:.0f} [{cost.lo:.0f}, {cost.hi:.0f}]",
+                f"{rate.mean:.2f} [{rate.lo:.2f}, {rate.hi:.2f}]",
+            )
+        )
+    what = "message" if summary["where"] == LOCAL else "hand-off"
+    return TableBlock(
+        "time = cost + bytes / rate",
+        ("transport", f"cost of a {what}, µs", "rate, GB/s"),
+        rows,
+        "Least squares of relative errors, made in each repeat on its own.",
+    )
