@@ -35,7 +35,7 @@ def rate_over_size(summary: Summary) -> Picture:
     _size_axis(axes, (*summary["cells"], *summary["ceilings"]))
     axes.set_yscale("log")
     _plain_log(axes.yaxis)
-    style.label(axes, x=_size_label(summary), y="10⁹ bytes per second")
+    style.label(axes, x=_size_label(summary), y="GB/s (10⁹ bytes per second)")
     _legend(figure)
     return Picture(
         "rate_over_size",
@@ -72,15 +72,16 @@ def time_over_size(summary: Summary) -> Picture:
     _size_axis(axes, summary["cells"])
     axes.set_yscale("log")
     _plain_log(axes.yaxis)
-    style.label(axes, x=_size_label(summary), y="µs")
+    style.label(axes, x=_size_label(summary), y="time, µs")
     _legend(figure)
     return Picture(
         "time_over_size",
         "Time over size, and the cost of a message" if summary["where"] == "local" else "Time over size",
         "Points are means with 95 % intervals. Lines are time = cost + bytes / rate, fitted to "
         + (
-            "the sizes of one message; where a line is flat, the cost of a message dominates. To the right of the "
-            "dotted line several messages are under way at once, and a point below its line shows what that saves."
+            "the sizes of one message; where a line is flat, the cost of a message dominates. Points beside their line "
+            "show that the rate depends on the size, as it does once payloads exceed the processor's cache. To the "
+            "right of the dotted line several messages are under way at once."
             if summary["where"] == "local"
             else "all prompt lengths; the cost is that of a whole hand-off."
         ),
