@@ -59,7 +59,7 @@ class TransportOptions(Options):
         (), description="transports to measure (none: all that can be measured on this machine)"
     )
     kib: tuple[int, ...] = Field(
-        (64, 256, 1024, 4096, 16384, 65536, 131072),
+        (64, 256, 1024, 4096, 16384, 131072),
         description="sizes in KiB",
         json_schema_extra={"quick": [64, 512, 4096, 16384]},
     )

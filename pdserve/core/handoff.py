@@ -33,8 +33,8 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A sender's link to a receiver: the transport, the reason for choosing it, and the best rate of the probes when
-    the link was opened (10^9 bytes per second; 0: not measured)."""
+    """A sender's link to a receiver: the transport, the reason for choosing it, and the link's ceiling: the best rate
+    so far (10^9 bytes per second; 0: not measured)."""
 
     worker_id: str
     transport: str
@@ -49,13 +49,15 @@ class TransferProof(msgspec.Struct, frozen=True):
     duplicate). Times are durations on the receiver's clock, except ``export_ms``:
 
     - ``export_ms``: the sender read and hashed the blocks, and copied them from its device to the host;
-    - ``wire_ms``: the receiver moved the bytes, from each message's header to the end of its payload, in total;
+    - ``wire_ms``: bytes were on their way: from the moment the sender began to send a message until it was in place,
+      without ``import_ms``; time that messages share counts once;
     - ``import_ms``: the receiver hashed the blocks, and copied them to its device;
-    - ``span_ms``: from the first message to the last verified block, including waits for the prefill;
+    - ``span_ms``: from the moment the first message was sent to the last verified block, including waits for the prefill;
     - ``request_to_ready_ms``: from the allocation of the blocks to the last verified block.
 
     The latency that the hand-off adds to the request is the stage ``kv_exposed``, which is not among these.
-    ``ceiling_gbs`` is the best rate of the probes at the handshake, in 10^9 bytes per second (0: not measured).
+    ``ceiling_gbs`` is the best rate of the link so far, this hand-off included, in 10^9 bytes per second (0: nothing
+    was moved or measured).
     """
 
     transport: str
@@ -74,12 +76,12 @@ class TransferProof(msgspec.Struct, frozen=True):
 
     @property
     def gbs(self) -> float:
-        """The rate over ``wire_ms + import_ms``, in 10^9 bytes per second; 0 if nothing was sent. Either time alone
-        would be too short, because the next message arrives while one is hashed."""
+        """The rate over ``wire_ms + import_ms``, in 10^9 bytes per second; 0 if nothing was sent. The receiver's module
+        `kv_transfer.link_rate` defines it."""
         busy_ms = self.wire_ms + self.import_ms
         return self.kv_bytes / busy_ms / 1e6 if busy_ms else 0.0
 
     @property
     def share_of_ceiling(self) -> float | None:
-        """``gbs`` over ``ceiling_gbs``; None if nothing was sent or measured."""
+        """``gbs`` over ``ceiling_gbs``; at most 1. None if nothing was sent."""
         return self.gbs / self.ceiling_gbs if self.ceiling_gbs and self.gbs else None
