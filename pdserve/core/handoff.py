@@ -52,7 +52,7 @@ class TransferProof(msgspec.Struct, frozen=True):
     - ``wire_ms``: bytes were on their way: from the moment the sender began to send a message until it was in place,
       without ``import_ms``; time that messages share counts once;
     - ``import_ms``: the receiver hashed the blocks, and copied them to its device;
-    - ``span_ms``: from the moment the first message was sent to the last verified block, including waits for the prefill;
+    - ``span_ms``: from when the first message was sent to the last verified block, including waits for the prefill;
     - ``request_to_ready_ms``: from the allocation of the blocks to the last verified block.
 
     The latency that the hand-off adds to the request is the stage ``kv_exposed``, which is not among these.

@@ -376,7 +376,7 @@ class Transfer(google.protobuf.message.Message):
     gbs: builtins.float
     """achieved: 10^9 bytes per second of wire_ms + import_ms"""
     ceiling_gbs: builtins.float
-    """what the link moved at best when it was opened; 0: not measured"""
+    """the best rate of the link so far, this transfer included; 0: not measured"""
     room_wait_ms: builtins.float
     """of exposed_ms: token 1 was there, and decode had no room for the blocks yet"""
     def __init__(
@@ -671,7 +671,7 @@ class PeerLink(google.protobuf.message.Message):
     reason: builtins.str
     """why this transport"""
     ceiling_gbs: builtins.float
-    """what it moved at best when it was opened; 0: not measured"""
+    """its best rate so far; 0: not measured"""
     def __init__(
         self,
         *,
