@@ -382,4 +382,4 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
                 "yes" if cell["tokens_equal"] else "NO",
             )
         )
-    return TableBlock("All cells", header, rows, "KV bytes per request; ceiling as measured when the link was opened.")
+    return TableBlock("All cells", header, rows, "KV bytes per request; the ceiling is the best rate of the link so far.")
