@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
 from experiments.experiment import Experiment
+from experiments.goodput import Goodput
 from pdserve.core.errors import InvalidRequest
 
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft,)
+EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Goodput)
 
 
 def experiment_of(name: str) -> type[Experiment]:

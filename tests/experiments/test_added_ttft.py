@@ -12,32 +12,16 @@ import msgspec
 import pytest
 
 from experiments.added_ttft import AddedTtft, AddedTtftOptions
-from experiments.experiment import Cell
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve.core.errors import InvalidRequest
+from tests.experiments.silent import Silent
 from tests.local_cluster import local_cluster, undisturbed
 
 CELL = "128/shm/none/idle"
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 KV_BYTES = 2 * 64 * 2 * 2 * 2 * 16 * 4  # 128 tokens are two blocks of 64; keys and values, 2 layers, 2 heads of 16
-
-
-class Silent:
-    """Progress that shows nothing."""
-
-    def begin(self, cells: Sequence[Cell], finished: int) -> None:
-        """Nothing."""
-
-    def cell(self, cell: Cell) -> None:
-        """Nothing."""
-
-    def advance(self, steps: int) -> None:
-        """Nothing."""
-
-    def stage(self, text: str) -> None:
-        """Nothing."""
 
 
 def row(arm: str, index: int, stages_ms: dict[str, float], **changes: Any) -> RequestRow:
