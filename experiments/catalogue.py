@@ -1,13 +1,26 @@
-"""The experiments by name."""
+"""The experiments and other kinds of runs by name."""
 
 from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
-from experiments.experiment import Experiment
+from experiments.bench.run import BenchRun
+from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
 from pdserve.core.errors import InvalidRequest
 
 EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Goodput)
+
+
+RUN_KINDS: tuple[type[RunKind], ...] = (*EXPERIMENTS, BenchRun)
+"""Everything that writes a run folder."""
+
+
+def kind_of(name: str) -> type[RunKind]:
+    """The kind of run called ``name``. InvalidRequest if there is none."""
+    for each in RUN_KINDS:
+        if each.name == name:
+            return each
+    raise InvalidRequest(f"experiment: {name!r} is none of {', '.join(each.name for each in RUN_KINDS)}")
 
 
 def experiment_of(name: str) -> type[Experiment]:

@@ -127,17 +127,30 @@ class Bench:
         asyncio.run(measuring(self))
 
 
-class Experiment(ABC):
-    """One question, and the way to its answer."""
+class RunKind(ABC):
+    """A kind of run folder: how summary and report follow from its raw data."""
 
     name: ClassVar[str]
     """Of the command and of the results folder."""
     question: ClassVar[str]
-    """What the experiment answers, in one sentence."""
+    """What it answers, in one sentence."""
     options_type: ClassVar[type[Options]]
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    @abstractmethod
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """The figures of ``summary.json``, from the raw data of the finished cells alone. The key ``failed``, if there,
+        lists what makes the run fail (a token or byte that differs)."""
+
+    @abstractmethod
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """The report: answer, pictures, tables, caveats."""
+
+
+class Experiment(RunKind):
+    """One question, and the way to its answer."""
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -147,12 +160,3 @@ class Experiment(ABC):
     @abstractmethod
     async def measure(self, bench: Bench) -> None:
         """Measure ``bench.cell``: write rows and facts."""
-
-    @abstractmethod
-    def summarise(self, run: RunData) -> dict[str, Any]:
-        """The figures of ``summary.json``, from the raw data of the finished cells alone. The key ``failed``, if there,
-        lists what makes the experiment fail (a token or byte that differs)."""
-
-    @abstractmethod
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
-        """The report: answer, pictures, tables, caveats."""

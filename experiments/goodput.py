@@ -268,7 +268,8 @@ def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -
         members.setdefault((COLOCATED, "", devices), []).append(cell)
     systems = []
     for (arm, split, devices), own in members.items():
-        points, values = [], []
+        points: list[dict[str, Any]] = []
+        values: list[list[float]] = []
         for rate in sorted({float(cell.parameters["rate_per_device"]) for cell in own}):
             at_rate = [cell for cell in own if cell.parameters["rate_per_device"] == rate]
             met = [float(slo.met_by_row(row)) for cell in at_rate for row in run.rows_of(cell.cell, arm)]
@@ -284,7 +285,7 @@ def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -
                 values.append([each * offered for each in met])
         if not points:
             continue
-        best = max(range(len(points)), key=lambda at: points[at]["goodput_rps_per_device"]["mean"])
+        best = max(range(len(points)), key=[_goodput(point) for point in points].__getitem__)
         sustained = 0.0
         for point in points:
             if point["attainment"]["mean"] < ATTAINMENT:
@@ -312,6 +313,7 @@ def _offered_rps(cells: Sequence[FinishedCell], arm: str, run: RunData) -> float
 
 
 def _goodput(system: Mapping[str, Any]) -> float:
+    """The mean goodput per device of a system, or of one of its points."""
     return float(system["goodput_rps_per_device"]["mean"])
 
 

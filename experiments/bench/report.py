@@ -88,6 +88,11 @@ class SLO:
             raise InvalidRequest("slo: is empty; write, for example, ttft=200,itl=50")
         return cls(limits_ms)
 
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        return ",".join(f"{key}={limit:g}" for key, limit in self.limits_ms.items())
+
     def met_by(self, generation: Generation) -> bool:
         """Whether the request met every limit."""
         return self._met(

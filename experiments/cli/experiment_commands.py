@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 import yaml
 
-from experiments.catalogue import EXPERIMENTS, experiment_of
+from experiments.catalogue import EXPERIMENTS, kind_of
 from experiments.cli.progress import RunProgress
-from experiments.experiment import Experiment, Options
+from experiments.experiment import Experiment, RunKind
 from experiments.report.page import PAGE
 from experiments.run_folder import RunFolder
-from experiments.runner import Outcome, redraw, run_experiment
+from experiments.runner import Outcome, options_of, redraw, run_experiment
 from ops.cli.options import print_json, stderr_console, stdout_console
 from pdserve.core.errors import InvalidRequest
 
@@ -79,7 +79,7 @@ def run_command(kind: type[Experiment], common: Mapping[str, Any], given: Mappin
     _finish(kind, outcome, common["as_json"])
 
 
-def _finish(kind: type[Experiment], outcome: Outcome, as_json: bool) -> None:
+def _finish(kind: type[RunKind], outcome: Outcome, as_json: bool) -> None:
     folder = outcome.folder
     console = stdout_console()
     if outcome.summary is not None:
@@ -101,19 +101,11 @@ def _finish(kind: type[Experiment], outcome: Outcome, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def options_of(kind: type[Experiment], folder: RunFolder) -> Options:
-    """The options with which the run in ``folder`` was made."""
-    _, saved = folder.config
-    return kind.options_type.choose(
-        {key: value for key, value in saved.items() if key in kind.options_type.model_fields}
-    )
-
-
 def redraw_run(folder: Path, as_json: bool) -> None:
     """Compute and draw a run again; ends with exit code 1 if it had failed."""
     run = RunFolder.open(folder)
     name, _ = run.config
-    kind = experiment_of(name)
+    kind = kind_of(name)
     summary = redraw(kind(options_of(kind, run)), run)
     _finish(kind, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
 
@@ -170,6 +162,8 @@ def _option(kind: type[Experiment], name: str) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
     return (",".join(map(str, value)) or "none") if isinstance(value, tuple | list) else str(value)
 
 

@@ -26,7 +26,7 @@ def over_load(systems: Sequence[System]) -> Picture:
         )  # fmt: skip
     axes.plot([0, rates[-1]], [0, rates[-1]], color=style.FAINT, linewidth=1, linestyle=(0, (2, 3)))
     axes.set_xlim(0, rates[-1] * 1.06)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=-0.02 * rates[-1])
     style.plain_ticks(axes, rates)
     style.label(axes, x="offered load, requests/s per device", y="goodput, requests/s per device")
     style.legend(axes, loc="upper left")
