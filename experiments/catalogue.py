@@ -6,12 +6,13 @@ from experiments.added_ttft import AddedTtft
 from experiments.bench.run import BenchRun
 from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
+from experiments.sweep import Sweep
 from pdserve.core.errors import InvalidRequest
 
 EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Goodput)
 
 
-RUN_KINDS: tuple[type[RunKind], ...] = (*EXPERIMENTS, BenchRun)
+RUN_KINDS: tuple[type[RunKind], ...] = (*EXPERIMENTS, Sweep, BenchRun)
 """Everything that writes a run folder."""
 
 
