@@ -93,40 +93,63 @@ def _exposed(sources: Sequence[Source]) -> Drawing | None:
 
 
 def _goodput(sources: Sequence[Source]) -> Drawing | None:
-    points: list[tuple[str, str, float, float, float, float]] = []
+    """A panel per combination of parameters, in it a line per arm and run."""
+    points: list[tuple[str, str, str, float, float, float, float]] = []
     for source in sources:
         for cell in source.summary.get("cells", ()):
             if not isinstance(cell, Mapping) or not isinstance(cell.get("goodput_rps"), Mapping):
                 continue
             rate = cell["rate"] if "rate" in cell else cell["rate_per_device"] * cell["devices"]
-            keys = ("workers", "split", "transport", "overlap")
-            where = [str(cell[key]) for key in keys if key in cell]
+            where = [str(cell[key]) for key in ("workers", "split", "transport", "overlap") if key in cell]
             where += [f"{cell['prompt_len']} tokens"] if "prompt_len" in cell else []
             for arm, good in cell["goodput_rps"].items():
                 if good is not None:
-                    name = " · ".join(filter(None, (source.label, *where, arm)))
-                    points.append((name, arm, float(rate), good["mean"], good["lo"], good["hi"]))
+                    name = " · ".join(where)
+                    points.append((name, source.label, arm, float(rate), good["mean"], good["lo"], good["hi"]))
     if not points:
         return None
 
     def draw() -> Any:
-        figure = style.canvas(width_in=8.6, height_in=4.6)
-        axes = figure.axes[0]
-        _lines(axes, [(name, rate, (mean, lo, hi)) for name, _, rate, mean, lo, hi in points])
-        rates = sorted({point[2] for point in points})
-        axes.plot([0, rates[-1]], [0, rates[-1]], color=style.FAINT, linewidth=1, linestyle=(0, (2, 3)))
-        axes.set_xlim(0, rates[-1] * 1.06)
-        axes.set_ylim(bottom=-0.02 * rates[-1])
-        style.plain_ticks(axes, rates)
-        style.label(axes, x="offered load, requests/s", y="goodput, requests/s")
-        _outside_legend(axes)
+        panels = list(dict.fromkeys(point[0] for point in points))
+        runs = list(dict.fromkeys(point[1] for point in points))
+        columns = min(3, len(panels))
+        rows = -(-len(panels) // columns)
+        figure = style.canvas(
+            columns, rows, width_in=max(6.4, 3.5 * columns), height_in=2.7 * rows + 0.9, sharey=True, sharex=True
+        )
+        rates = sorted({point[3] for point in points})
+        for place, (axes, panel) in enumerate(zip(figure.axes, panels, strict=False)):
+            for run, arm in dict.fromkeys((point[1], point[2]) for point in points if point[0] == panel):
+                own = sorted(point[3:] for point in points if point[:3] == (panel, run, arm))
+                at = runs.index(run)
+                axes.errorbar(
+                    [rate for rate, *_ in own],
+                    [mean for _, mean, _, _ in own],
+                    yerr=[[mean - lo for _, mean, lo, _ in own], [hi - mean for _, mean, _, hi in own]],
+                    color=style.PD if arm == "pd" else style.COLOCATED, marker=style.MARKERS[at % len(style.MARKERS)],
+                    linestyle=("-", (0, (5, 2)), (0, (1, 1.5)))[at % 3], markersize=4, capsize=2, linewidth=1.5,
+                    label=" · ".join(filter(None, (run, arm))),
+                )  # fmt: skip
+            axes.plot([0, rates[-1]], [0, rates[-1]], color=style.FAINT, linewidth=0.9, linestyle=(0, (2, 3)))
+            axes.set_xlim(0, rates[-1] * 1.06)
+            axes.set_ylim(bottom=-0.02 * rates[-1])
+            style.plain_ticks(axes, rates)
+            lowest = place + columns >= len(panels)
+            axes.tick_params(labelbottom=lowest)
+            style.label(
+                axes,
+                x="offered load, requests/s" if lowest else "",
+                y="goodput, requests/s" if place % columns == 0 else "",
+            )
+            axes.set_title(panel, loc="left", fontsize=9, color=style.INK)
+        _common_legend(figure, len(panels))
         return figure
 
     return Drawing(
         "goodput_over_rate",
         "Goodput over rate",
         "Requests per second that meet the SLO, with 95 % intervals. On the dotted line every request meets it.",
-        ("series", "arm", "rate", "goodput_rps", "lo", "hi"),
+        ("parameters", "run", "arm", "rate", "goodput_rps", "lo", "hi"),
         points,
         draw,
     )
@@ -163,15 +186,7 @@ def _stages(sources: Sequence[Source]) -> Drawing | None:
                 axes.step(ordered, share, where="post", color=_color(series, names), linewidth=1.6, label=series)
             axes.set_ylim(0, 101)
             style.label(axes, x="ms", y="requests, %" if axes.get_subplotspec().is_first_col() else "", title=name)
-        for axes in figure.axes[len(chosen) :]:
-            axes.set_visible(False)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        for axes in figure.axes[1:]:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                if label not in labels:
-                    handles.append(handle)
-                    labels.append(label)
-        figure.legend(handles, labels, frameon=False, fontsize=9, ncols=min(4, len(labels)), loc="outside lower center")
+        _common_legend(figure, len(chosen))
         return figure
 
     return Drawing(
@@ -198,6 +213,21 @@ def _lines(axes: Any, points: Sequence[tuple[str, float, tuple[float, float, flo
             linestyle=("-", (0, (5, 2)), (0, (1, 1.5)))[number // len(style.PALETTE) % 3],
             markersize=5, capsize=3, linewidth=1.5, label=name,
         )  # fmt: skip
+
+
+def _common_legend(figure: Any, used: int) -> None:
+    """One legend below all axes, of which those after the first ``used`` are hidden."""
+    for axes in figure.axes[used:]:
+        axes.set_visible(False)
+    found: dict[str, Any] = {}
+    for axes in figure.axes[:used]:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    longest = max(map(len, found), default=0)
+    figure.legend(
+        list(found.values()), list(found), frameon=False, fontsize=9, ncols=4 if longest < 20 else 2,
+        loc="outside lower center",
+    )  # fmt: skip
 
 
 def _outside_legend(axes: Any) -> None:
