@@ -102,7 +102,7 @@ class AddedTtftOptions(Options):
         "TTFT and gap between tokens",
     )
     duration_s: float = Field(
-        10.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 5.0}
+        10.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 4.0}
     )
     rounds: int = Field(5, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
 

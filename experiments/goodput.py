@@ -71,7 +71,7 @@ class GoodputOptions(Options):
         "(90th percentile) and gap between tokens",
     )
     duration_s: float = Field(
-        15.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 6.0}
+        15.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 5.0}
     )
     rounds: int = Field(5, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
     dataset: str = Field("random", description="what is sent, see `pdserve bench`")
@@ -319,6 +319,8 @@ def _goodput(system: Mapping[str, Any]) -> float:
 
 def _answer(summary: Mapping[str, Any]) -> str:
     if not summary["systems"]:
+        if summary["slo_ms"]:
+            return "No load was measured to its end."
         return "There is no SLO to judge by: no idle request was completed."
     split = next(each for each in summary["systems"] if each["split"] == summary["best_split"])
     colocated = next(

@@ -57,7 +57,8 @@ def compare(
                     "–" if interval is None else f"[{interval.lo:.4g}, {interval.hi:.4g}]",
                     "*" if each.distinct else "",
                 )
-        stdout_console().print(table)
+        console = stdout_console()
+        console.print(table if table.row_count else f"all {len(found)} figures are equal")
     for each, which in broken:
         stderr_console().print(
             f"[red]worse[/]: {each.key}: {each.a:.4g} became {each.b:.4g}, beyond the limit of {which.percent:g} %",
