@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
 from experiments.experiment import Experiment
-from experiments.prefix import Prefix
-from experiments.primer import Primer
-from pdserve.core.errors import InvalidRequest
-
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix)
+EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Interference)
 
 
 def experiment_of(name: str) -> type[Experiment]:
