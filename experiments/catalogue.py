@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
+from experiments.chunked_prefill import ChunkedPrefill
 from experiments.experiment import Experiment
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Interference)
+EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Interference, ChunkedPrefill)
 
 
 def experiment_of(name: str) -> type[Experiment]:

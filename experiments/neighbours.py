@@ -3,7 +3,8 @@
 In a window a fixed number of requests decode all the time (kind `DECODING`). They begin before the window, and are
 cancelled when it is over. Meanwhile prompts arrive (kind `LONG`), open-loop: their number follows from the rate, and
 their times are uniform over the arrival time, as those of a Poisson process with that number are. The window lasts
-until all arrivals are answered, so that an arm that falls behind is measured while it does."""
+until all arrivals are answered, so that an arm that falls behind is measured while it does. The next one begins when
+the service is idle."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from typing import Any
 from experiments.experiment import Bench
 from experiments.request_row import RequestRow, token_hash
 from experiments.statistics import mean_interval, percentile
+from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, PdserveError
@@ -107,8 +109,8 @@ class _Window:
     async def measure(self) -> None:
         decoding = [asyncio.create_task(self._decode(index)) for index in range(self._traffic.decoding)]
         try:
-            for task, settled in zip(decoding, self._settled, strict=True):
-                waiting = asyncio.create_task(settled.wait())
+            for task, has_settled in zip(decoding, self._settled, strict=True):
+                waiting = asyncio.create_task(has_settled.wait())
                 await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
             begin_s = self._bench.elapsed_s
@@ -118,6 +120,7 @@ class _Window:
             for task in decoding:
                 task.cancel()
             await asyncio.gather(*decoding, return_exceptions=True)
+        await settled(self._client)
         self._bench.facts.setdefault(WINDOWS, []).append(
             {"arm": self._arm.name, "repeat": self._repeat, "begin_s": begin_s, "end_s": end_s}
         )

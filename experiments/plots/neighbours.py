@@ -1,4 +1,4 @@
-"""Pictures of traffic in which long prompts arrive while others decode (`experiments.neighbours`)."""
+"""Pictures and the table of traffic in which long prompts arrive while others decode (`experiments.neighbours`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 
 from experiments.neighbours import WindowData
 from experiments.plots import style
-from experiments.report.page import Picture
+from experiments.report.page import Picture, TableBlock
 from experiments.statistics import Interval
 
 _APART = {"pd": style.PD, "alone-busy": "#e69f00", "alone-idle": style.FAINT}
 _CHUNKED = ("#cc79a7", "#56b4e9", "#0072b2", "#009e73", "#88a020", "#6a3d9a")
 _WHOLE = style.INK
+_PERCENTS = {"p50": "median", "p99": "p99", "max": "longest"}
 
 
 def trade(arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Picture:
@@ -118,6 +119,71 @@ def distribution(windows: Mapping[str, Sequence[WindowData]], labels: Mapping[st
         figure,
         "Cumulative distribution of inter-token latency per arm, and its tail",
     )
+
+
+def over_chunk(arms: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """TTFT of the long prompts, gaps of their neighbours, and throughput over the chunk size; ``off`` comes last."""
+    figure = style.canvas(columns=3, width_in=11.0, height_in=3.9)
+    ttft, gaps, rate = figure.axes
+    places = range(len(arms))
+    for axes, key, percents in (
+        (ttft, "long_ttft_ms", ("p50", "p99")),
+        (gaps, "itl_ms", ("p50", "p99", "max")),
+    ):
+        for number, percent in enumerate(percents):
+            axes.plot(places, [arm[key][percent] for arm in arms.values()], color=style.PALETTE[number],
+                      marker=style.MARKERS[number], markersize=5, linewidth=1.6, label=_PERCENTS[percent])  # fmt: skip
+        style.legend(axes)
+    ttft.set_ylim(bottom=0)
+    _log_axis(gaps, [arm["itl_ms"][key] for arm in arms.values() for key in ("p50", "max")], "y")
+    for number, (key, name) in enumerate((("tokens_per_s", "prompt and output"), ("output_tokens_per_s", "output"))):
+        values = [Interval.from_dict(arm[key]) for arm in arms.values()]
+        rate.errorbar(places, [value.mean for value in values],
+                      yerr=[[v.mean - v.lo for v in values], [v.hi - v.mean for v in values]],
+                      color=style.PALETTE[number], marker=style.MARKERS[number], markersize=5, capsize=3,
+                      linewidth=1.6, label=name)  # fmt: skip
+    rate.set_ylim(bottom=0)
+    style.legend(rate, loc="lower left")
+    for axes in figure.axes:
+        axes.set_xticks(list(places), list(arms))
+        axes.tick_params(axis="x", labelsize=8.5)
+    style.label(ttft, x="chunk size, tokens", y="TTFT, ms", title="long prompts")
+    style.label(gaps, x="chunk size, tokens", y="gap, ms (logarithmic)", title="gaps of neighbours")
+    style.label(rate, x="chunk size, tokens", y="tokens per second", title="throughput")
+    return Picture(
+        "over_chunk",
+        "Over the chunk size",
+        "Left: how long the long prompts wait for their first token. Middle: the gaps between tokens of the requests "
+        "that decode meanwhile. Right: throughput, the mean over windows with its 95 % interval. Off: prompts are "
+        "computed whole.",
+        figure,
+        "Three line plots over the chunk size: TTFT, inter-token latency, throughput",
+    )
+
+
+def figures_table(
+    title: str, arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str], caption: str
+) -> TableBlock:
+    """All figures of each arm."""
+    header = ("arm", "windows", "ITL p50, ms", "p90", "p99", "max", "p99 by window, ms", "long TTFT p50, ms", "p99",
+              "output tokens/s", "prompt + output tokens/s")  # fmt: skip
+    rows = []
+    for name, arm in arms.items():
+        itl, ttft = arm["itl_ms"], arm["long_ttft_ms"]
+        p99, output, total = (
+            Interval.from_dict(arm[key]) for key in ("itl_p99_ms", "output_tokens_per_s", "tokens_per_s")
+        )
+        rows.append(
+            (
+                labels[name],
+                str(arm["windows"]),
+                *(f"{itl[key]:.1f}" for key in ("p50", "p90", "p99", "max")),
+                f"{p99.mean:.1f} [{p99.lo:.1f}, {p99.hi:.1f}]",
+                *(f"{ttft[key]:.0f}" if ttft else "–" for key in ("p50", "p99")),
+                *(f"{each.mean:.1f} [{each.lo:.1f}, {each.hi:.1f}]" for each in (output, total)),
+            )
+        )
+    return TableBlock(title, header, rows, caption)
 
 
 def colors_of(arms: Sequence[str]) -> dict[str, str]:
