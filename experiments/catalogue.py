@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
+from experiments.batching import Batching
 from experiments.chunked_prefill import ChunkedPrefill
 from experiments.experiment import Experiment
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Interference, ChunkedPrefill)
+EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Interference, ChunkedPrefill, Batching)
 
 
 def experiment_of(name: str) -> type[Experiment]:

@@ -3,8 +3,8 @@
 Small chunks let decoding requests go on after a short step, and make a prompt wait for more steps, each of which has
 its own cost. Large chunks do the opposite. Every chunk size gets a service of its own with a single worker, which is
 the same apart from it, and the same traffic (`experiments.neighbours`): requests that decode all the time, and long
-prompts that arrive. The token budget of a step is the largest chunk and the decoding requests in all arms. So a chunk size of
-at least the prompt's length computes prompts whole, as ``off`` does."""
+prompts that arrive. The token budget of a step is the largest chunk and the decoding requests in all arms. So a chunk
+size of at least the prompt's length computes prompts whole, as ``off`` does."""
 
 from __future__ import annotations
 
@@ -243,8 +243,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     caveats = [
         "The best chunk size is that of this model, machine and load; a longer prompt or more decoding requests move "
         "it. It does not regard the TTFT, which the first picture shows beside it.",
-        "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than 1 % "
-        "of all, p99 does not show them; the longest gap and the tail of the distribution do.",
+        "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than "
+        "1 % of all, p99 does not show them; the longest gap and the tail of the distribution do.",
         "Decoding requests go on as fast as they can. So their rate falls with the time that prompts take from them, "
         "and throughput counts prompt and output tokens together.",
     ]

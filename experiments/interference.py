@@ -309,8 +309,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         "No arm is best in everything: colocated requests share all workers, so that a long prompt finds twice as many "
         "that can compute it, and decoding requests are spread over twice as many; disaggregation keeps one worker for "
         "each. Which figure matters is a matter of the service's objectives.",
-        "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than 1 % "
-        "of all, p99 does not show them; the longest gap and the tail of the distribution do.",
+        "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than "
+        "1 % of all, p99 does not show them; the longest gap and the tail of the distribution do.",
         "The gaps are the client's own: they include gateway and client, which share the machine with the engines.",
     ]
     if summary["best_chunk"] is not None:
