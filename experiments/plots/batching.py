@@ -40,8 +40,8 @@ def sweeps(decode: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, A
         "sweeps",
         "Batch size",
         f"One engine step over the number of requests in it, with 95 % intervals. Left: decode, one token each after a "
-        f"context of {context}. Right: prefill, a prompt of {per_prompt} tokens each. A decode step reads all weights, however "
-        "few requests it has; a prefill step has enough tokens for the arithmetic to take longer than that.",
+        f"context of {context}. Right: prefill, a prompt of {per_prompt} tokens each. A decode step reads all weights, "
+        "however few requests it has; a prefill step has enough tokens for the arithmetic to take longer than that.",
         figure,
         "Four line plots of step time and tokens per second over the batch size",
     )
@@ -88,8 +88,8 @@ def pool_over_time(timelines: Mapping[str, Sequence[Sequence[float]]]) -> Pictur
         axes.fill_between(times_s, [100 * p[2] for p in points], color=color, alpha=0.3, linewidth=0)
         axes.fill_between(times_s, [100 * p[1] for p in points], color=color, linewidth=0)
         axes.set_ylim(0, 100)
-        axes.set_xlim(left=0)
         style.label(axes, x="virtual time, s", y="" if number else "share of the pool, %", title=label)
+    figure.axes[0].set_xlim(0, max((point[0] for points in timelines.values() for point in points), default=1.0))
     figure.legend(
         handles=[Patch(color=style.FAINT, label="computed KV"), Patch(color=style.FAINT, alpha=0.3, label="reserved")],
         loc="outside lower center",
