@@ -212,7 +212,7 @@ def _answer(summary: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -
         return "No window was measured."
     traffic = summary["traffic"]
     figures = "; ".join(
-        f"{_label(name, None)}: p99 ITL {arms[name]['itl_ms']['p99']:.0f} ms, median TTFT "
+        f"{_label(name, None)}: p99 ITL {arms[name]['itl_ms']['p99']:.0f} ms{_stall(arms[name])}, median TTFT "
         f"{arms[name]['long_ttft_ms']['p50']:.0f} ms, {arms[name]['tokens_per_s']['mean']:.0f} tokens/s"
         for name in _headline(summary, arms)
     )
@@ -225,6 +225,10 @@ def _answer(summary: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -
     )
     load = f"{traffic['decoding']} decoding requests and prompts of {traffic['prompt_len']} tokens"
     return f"{chosen}With {load}: {figures}."
+
+
+def _stall(arm: Mapping[str, Any]) -> str:
+    return f" (longest gap beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)" if arm["stall_ms"] else ""
 
 
 def _method(summary: Mapping[str, Any]) -> str:
@@ -244,7 +248,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         "The best chunk size is that of this model, machine and load; a longer prompt or more decoding requests move "
         "it. It does not regard the TTFT, which the first picture shows beside it.",
         "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than "
-        "1 % of all, p99 does not show them; the longest gap and the tail of the distribution do.",
+        "1 % of all, p99 does not show them; the longest gap beside each long prompt and the tail of the distribution "
+        "do.",
         "Decoding requests go on as fast as they can. So their rate falls with the time that prompts take from them, "
         "and throughput counts prompt and output tokens together.",
     ]

@@ -275,8 +275,8 @@ def _answer(summary: Mapping[str, Any]) -> str:
         arm = arms.get(name)
         if arm and arm["itl_ms"] and arm["long_ttft_ms"]:
             parts.append(
-                f"{_label(name, None)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms, median TTFT of the long prompts "
-                f"{arm['long_ttft_ms']['p50']:.0f} ms, {arm['output_tokens_per_s']['mean']:.0f} output tokens/s"
+                f"{_label(name, None)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms{_stall(arm)}, median TTFT of the long "
+                f"prompts {arm['long_ttft_ms']['p50']:.0f} ms, {arm['output_tokens_per_s']['mean']:.0f} output tokens/s"
             )
     if not parts:
         return "No window was measured."
@@ -291,6 +291,10 @@ def _answer(summary: Mapping[str, Any]) -> str:
             f"neighbour (aim: at most {_AIM})."
         )
     return answer
+
+
+def _stall(arm: Mapping[str, Any]) -> str:
+    return f" (longest gap beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)" if arm["stall_ms"] else ""
 
 
 def _method(summary: Mapping[str, Any]) -> str:
@@ -310,7 +314,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         "that can compute it, and decoding requests are spread over twice as many; disaggregation keeps one worker for "
         "each. Which figure matters is a matter of the service's objectives.",
         "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than "
-        "1 % of all, p99 does not show them; the longest gap and the tail of the distribution do.",
+        "1 % of all, p99 does not show them; the longest gap beside each long prompt and the tail of the distribution "
+        "do.",
         "The gaps are the client's own: they include gateway and client, which share the machine with the engines.",
     ]
     if summary["best_chunk"] is not None:

@@ -211,13 +211,15 @@ class _Window:
 @dataclass(frozen=True, slots=True)
 class WindowData:
     """What one window of an arm measured. ``gaps`` are the gaps between tokens of the decoding requests: the second at
-    which each ended, counted from the begin of the window, and its length in milliseconds."""
+    which each ended, counted from the begin of the window, and its length in milliseconds. ``stalls_ms`` has for each
+    long prompt the longest gap of any decoding request between its arrival and its first token."""
 
     arm: str
     repeat: int
     duration_s: float
     gaps: tuple[tuple[float, float], ...]
     ttft_ms: tuple[float, ...]
+    stalls_ms: tuple[float, ...]
     arrivals_s: tuple[float, ...]
     output_tokens: int
     prompt_tokens: int
@@ -253,6 +255,12 @@ class WindowData:
             repeat=int(window["repeat"]),
             duration_s=end_s - begin_s,
             gaps=tuple(sorted(gaps)),
+            stalls_ms=tuple(
+                stall_ms
+                for row in answered
+                if row.ttft_ms
+                and (stall_ms := _longest(gaps, row.scheduled_s - begin_s, row.sent_s - begin_s + row.ttft_ms / 1e3))
+            ),
             ttft_ms=tuple(row.ttft_ms + (row.sent_s - row.scheduled_s) * 1e3 for row in answered if row.ttft_ms),
             arrivals_s=tuple(sorted(row.scheduled_s - begin_s for row in long)),
             output_tokens=output_tokens,
@@ -260,6 +268,11 @@ class WindowData:
             late_ms=max(((row.sent_s - row.scheduled_s) * 1e3 for row in long), default=0.0),
             errors=tuple(row.error for row in rows if row.error is not None),
         )
+
+
+def _longest(gaps: Sequence[tuple[float, float]], from_s: float, to_s: float) -> float:
+    """The longest of the gaps that overlap the time; 0 if none does."""
+    return max((gap_ms for end_s, gap_ms in gaps if end_s > from_s and end_s - gap_ms / 1e3 < to_s), default=0.0)
 
 
 def windows_of(facts: Mapping[str, Any], rows: Sequence[RequestRow]) -> list[WindowData]:
@@ -299,6 +312,7 @@ def arm_summary(windows: Sequence[WindowData], seed: int) -> dict[str, Any]:
     of the mean over windows."""
     itl = Tail.of([gap_ms for window in windows for gap_ms in window.itl_ms])
     ttft = Tail.of([ttft_ms for window in windows for ttft_ms in window.ttft_ms])
+    stalls = Tail.of([stall_ms for window in windows for stall_ms in window.stalls_ms])
     p99s = [p99 for window in windows if (p99 := percentile(window.itl_ms, 99)) is not None]
     output = mean_interval([window.output_tokens / window.duration_s for window in windows], seed)
     total = mean_interval(
@@ -309,6 +323,7 @@ def arm_summary(windows: Sequence[WindowData], seed: int) -> dict[str, Any]:
         "windows": len(windows),
         "itl_ms": None if itl is None else itl.to_dict(),
         "itl_p99_ms": None if itl_p99 is None else itl_p99.to_dict(),
+        "stall_ms": None if stalls is None else stalls.to_dict(),
         "long_ttft_ms": None if ttft is None else ttft.to_dict(),
         "output_tokens_per_s": None if output is None else output.to_dict(),
         "tokens_per_s": None if total is None else total.to_dict(),

@@ -165,8 +165,9 @@ def figures_table(
     title: str, arms: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str], caption: str
 ) -> TableBlock:
     """All figures of each arm."""
-    header = ("arm", "windows", "ITL p50, ms", "p90", "p99", "max", "p99 by window, ms", "long TTFT p50, ms", "p99",
-              "output tokens/s", "prompt + output tokens/s")  # fmt: skip
+    header = ("arm", "windows", "ITL p50, ms", "p90", "p99", "max", "p99 by window, ms",
+              "longest gap beside a long prompt, p50, ms", "long TTFT p50, ms", "p99", "output tokens/s",
+              "prompt + output tokens/s")  # fmt: skip
     rows = []
     for name, arm in arms.items():
         itl, ttft = arm["itl_ms"], arm["long_ttft_ms"]
@@ -179,6 +180,7 @@ def figures_table(
                 str(arm["windows"]),
                 *(f"{itl[key]:.1f}" for key in ("p50", "p90", "p99", "max")),
                 f"{p99.mean:.1f} [{p99.lo:.1f}, {p99.hi:.1f}]",
+                f"{arm['stall_ms']['p50']:.1f}" if arm["stall_ms"] else "–",
                 *(f"{ttft[key]:.0f}" if ttft else "–" for key in ("p50", "p99")),
                 *(f"{each.mean:.1f} [{each.lo:.1f}, {each.hi:.1f}]" for each in (output, total)),
             )

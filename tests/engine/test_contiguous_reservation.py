@@ -88,9 +88,9 @@ def test_a_run_that_is_not_there_changes_nothing() -> None:
 def test_every_request_finishes_in_a_run_of_its_own(requests: list[tuple[int, int, int]]) -> None:
     engine = scheduler(num_blocks=9, max_model_len=32)
     left = {}
-    for number, (prompt_tokens, limit, output) in enumerate(requests):
+    for number, (prompt_tokens, limit, stops_after) in enumerate(requests):
         submit(engine, str(number), prompt_tokens, limit)
-        left[str(number)] = min(limit, output)
+        left[str(number)] = min(limit, stops_after)
     for _ in range(sum(left.values()) + 3 * len(left)):
         if not engine.has_work:
             break

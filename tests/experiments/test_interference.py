@@ -38,7 +38,7 @@ def run_of(repeats: int = 5, cores: Sequence[str] = ("0", "1"), **changes: Any) 
         for number, (repeat, arm) in enumerate((repeat, arm) for repeat in range(repeats) for arm in arms):
             begin_s = 10.0 * number
             windows.append({"arm": arm, "repeat": repeat, "begin_s": begin_s, "end_s": begin_s + 1.0})
-            place = {"cell": name, "arm": arm, "repeat": repeat, "index": 0}
+            place: dict[str, Any] = {"cell": name, "arm": arm, "repeat": repeat, "index": 0}
             gaps = (ITL_MS[arm],) * 20
             rows.append(RequestRow(**{**place, "kind": DECODING, "sent_s": begin_s, "scheduled_s": begin_s,
                                       "ttft_ms": 1.0, "itl_ms": gaps, **changes}))  # fmt: skip

@@ -53,6 +53,14 @@ def test_gaps_of_long_prompts_are_no_neighbours_gaps_but_their_tokens_count() ->
     assert window.late_ms == pytest.approx(10.0)
 
 
+def test_a_stall_is_the_longest_gap_that_overlaps_the_wait_for_token_1() -> None:
+    # Gaps from 10.1 to 10.2, 10.2 to 10.9, 10.9 to 11.0; the prompt waits from 10.3 to 10.95.
+    neighbour = decoding(10.0, 100.0, (100.0, 700.0, 100.0, 900.0))
+    assert WindowData.of(WINDOW, [neighbour, long(10.3, 650.0)]).stalls_ms == (700.0,)
+    assert WindowData.of(WINDOW, [neighbour, long(10.92, 50.0)]).stalls_ms == (100.0,)
+    assert WindowData.of(WINDOW, [long(10.3, 650.0)]).stalls_ms == ()
+
+
 def test_a_failed_request_is_an_error_and_nothing_else() -> None:
     failed = RequestRow(cell="c", arm="pd", repeat=0, index=0, kind=LONG, scheduled_s=10.5, sent_s=10.5, error="gone")
     window = WindowData.of(WINDOW, [failed])
@@ -72,13 +80,14 @@ def test_windows_take_the_rows_of_their_own_arm_and_repeat() -> None:
 
 def test_an_arm_pools_distributions_and_averages_rates_over_windows() -> None:
     windows = [
-        WindowData("a", 0, 2.0, ((0.5, 10.0), (1.0, 20.0)), (100.0,), (0.1,), 10, 90, 1.0, ()),
-        WindowData("a", 1, 4.0, ((0.5, 30.0),), (300.0,), (0.1,), 40, 60, 3.0, ("gone",)),
+        WindowData("a", 0, 2.0, ((0.5, 10.0), (1.0, 20.0)), (100.0,), (20.0,), (0.1,), 10, 90, 1.0, ()),
+        WindowData("a", 1, 4.0, ((0.5, 30.0),), (300.0,), (30.0,), (0.1,), 40, 60, 3.0, ("gone",)),
     ]
     summary = arm_summary(windows, seed=0)
     assert summary["windows"] == 2
     assert summary["itl_ms"] == {"mean": 20.0, "p50": 20.0, "p90": 28.0, "p99": 29.8, "max": 30.0, "n": 3}
     assert summary["itl_p99_ms"]["mean"] == pytest.approx((19.9 + 30.0) / 2)
+    assert summary["stall_ms"]["p50"] == 25.0
     assert summary["long_ttft_ms"]["p50"] == 200.0
     assert summary["output_tokens_per_s"]["mean"] == pytest.approx((5.0 + 10.0) / 2)
     assert summary["tokens_per_s"]["mean"] == pytest.approx((50.0 + 25.0) / 2)
