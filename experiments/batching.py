@@ -12,14 +12,18 @@ Three parts, each in cells of its own:
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from contextlib import aclosing
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE
-from experiments.engine_steps import Measuring, StepCase, StepPlan, measure_steps
+from experiments.engine_alone.process import measurements
+from experiments.engine_alone.program import Task
+from experiments.engine_alone.step_case import StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.load import run_load
 from experiments.neighbours import Tail, passes
@@ -64,6 +68,7 @@ class BatchingOptions(Options):
     )
     prefill_tokens: int = Field(128, ge=2, description="tokens of each prompt in a prefill step")
     context: int = Field(256, ge=1, description="context of each request in a decode step, in tokens")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="device of the steps: one core, or the first GPU")
     rounds: int = Field(7, ge=1, description="how often each step is measured", json_schema_extra={"quick": 3})
     pool_seeds: int = Field(5, ge=1, description="loads of the simulated pools")
     requests: int = Field(48, ge=2, description="requests of a repeat", json_schema_extra={"quick": 16})
@@ -166,12 +171,23 @@ class Batching(Experiment):
         bench.facts["steps"] = [
             {"batch": case.batch, "tokens": case.tokens, "context": case.context, "step_ms": []} for case in cases
         ]
-        async for line in measure_steps(StepPlan(self.options.model, tuple(cases), self.options.rounds)):
-            if isinstance(line, Measuring):
-                bench.facts |= {"device": line.device, "dtype": line.dtype, "core": line.core}
-            else:
-                bench.facts["steps"][line.case]["step_ms"].append(line.step_ms)
-                bench.advance(1)
+        task = Task(
+            model=self.options.model,
+            device=self.options.device,
+            core=min(os.sched_getaffinity(0)) if self.options.device == "cpu" else None,
+            part="steps",
+            repeats=self.options.rounds,
+            seed=self.options.seed,
+            cases=tuple(cases),
+        )
+        async with aclosing(measurements(task)) as messages:
+            async for message in messages:
+                match message["kind"]:
+                    case "engine":
+                        bench.facts |= {key: message[key] for key in ("device", "dtype", "core")}
+                    case "sample":
+                        bench.facts["steps"][message["case"]]["step_ms"].append(message["time_s"] * 1e3)
+                        bench.advance(1)
 
     def _simulate_pools(self, bench: Bench) -> None:
         cost = CostModel.fit(_measured(bench.earlier[STEPS]))

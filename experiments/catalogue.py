@@ -6,6 +6,11 @@ from experiments.added_ttft import AddedTtft
 from experiments.batching import Batching
 from experiments.chunked_prefill import ChunkedPrefill
 from experiments.experiment import Experiment
+from experiments.interference import Interference
+from experiments.prefix import Prefix
+from experiments.primer import Primer
+from pdserve.core.errors import InvalidRequest
+
 EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Interference, ChunkedPrefill, Batching)
 
 

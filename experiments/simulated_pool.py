@@ -1,7 +1,7 @@
 """The real scheduler in virtual time: what a KV pool holds, and how long requests take, with and without paging.
 
 `engine.core.EngineCore` runs with a clock that only steps move, and a runner that computes nothing: a step takes what a
-cost model says, which is fitted to steps that were measured on the real engine (`experiments.engine_steps`). Requests
+cost model says, which is fitted to steps that were measured on the real engine (`experiments.engine_alone`). Requests
 state a limit of their output, as clients do, and end earlier by a stop token, which no scheduler knows in advance."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.messages import EngineEvent, KVEvent, KVRole, Step, Submit
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from experiments.engine_steps import StepCase
+from experiments.engine_alone.step_case import StepCase
 from experiments.workloads.arrivals import random_arrivals
 from pdserve.core.clock import FakeClock
 from pdserve.core.request import Request

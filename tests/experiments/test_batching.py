@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from experiments.batching import (
     Batching,
     BatchingOptions,
 )
-from experiments.engine_steps import Measuring, StepCase, StepPlan, StepTime, measure_steps
+from experiments.engine_alone.process import measurements
+from experiments.engine_alone.program import Task
+from experiments.engine_alone.step_case import StepCase
 from experiments.experiment import Bench, Cell
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, simulate
-from pdserve.core.errors import InvalidRequest, LaunchError
-from tests.experiments.silent import Silent
+from pdserve.core.errors import InvalidRequest
+from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
 COST = CostModel(step=10.0, decode_token=0.5, decode_context=0.001, prompt_token=0.25, prompt_pair=0.0005)
@@ -191,18 +194,25 @@ def test_cells_need_no_service_for_steps_and_pools_and_services_go_there_and_bac
 
 async def test_steps_are_measured_in_a_process_of_their_own() -> None:
     cases = (StepCase(1, 1, 16), StepCase(3, 1, 70), StepCase(2, 32, 0), StepCase(1, 32, 64))
-    lines = [line async for line in measure_steps(StepPlan("tiny", cases, 2))]
-    assert isinstance(lines[0], Measuring)
-    times = [line for line in lines[1:] if isinstance(line, StepTime)]
-    assert [each.round for each in times] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [each.case for each in times] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert all(each.step_ms > 0 for each in times)
+    core = min(os.sched_getaffinity(0))
+    task = Task(model="tiny", device="cpu", core=core, part="steps", repeats=2, seed=0, cases=cases)
+    messages = [message async for message in measurements(task)]
+    assert messages[0]["kind"] == "engine"
+    times = [message for message in messages if message["kind"] == "sample"]
+    assert [each["repeat"] for each in times] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [each["case"] for each in times] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert all(each["time_s"] > 0 for each in times)
 
 
-async def test_a_model_that_is_not_there_ends_the_measurement() -> None:
-    with pytest.raises(LaunchError, match="exit status"):
-        async for _ in measure_steps(StepPlan("dummy:nothing", (StepCase(1, 1, 1),), 1)):
-            pass
+def test_the_steps_cell_has_every_round_of_every_step() -> None:
+    meter = experiment(model="tiny", rounds=2)
+    (cell,) = (cell for cell in meter.cells(None) if cell.name == STEPS)
+    advanced: list[int] = []
+    bench = Bench(cell, "", lambda row: None, advanced.append)
+    bench.run(meter.measure)
+    assert all(len(step["step_ms"]) == 2 for step in bench.facts["steps"])
+    assert sum(advanced) == cell.work == 2 * len(bench.facts["steps"])
+    assert bench.facts["device"] == "cpu"
 
 
 def test_a_run_against_a_service(tmp_path: Path) -> None:
@@ -210,9 +220,9 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     meter = Batching(options)
     folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
     with local_cluster({"model": {"path": "tiny"}, "engine": {"batching": "static"}}, decode=0) as cluster:
-        progress = Silent()
+        progress = Quiet()
         outcome = run_experiment(meter, folder, progress, target=cluster.target)
-    assert progress.cells == [CAPACITY, "as-configured/pass-1", "as-configured/pass-2"]
+    assert [cell.name for cell in progress.cells] == [CAPACITY, "as-configured/pass-1", "as-configured/pass-2"]
     assert not outcome.failures
     assert outcome.summary is not None
     arm = outcome.summary["batching"]["as-configured"]

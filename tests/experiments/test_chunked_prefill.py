@@ -13,7 +13,7 @@ from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.silent import Silent
+from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
 FIGURES = {"64": (10.0, 400.0, 79), "256": (20.0, 300.0, 99), "off": (50.0, 200.0, 99)}
@@ -93,7 +93,7 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     meter = ChunkedPrefill(options)
     folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
     with local_cluster({"model": {"path": "tiny"}, "engine": {"chunk_tokens": 32}}, decode=0) as cluster:
-        outcome = run_experiment(meter, folder, Silent(), target=cluster.target)
+        outcome = run_experiment(meter, folder, Quiet(), target=cluster.target)
     assert outcome.summary is not None
     assert outcome.summary["workers"] == 1
     assert not outcome.failures

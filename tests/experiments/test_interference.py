@@ -15,7 +15,7 @@ from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve import Client
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.silent import Silent
+from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
 ITL_MS = {
@@ -120,9 +120,13 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     meter = Interference(options)
     folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
     with local_cluster({"model": {"path": "tiny"}}) as cluster:
-        progress = Silent()
+        progress = Quiet()
         outcome = run_experiment(meter, folder, progress, target=cluster.target)
-    assert progress.cells == [CALIBRATION, "chunks-as-configured/pass-1", "chunks-as-configured/pass-2"]
+    assert [cell.name for cell in progress.cells] == [
+        CALIBRATION,
+        "chunks-as-configured/pass-1",
+        "chunks-as-configured/pass-2",
+    ]
     assert not outcome.failures
     assert outcome.summary is not None
     arms = outcome.summary["arms"]
