@@ -72,7 +72,12 @@ class BatchingOptions(Options):
     rounds: int = Field(7, ge=1, description="how often each step is measured", json_schema_extra={"quick": 3})
     pool_seeds: int = Field(5, ge=1, description="loads of the simulated pools")
     requests: int = Field(48, ge=2, description="requests of a repeat", json_schema_extra={"quick": 16})
-    output_median: int = Field(24, ge=2, description="median of the outputs' lengths, in tokens (lognormal)")
+    output_median: int = Field(
+        24,
+        ge=2,
+        description="median of the outputs' lengths, in tokens (lognormal)",
+        json_schema_extra={"quick": 12},
+    )
     load: float = Field(
         0.6, gt=0, le=2, description="open-loop arrivals, as a share of what continuous batching serves at most"
     )
