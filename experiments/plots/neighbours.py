@@ -62,21 +62,30 @@ def gaps_over_time(windows: Mapping[str, Sequence[WindowData]], labels: Mapping[
     shown = {name: window for name, each in windows.items() for window in each if window.repeat == repeat}
     figure = style.canvas(rows=len(shown), width_in=9.0, height_in=1.55 * len(shown) + 0.7, sharex=True, sharey=True)
     colors = colors_of(list(shown))
+    shortest = _shown_from([gap_ms for window in shown.values() for gap_ms in window.itl_ms])
     for axes, (name, window) in zip(figure.axes, shown.items(), strict=True):
-        axes.scatter([at_s for at_s, _ in window.gaps], window.itl_ms, s=7, color=colors[name], alpha=0.6, linewidth=0)
+        axes.scatter(
+            [at_s for at_s, _ in window.gaps],
+            np.maximum(window.itl_ms, shortest),
+            s=7,
+            color=colors[name],
+            alpha=0.6,
+            linewidth=0,
+        )
         for at_s in window.arrivals_s:
             axes.axvline(at_s, color=style.FAINT, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
         axes.set_yscale("log")
         style.label(axes, x="", y="gap, ms", title=labels[name])
-    values = [gap_ms for window in shown.values() for gap_ms in window.itl_ms]
-    _log_axis(figure.axes[0], values, "y")
+    longest = max((gap_ms for window in shown.values() for gap_ms in window.itl_ms), default=shortest)
+    _log_axis(figure.axes[0], [shortest, longest], "y")
     figure.axes[-1].set_xlim(left=0)
     style.label(figure.axes[-1], x="seconds since the window began", y="gap, ms", title=labels[list(shown)[-1]])
     return Picture(
         "itl_over_time",
         "Gaps between tokens over time",
         f"Each dot is the gap before one token of a decoding request (window {repeat + 1} of each arm; logarithmic). "
-        "Dashed lines mark the arrivals of long prompts, which are the same in all arms.",
+        "Gaps of tokens that arrived in a burst are drawn at the lower edge. Dashed lines mark the arrivals of long "
+        "prompts, which are the same in all arms.",
         figure,
         "Scatter plots of inter-token latency over time, one per arm",
     )
@@ -84,7 +93,7 @@ def gaps_over_time(windows: Mapping[str, Sequence[WindowData]], labels: Mapping[
 
 def distribution(windows: Mapping[str, Sequence[WindowData]], labels: Mapping[str, str]) -> Picture:
     """The distribution of the gaps of every arm, and its tail."""
-    figure = style.canvas(columns=2, width_in=10.5, height_in=4.6)
+    figure = style.canvas(columns=2, width_in=10.5, height_in=5.0)
     whole, tail = figure.axes
     colors = colors_of(list(windows))
     lowest = 1.0
@@ -93,7 +102,7 @@ def distribution(windows: Mapping[str, Sequence[WindowData]], labels: Mapping[st
         values = np.sort([gap_ms for window in each for gap_ms in window.itl_ms])
         if not values.size:
             continue
-        everything += [float(values[0]), float(values[-1])]
+        everything += [_shown_from(values), float(values[-1])]
         share = np.arange(1, values.size + 1) / values.size
         longer = 1 - np.arange(values.size) / values.size
         lowest = min(lowest, float(longer[-1]))
@@ -110,7 +119,7 @@ def distribution(windows: Mapping[str, Sequence[WindowData]], labels: Mapping[st
     whole.set_ylim(0, 1.02)
     style.label(whole, x="gap, ms (logarithmic)", y="share of gaps that are at most as long", title="distribution")
     style.label(tail, x="gap, ms (logarithmic)", y="share of gaps that are longer", title="tail")
-    style.legend(whole, loc="lower right")
+    figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return Picture(
         "itl_distribution",
         "Distribution of the gaps",
@@ -196,6 +205,12 @@ def colors_of(arms: Sequence[str]) -> dict[str, str]:
     if len(chunked) == 1:
         colors[chunked[0]] = style.COLOCATED
     return colors
+
+
+def _shown_from(values: Any) -> float:
+    """The shortest gap for which a logarithmic axis has room: half the 5th percentile. Tokens that arrive in a burst
+    have gaps of next to nothing, to which most of the axis would go."""
+    return float(np.percentile(values, 5)) / 2 if len(values) else 1.0
 
 
 def _log_axis(axes: Any, values: Sequence[float], which: str) -> None:
