@@ -13,6 +13,7 @@ from engine.scheduling.scheduler import SchedulerConfig
 from pdserve.core.clock import FakeClock
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
+from tests.engine.integrity import check_blocks, check_scheduler
 
 EOS = 7
 
@@ -30,12 +31,12 @@ def submit(engine: ContiguousReservation, name: str, prompt_tokens: int, max_tok
 def step(engine: ContiguousReservation, ending: str = "") -> dict[str, list[int]]:
     """One step, after which the requests named in ``ending`` stop; each part's blocks."""
     output = engine.schedule()
-    engine.check_integrity()
+    check_scheduler(engine)
     assert not output.preempted
     blocks = {part.attempt_id: list(part.block_ids) for part in output.seqs}
     tokens = {p.attempt_id: [SampledToken(EOS if p.attempt_id in ending else 2)] for p in output.seqs if p.sample}
     engine.update(output, tokens, 0.0)
-    engine.check_integrity()
+    check_scheduler(engine)
     return blocks
 
 
@@ -78,7 +79,7 @@ def test_a_run_that_is_not_there_changes_nothing() -> None:
     assert blocks.reserve("a", 3)
     assert not blocks.reserve("b", 2)
     assert blocks.free_blocks == blocks.longest_run == 1
-    blocks.check_integrity()
+    check_blocks(blocks)
     assert blocks.free("a") == 3
     assert blocks.first_run(4) == 0
     assert blocks.first_run(5) is None
@@ -105,7 +106,7 @@ def test_every_request_finishes_in_a_run_of_its_own(requests: list[tuple[int, in
                 left[part.attempt_id] -= 1
                 tokens[part.attempt_id] = [SampledToken(2 if left[part.attempt_id] else EOS)]
         engine.update(output, tokens, 0.0)
-        engine.check_integrity()
+        check_scheduler(engine)
     assert set(left.values()) == {0}
     assert engine.blocks.free_blocks == engine.blocks.longest_run == 9
     assert engine.load().preemptions == 0
