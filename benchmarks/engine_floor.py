@@ -7,19 +7,12 @@ by the bytes of the weights over the measured read bandwidth instead."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-
 import torch
 
 from benchmarks.engine_cases import Case, Decode, Mixed, Prefill
 from engine.model.linear import Linear, linear
 from engine.model.shape import ModelShape
-
-_READ_BYTES = 400 * 2**20
-_PRODUCT = 2048
-_REPEATS = 3
+from experiments.engine_alone.ceilings import Ceilings
 
 
 class Floor:
@@ -36,8 +29,7 @@ class Floor:
             [(linear(self._random(*size)), size[1]) for size in sizes] for _ in range(shape.num_layers)
         ]
         self._head = linear(self._random(shape.vocab_size, hidden))
-        self._memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=self._device)
-        self._square = self._random(_PRODUCT, _PRODUCT)
+        self._ceilings = Ceilings(self._device)
 
     @torch.inference_mode()
     def measure_s(self, case: Case) -> float:
@@ -59,15 +51,13 @@ class Floor:
                 rows = case.chunk + case.batch
                 return self._linears_s(rows) + self._head_s(case.batch + 1) + self._attention_s(pairs) + read_s
 
-    @torch.inference_mode()
     def product_flops(self) -> float:
         """Floating point operations per second of a bare product, measured now."""
-        return 2 * _PRODUCT**3 / self._median_s(lambda: self._square @ self._square)
+        return self._ceilings.product_flops()
 
-    @torch.inference_mode()
     def read_bytes_per_s(self) -> float:
         """Bytes per second that a sum over memory reads, measured now."""
-        return _READ_BYTES / self._median_s(lambda: self._memory.sum())
+        return self._ceilings.read_bytes_per_s()
 
     def _linears_s(self, rows: int) -> float:
         inputs = {width: self._random(rows, width) for layer in self._layers[:1] for _, width in layer}
@@ -82,11 +72,11 @@ class Floor:
                 for product, width in layer:
                     product(inputs[width])
 
-        return self._median_s(all_layers)
+        return self._ceilings.median_s(all_layers)
 
     def _head_s(self, rows: int) -> float:
         hidden = self._random(rows, self._shape.hidden_size)
-        return self._median_s(lambda: self._head(hidden))
+        return self._ceilings.median_s(lambda: self._head(hidden))
 
     def _attention_s(self, pairs: float) -> float:
         """Seconds for ``pairs`` of a query and a key in all layers and heads: two products each."""
@@ -95,21 +85,6 @@ class Floor:
 
     def _read_s(self, num_bytes: int) -> float:
         return num_bytes / self.read_bytes_per_s()
-
-    def _median_s(self, work: Callable[[], object]) -> float:
-        work()
-        times: list[float] = []
-        for _ in range(_REPEATS):
-            self._synchronize()
-            started_s = time.perf_counter()
-            work()
-            self._synchronize()
-            times.append(time.perf_counter() - started_s)
-        return statistics.median(times)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _random(self, *size: int) -> torch.Tensor:
         return torch.randn(size, dtype=torch.bfloat16, device=self._device)

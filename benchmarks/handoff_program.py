@@ -9,8 +9,6 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
-
 from benchmarks.loop_endpoint import TIMEOUT_S, TRANSFER, LoopEndpoint
 from benchmarks.peers.buffer import Buffer
 from kv_transfer.factory import create_transport
@@ -19,7 +17,7 @@ from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 
 SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
@@ -104,34 +102,34 @@ class HandoffEndpoint(LoopEndpoint):
     def connect(self, address: dict[str, Any]) -> None:
         """The source shakes hands; the target waits for it anyway."""
         if self.role == "source":
-            endpoints = [KVEndpoint(**each) for each in address["endpoints"]]
-            self.on_loop(self._sender.connect("target", "e", endpoints))
+            self._peer = KVPeer("target", "e", tuple(KVEndpoint(**each) for each in address["endpoints"]))
+            self.on_loop(self._sender.connect(self._peer.worker_id, self._peer.epoch, self._peer.endpoints))
 
     def transfer(self, num_bytes: int) -> float:
-        """One hand-off to the destination that the target sends. Returns when the source started, or when the target
-        had verified everything, on the host's clock."""
+        """One hand-off, which the source begins once the target has announced it. Returns when the source started, or
+        when the target had verified everything, on the host's clock."""
         self._count += 1
         blocks = self.buffer.blocks(num_bytes)
         if self.role == "target":
             return self.on_loop(self._receive(blocks))
-        destination = msgspec.convert(self.told()["destination"], KVDestination)
-        return self.on_loop(self._send(blocks, destination))
+        self.told()
+        return self.on_loop(self._send(blocks))
 
     async def _receive(self, blocks: list[int]) -> float:
         name = str(self._count)
-        destination = self._receiver.expect(name, blocks, 0, self._clock.now() + TIMEOUT_S)
-        self.say(destination=asdict(destination))
+        self._receiver.announce(name, "source", blocks, 0, self._clock.now() + TIMEOUT_S)
+        self.say(announced=name)
         received = await self._receiver.wait(name)
         expected = len(blocks) * self.buffer.pool.layout.block_bytes
         if received.proof.kv_bytes != expected:
             raise RuntimeError(f"{received.proof.kv_bytes} bytes arrived, {expected} were expected")
         return received.verified_s
 
-    async def _send(self, blocks: list[int], destination: KVDestination) -> float:
+    async def _send(self, blocks: list[int]) -> float:
         name = str(self._count)
         await asyncio.sleep(0)
         started_s = self._clock.now()
-        self._sender.start(name, destination, self._clock.now() + TIMEOUT_S)
+        self._sender.push(name, self._peer, len(blocks), self._clock.now() + TIMEOUT_S)
         self._sender.send_blocks(name, 0, blocks, last=True)
         await self._sender.wait(name)
         return started_s

@@ -1,4 +1,4 @@
-"""The decode role: make room for a prompt's KV, receive it, join the running batch, stream tokens."""
+"""The decode role: make room for a prompt's KV, receive it, and generate tokens from token 2 on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIRST_TOKENS = msgspec.msgpack.Decoder(FirstToken)
 
 
 async def receive(served: ServedRequest) -> None:
-    """Serve one request from token 2 on; its KV comes from `ServedRequest.peer`."""
+    """Serve one request from token 2 on. Its KV comes from `ServedRequest.peer`."""
     resources = served.resources
     handoff = ReceiveHandoff(served.attempt_id, served.peer, served.deadline_s, resources.vocab_size)
     async with resources.kv.begin(handoff) as running:
@@ -36,7 +36,7 @@ async def receive(served: ServedRequest) -> None:
     if kv.first_token.ends_here:
         output = TokenOutput(None, FinishReason.STOP, events, kv.received.proof)
         served.outbox.output(served.attempt_id, output)
-        resources.engine.send(Abort(served.attempt_id))  # this engine may go by other end ids, and would go on
+        resources.engine.send(Abort(served.attempt_id))  # the engine would continue after this token
         return
     if served.tells_ready:
         ready = served.event(EventKind.DECODE_READY, kv.received.verified_s)
@@ -56,7 +56,7 @@ async def receive(served: ServedRequest) -> None:
 
 
 class HandedOver(NamedTuple):
-    """A hand-off that is complete: the blocks were allocated at ``reserved_s`` (seconds of the host's clock)."""
+    """A complete hand-off. Its blocks were allocated at ``reserved_s`` (seconds of the host's clock)."""
 
     received: ReceivedKV
     first_token: FirstToken
@@ -64,40 +64,41 @@ class HandedOver(NamedTuple):
 
 
 class ReceiveHandoff:
-    """One prompt's blocks on their way here from ``peer``, as a `worker.kv.KVHandoff`."""
+    """Receives one prompt's blocks from ``peer``, as a `worker.kv.KVHandoff`."""
 
     def __init__(self, attempt_id: str, peer: KVPeer, deadline_s: float, vocab_size: int) -> None:
         self.attempt_id = attempt_id
         self._peer, self._deadline_s, self._vocab_size = peer, deadline_s, vocab_size
 
     def begin(self, ends: KVEnds) -> None:
-        """Nothing comes before there is room."""
+        """Wait for the engine to allocate blocks; no transfer begins before."""
         self._ends = ends
         self._reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> HandedOver:
-        """Wait for room, announce it to the sender, and tell the engine once every block is verified."""
+        """Wait for room, announce it to the sender, and tell the engine when all blocks are verified."""
         receiver = self._ends.receiver
         reserved = await self._reserved
-        receiver.expect(self.attempt_id, reserved.block_ids, reserved.num_cached_blocks, self._deadline_s)
-        receiver.announce(self.attempt_id, self._peer.worker_id)
+        receiver.announce(
+            self.attempt_id, self._peer.worker_id, reserved.block_ids, reserved.num_cached_blocks, self._deadline_s
+        )
         try:
             received = await receiver.wait(self.attempt_id)
         finally:
             await receiver.abort(self.attempt_id)
         first_token = self._first_token(received.trailer)
-        # Even if nothing is left to decode, what came is verified: the prefix cache may keep it.
+        # Also if token 1 ends the request: the blocks are verified, and the prefix cache may keep them.
         self._ends.command(KVReady(self.attempt_id, first_token.token_id))
         return HandedOver(received, first_token, reserved.reserved_s)
 
     def on_event(self, event: Reserved | Progress) -> None:
-        """The engine has set the blocks aside."""
-        assert isinstance(event, Reserved), "a RECEIVE request pushes nothing"
+        """Note the blocks that the engine has allocated."""
+        assert isinstance(event, Reserved), "RECEIVE requests report no progress"
         if not self._reserved.done():
             self._reserved.set_result(event)
 
     def _first_token(self, trailer: bytes) -> FirstToken:
-        """Prefill's token; TransferRefused if the trailer is something else."""
+        """Token 1 from the trailer. TransferRefused if the trailer is malformed, or has no token of the model."""
         try:
             first = _FIRST_TOKENS.decode(trailer)
         except (msgspec.DecodeError, ValueError, RecursionError):
@@ -108,4 +109,4 @@ class ReceiveHandoff:
 
 
 ROLES: Mapping[type[messages.Work], Role] = {messages.Run: run, messages.Receive: receive}
-"""The ways in which a decode worker serves a request."""
+"""How a decode worker serves each kind of request."""

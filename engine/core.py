@@ -1,7 +1,6 @@
-"""An engine without its process: commands and steps in, events out. Time and the device are injected.
+"""The engine without its process: commands in, events out. Clock and runner are injected.
 
-`engine.process.loop` runs it between pipes over a real device. A simulator or a test runs it under a virtual clock,
-with a runner that only takes time.
+`engine.process.loop` runs it on a real device; a simulation runs it on a virtual clock.
 """
 
 from __future__ import annotations
@@ -18,27 +17,28 @@ RequestCommand = Submit | KVReady | Release | Abort
 
 
 class Runner(Protocol):
-    """What computes a step: `engine.model.runner.ModelRunner`, or a stand-in."""
+    """Computes steps (`engine.model.runner.ModelRunner`)."""
 
     def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
-        """The next tokens, one or more, of each part that wants any, by request id; ``hook`` is told of layers."""
+        """The next tokens, at least one, of each part with ``sample``, by request id. Calls ``hook`` as layers are
+        computed."""
         ...
 
 
 class Outbox(Protocol):
-    """Where an engine's events go: `engine.process.loop.WorkerPipe`, or lists."""
+    """Receives the events of an engine (`engine.process.loop.WorkerPipe`)."""
 
     def send(self, *events: EngineEvent) -> None:
-        """Events that concern requests."""
+        """Send events about requests."""
         ...
 
     def send_kv(self, *events: KVEvent) -> None:
-        """Events that concern blocks; some come while a step runs."""
+        """Send events about blocks; some are sent while a step runs."""
         ...
 
 
 class EngineCore:
-    """Applies commands to a scheduler, and runs the steps that it plans. Everything it says goes to ``outbox``."""
+    """Applies commands to a scheduler, runs the steps that it plans, and sends all events to ``outbox``."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox) -> None:
         self.scheduler = scheduler
@@ -48,7 +48,7 @@ class EngineCore:
         self._load: Load | None = None
 
     def take(self, command: RequestCommand) -> None:
-        """Apply a command. What it brings about is told with the next `step`."""
+        """Apply a command. Its events are sent by the next `step`."""
         match command:
             case Submit():
                 self.scheduler.submit(command)
@@ -60,9 +60,9 @@ class EngineCore:
                 self.scheduler.abort(command.attempt_id)
 
     def step(self) -> bool:
-        """Run one step, if there is anything to compute; False if not, and then only a command can change that."""
+        """Run one step. Returns False if there is nothing to compute until the next command."""
         output = self.scheduler.schedule() if self.scheduler.has_work else None
-        self.report()  # reservations must not wait for the step
+        self.report()  # `Reserved` must not wait for the step
         if output is None or not output.seqs:
             return False
         hook = self.scheduler.connector.layer_hook(output.seqs, self._outbox.send_kv)
@@ -74,7 +74,7 @@ class EngineCore:
         return True
 
     def report(self) -> None:
-        """Send the events since the last report, and the load if it has changed."""
+        """Send the events since the last report, and the load if it changed."""
         if kv_events := self.scheduler.connector.take_events():
             self._outbox.send_kv(*kv_events)
         events: list[EngineEvent] = [*self.scheduler.take_events()]

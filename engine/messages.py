@@ -1,11 +1,10 @@
-"""What a worker process and its engine process say to each other: small msgpack messages over three pipes.
+"""Messages between a worker process and its engine process, sent over three pipes.
 
-Commands go worker → engine. Events go engine → worker: what concerns requests to its control loop, what concerns
-blocks straight to its KV thread. A frame is a 4-byte little-endian length and a `Message` as msgpack.
-Nothing here knows sockets, gRPC or torch.
+Commands go from worker to engine. Events go from engine to worker: those about requests to its control loop, those
+about blocks to its KV thread. A frame is a 4-byte little-endian length and a `Message` in msgpack.
 
-Block ids appear in events because the *worker* moves the bytes (it maps the same pool), while the *engine's* block
-manager alone decides who owns a block.
+Events carry block ids because the worker, which maps the same pool, moves the bytes. The engine's block manager alone
+assigns blocks to requests.
 """
 
 from __future__ import annotations
@@ -22,26 +21,25 @@ from pdserve.core.request import Request
 
 
 class KVRole(StrEnum):
-    """What a submitted request does with KV."""
+    """How a request uses KV transfer."""
 
     LOCAL = "local"  # prefill and decode here (colocated)
-    PUSH = "push"  # prefill here, one token, then hold the blocks until `Release`
-    RECEIVE = "receive"  # make room for the prompt, wait for `KVReady`, then decode
+    PUSH = "push"  # prefill here and sample one token, then hold the blocks until `Release`
+    RECEIVE = "receive"  # allocate the blocks of the prompt, wait for `KVReady`, then decode
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """A command or an event: on the wire a list of its class's name and its fields, in the order they stand in."""
+    """A command or an event. Encoded as a list: the name of the class, then its fields in order."""
 
 
 # --- commands: worker → engine ---------------------------------------------------------------------------------------
 
 
 class Submit(Message, frozen=True):
-    """Take a request on. The engine computes all of its `Request.token_ids` (on a resume: prompt and outputs so far).
+    """Start a request. The engine computes all of its `Request.token_ids` (on a resume: prompt and outputs so far).
 
-    `Request.max_tokens` counts the tokens still wanted, including (for RECEIVE) the one that prefill samples; a PUSH
-    request makes one, whatever it says. The gateway has checked all fields; the engine answers `Rejected` for what can
-    never fit. Requests share cached KV only with requests of the same ``salt``.
+    `Request.max_tokens` counts the tokens still wanted. For RECEIVE it includes the one that prefill samples; for PUSH
+    it is ignored. The gateway has checked all fields; the engine answers `Rejected` if the request can never fit.
     """
 
     request: Request
@@ -49,36 +47,36 @@ class Submit(Message, frozen=True):
 
     @property
     def attempt_id(self) -> str:
-        """The name of the request in this engine."""
+        """Id of the request in this engine."""
         return self.request.attempt_id
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that this engine may add to those known."""
+        """Largest number of tokens that this engine adds."""
         return 1 if self.kv_role is KVRole.PUSH else self.request.max_tokens
 
 
 class KVReady(Message, frozen=True):
-    """All blocks of a RECEIVE request are verified and in the pool; ``first_token_id`` is prefill's token."""
+    """Report that all blocks of a RECEIVE request are verified and in the pool. ``first_token_id`` is token 1."""
 
     attempt_id: str
     first_token_id: int
 
 
 class Release(Message, frozen=True):
-    """Free the held blocks of a PUSH request (its receiver has confirmed them, or they are of no use any more)."""
+    """Free the held blocks of a PUSH request: the receiver has them, or the hand-off has ended."""
 
     attempt_id: str
 
 
 class Abort(Message, frozen=True):
-    """Drop a request in whatever state it is in and free all its blocks. Unknown ids are ignored. No event follows."""
+    """Drop a request in any state and free all its blocks. Unknown ids are ignored. No event follows."""
 
     attempt_id: str
 
 
 class Ping(Message, frozen=True):
-    """Answered by `Pong` between steps."""
+    """Ask for a `Pong`, which the engine sends between steps."""
 
 
 class Shutdown(Message, frozen=True):
@@ -89,8 +87,11 @@ class Shutdown(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The model is loaded, the pool mapped and the engine warmed up. ``eos_token_ids`` end every request that does not
-    ignore them."""
+    """The engine is ready: model loaded, pool mapped, warmed up.
+
+    ``pool_handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``max_model_len`` is in
+    tokens. ``load_s`` is the time from start to ready. ``eos_token_ids`` end every request that does not ignore them.
+    """
 
     layout: KVLayout
     num_blocks: int
@@ -104,14 +105,14 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The engine cannot go on (bad model folder, out of memory, a bug) and exits. See `pdserve.core.errors.to_wire`."""
+    """The engine failed and exits. ``kind`` and ``message`` are the result of `pdserve.core.errors.to_wire`."""
 
     kind: str
     message: str
 
 
 class Rejected(Message, frozen=True):
-    """The engine will not take (or go on with) a request; its blocks are free. `pdserve.core.errors.to_wire` of why."""
+    """The engine refuses a request. ``kind`` and ``message`` are the result of `pdserve.core.errors.to_wire`."""
 
     attempt_id: str
     kind: str
@@ -119,28 +120,34 @@ class Rejected(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """A request ended, and no `TokenOut` says so: the first token of a RECEIVE request, which came with its KV, was its
-    last. ``finish_reason`` is a `pdserve.core.sampling.FinishReason` value; its blocks are free."""
+    """A RECEIVE request ended with token 1, which came with its KV, so that no `TokenOut` follows. Its blocks are free.
+
+    ``finish_reason`` is a `pdserve.core.sampling.FinishReason` value.
+    """
 
     attempt_id: str
     finish_reason: str
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """A token a step sampled; a step may have several of a request, in order. ``finish_reason`` is a
-    `pdserve.core.sampling.FinishReason` value or empty, ``logprobs`` are there if the request asked for them."""
+    """A sampled token. A step may have several tokens of a request, in order.
+
+    ``finish_reason`` is a `pdserve.core.sampling.FinishReason` value, or empty. ``first_scheduled_s`` is the start of
+    the first step that computed anything for the request in this engine. ``logprobs`` is set if the request asked for
+    them. ``cached_tokens`` comes with the first token of a prompt computed here: its tokens found in the prefix cache.
+    """
 
     attempt_id: str
     token_id: int
     finish_reason: str
-    first_scheduled_s: float  # begin of the first step that computed anything for the request in this engine
+    first_scheduled_s: float
     logprobs: TokenLogprobs | None = None
-    cached_tokens: int = 0  # with a request's first token, if its prompt was computed here: those found in the cache
+    cached_tokens: int = 0
 
 
 class Step(Message, frozen=True):
-    """Everything one step did. Times are seconds of the host's monotonic clock: ``sampled_s`` when its tokens were
-    known, ``step_started_s`` when it was scheduled."""
+    """The tokens of one step. ``step_started_s`` and ``sampled_s`` are when the step was scheduled and when its tokens
+    were known, in seconds of the host's monotonic clock."""
 
     sampled_s: float
     step_started_s: float
@@ -148,12 +155,15 @@ class Step(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """The answer to `Ping`."""
+    """Answer to `Ping`."""
 
 
 class Load(Message, frozen=True):
-    """How full the engine is; sent whenever it has changed, after each step and each batch of commands. The prefix
-    cache's: prompt tokens of all requests admitted so far, how many of those it held, and its findable blocks now."""
+    """Load of the engine, sent after a step or a batch of commands that changed it.
+
+    ``preemptions`` counts since the start, and so do ``prompt_tokens_looked_up`` in the prefix cache and
+    ``prompt_tokens_cached`` found there. ``cached_blocks`` are the blocks that the cache can find now.
+    """
 
     free_blocks: int
     running: int
@@ -168,8 +178,8 @@ class Load(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """A RECEIVE request got the blocks of its whole prompt. The first ``num_cached_blocks`` of them hold the right
-    content already. ``reserved_s`` is when, on the host's monotonic clock."""
+    """A RECEIVE request has the blocks of its whole prompt. The first ``num_cached_blocks`` already hold the right
+    KV. ``reserved_s`` is the time of the allocation on the host's monotonic clock."""
 
     attempt_id: str
     block_ids: list[int]
@@ -178,11 +188,10 @@ class Reserved(Message, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """Of a PUSH request: the KV of its first ``num_computed_tokens`` tokens is in the pool. ``block_ids`` are all
-    blocks that it owns so far, in order; empty: as told before.
+    """Progress of a PUSH request: the KV of its first ``num_computed_tokens`` tokens is in the pool.
 
-    Within a step only the first ``num_layers`` layers are there yet (0: all are). With the last tokens comes
-    ``first_token``.
+    ``block_ids`` is its block table (empty: unchanged). ``num_layers`` is the number of layers that are in the pool
+    (0: all). ``first_token`` comes with the last tokens of the prompt.
     """
 
     attempt_id: str
@@ -193,7 +202,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Computed(Message, frozen=True):
-    """How far some PUSH requests are: after a step, after some layers of one, or when cached blocks were found."""
+    """Progress of PUSH requests: after a step, after some layers of a step, or when cached blocks were found."""
 
     progress: list[Progress]
 
@@ -207,21 +216,20 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """One frame: 4-byte little-endian length, then msgpack."""
+    """Encode a message as one frame."""
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 
 
 class FrameReader(Generic[M]):
-    """Cuts a byte stream into messages: `feed` bytes as they come, get the messages that are complete. ``kinds`` is the
-    union of the messages that may come."""
+    """Splits a byte stream into messages. ``kinds`` is the union of the expected messages."""
 
     def __init__(self, kinds: type[M]) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[M]:
-        """Messages completed by ``data``, in order. ValueError for what is none of them."""
+        """Add ``data`` and return the messages that are complete now, in order. ValueError for an invalid message."""
         self._buffer += data
         messages: list[M] = []
         start = 0
@@ -232,7 +240,7 @@ class FrameReader(Generic[M]):
             try:
                 messages.append(self._decoder.decode(bytes(self._buffer[start + 4 : end])))
             except (msgspec.DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
-                raise ValueError(f"no engine message: {error}") from None
+                raise ValueError(f"invalid engine message: {error}") from None
             start = end
         del self._buffer[:start]
         return messages

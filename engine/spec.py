@@ -1,4 +1,4 @@
-"""What an engine process is told at its start: one plain value, handed over as JSON on its command line."""
+"""The configuration of one engine process, which it receives as JSON on its command line."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ DEFAULT_BLOCK_SIZE = 64
 DEFAULT_CPU_KV_BYTES = 512 * 2**20
 
 ENGINE_MODULE = "engine.process.loop"
-"""What an engine process runs, as a module: ``python -m engine.process.loop``."""
+"""Module that an engine process runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine. Fields that are None get their default in the engine, which knows the model and the device.
+    """Configuration of one engine. The engine chooses the default of a field that is None.
 
-    ``model`` is what `engine.model.source.resolve_model` takes; ``dtype`` is a value of `ModelConfig.dtype`, of which
-    auto is decided by this engine's device alone; ``device`` is cpu or cuda. The engine binds itself to ``cores``
-    (none: it is not bound, and uses one thread). ``num_blocks`` wins over ``kv_memory_bytes``. ``device_share`` is the
-    part of its device that is its own: of a GPU's free memory it takes no more by default. ``cuda_graphs`` has a GPU
-    run decode steps as recorded graphs. ``layer_groups``: in how many groups of layers a step tells that KV to be
-    pushed is in place (0: only when all are).
+    ``model``: argument of `engine.model.source.resolve_model`.
+    ``dtype``: a value of `ModelConfig.dtype`; ``auto`` is decided by this engine's device alone.
+    ``device``: ``cpu`` or ``cuda``.
+    ``cores``: CPU cores that the engine binds itself to, one thread each (empty: one thread, not bound).
+    ``num_blocks``: KV blocks in the pool; overrides ``kv_memory_bytes``.
+    ``device_share``: the share of a GPU's free memory that the engine may use by default.
+    ``cuda_graphs``: run decode steps on GPUs as recorded graphs.
+    ``layer_groups``: layer groups per step for early KV push (0: push at the end of the step).
     """
 
     model: str
@@ -44,15 +46,15 @@ class EngineSpec:
 
     @property
     def threads(self) -> int:
-        """Threads of the engine's arithmetic: one per core."""
+        """Compute threads: one per core, at least one."""
         return max(1, len(self.cores))
 
     def to_json(self) -> str:
-        """One line that `from_json` reads."""
+        """Serialize to one line for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> EngineSpec:
-        """The spec that `to_json` described; TypeError or ValueError if it is none."""
+        """Parse the result of `to_json`. Raises TypeError or ValueError for anything else."""
         data = json.loads(text)
         return cls(**{**data, "cores": tuple(data["cores"])})

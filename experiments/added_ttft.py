@@ -28,7 +28,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.shapes import WIDTHS, model_path
+from experiments.shapes.widths import WIDTHS, model_path
 from experiments.statistics import Interval, abba, mean_interval
 from experiments.under_load import (
     ATTAINMENT,
@@ -59,6 +59,7 @@ _CALIBRATIONS = 6
 _OUTPUT_TOKENS = 4
 _HEADLINE_LEN = 512
 """The answer is about this prompt length, or the nearest one that was measured."""
+_METHOD = "the same prompts in both modes, one request at a time, A B B A; intervals are 95 % bootstrap"
 
 
 class AddedTtftOptions(Options):
@@ -306,8 +307,7 @@ class AddedTtft(Experiment):
         KV widths, and tables."""
         cells: list[Mapping[str, Any]] = [cell for cell in summary["cells"] if cell["load"] == "idle"]
         loaded: list[Mapping[str, Any]] = [cell for cell in summary["cells"] if cell["load"] != "idle"]
-        method = "the same prompts in both modes, one request at a time, A B B A; intervals are 95 % bootstrap"
-        setup = setup_of(run, method)
+        setup = setup_of(run, _METHOD)
         if loaded:
             setup.append(
                 ("load", f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, each mode alone")

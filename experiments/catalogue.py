@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
+from experiments.batching import Batching
 from experiments.bench.run import BenchRun
+from experiments.chunked_prefill import ChunkedPrefill
 from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
+from experiments.interference import Interference
+from experiments.prefix import Prefix
+from experiments.primer import Primer
 from experiments.sweep import Sweep
 from pdserve.core.errors import InvalidRequest
 
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Goodput)
+EXPERIMENTS: tuple[type[Experiment], ...] = (
+    AddedTtft,
+    Goodput,
+    Primer,
+    Prefix,
+    Interference,
+    ChunkedPrefill,
+    Batching,
+)
 
 
 RUN_KINDS: tuple[type[RunKind], ...] = (*EXPERIMENTS, Sweep, BenchRun)

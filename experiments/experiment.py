@@ -89,11 +89,14 @@ class Bench:
         advance: Callable[[int], None],
         *,
         attached: bool = False,
+        earlier: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """``attached``: the service was there before the experiment and serves others as well."""
+        """``attached``: the service was there before the experiment and serves others as well. ``earlier``: the facts
+        of the cells that finished before this one, by name; a resumed run has them as well."""
         self.cell = cell
         self.target = target
         self.attached = attached
+        self.earlier = dict(earlier or {})
         self.facts: dict[str, Any] = {}
         self.advance = advance
         self._record = record
@@ -106,7 +109,10 @@ class Bench:
 
     def record(self, generation: Generation | None, error: PdserveError | None = None, **place: Any) -> RequestRow:
         """Write the row of a request of this cell. ``place`` has at least ``arm``, ``repeat`` and ``index``."""
-        row = RequestRow.of(generation, error, cell=self.cell.name, **place)
+        return self.write(RequestRow.of(generation, error, cell=self.cell.name, **place))
+
+    def write(self, row: RequestRow) -> RequestRow:
+        """Write a row that has no `Generation`, such as that of a request that the experiment ended early."""
         self._record(row)
         return row
 

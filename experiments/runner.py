@@ -116,7 +116,8 @@ def _run_cell(
         deployment.stop()  # a cell without a service measures the machine alone
         _note_environment(experiment, folder, None)
     progress.cell(cell)
-    bench = Bench(cell, target, folder.append, progress.advance, attached=deployment.attached)
+    earlier = {each.cell: each.facts for each in folder.load().cells}
+    bench = Bench(cell, target, folder.append, progress.advance, attached=deployment.attached, earlier=earlier)
     started_s = time.monotonic()
     bench.run(experiment.measure)
     duration_s = round(time.monotonic() - started_s, 3)

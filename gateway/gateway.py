@@ -21,6 +21,7 @@ from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
 from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
+from pdserve.core.address import join_address
 from pdserve.core.awake_clock import RunningAwakeClock
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import PdserveConfig
@@ -110,7 +111,6 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._serving = asyncio.Event()
-        self._stopped = asyncio.Event()
 
     @property
     def port(self) -> int:
@@ -188,10 +188,6 @@ class Gateway:
             self._changed.set()
         return self._inference.in_progress
 
-    async def serve_until_stopped(self) -> None:
-        """Return once `stop` has finished."""
-        await self._stopped.wait()
-
     async def stop(self, grace_s: float = DRAIN_S) -> None:
         """Refuse new requests, let running ones go on for ``grace_s``, then abort them and close everything."""
         for task in self._tasks:
@@ -204,7 +200,6 @@ class Gateway:
             await internal.stop(None)
             self._servers = []
         await self._directory.close()
-        self._stopped.set()
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:
@@ -242,9 +237,8 @@ def _logging_failures(doing: str) -> Iterator[None]:
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server.add_insecure_port(address)
+        return server.add_insecure_port(join_address(host, port))
     except RuntimeError:
         raise LaunchError(
             f"{what}: {port} is in use on {host} (or {host} is not this host's); choose another"

@@ -22,7 +22,8 @@ DRAIN_TIMEOUT_S = 5.0
 
 
 class GatewayThread:
-    """A gateway in this process. LaunchError or ModelError if it cannot start."""
+    """A gateway on a thread of this process. ModelError if the model cannot be read. Methods raise LaunchError if the
+    gateway does not answer."""
 
     def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:
         model = resolve_model(config.model.path)
@@ -41,7 +42,7 @@ class GatewayThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; returns when both servers listen."""
+        """Start the thread. Returns when both servers listen; LaunchError if a port is in use."""
         self._thread.start()
         self._on_loop(self._gateway.start(), START_TIMEOUT_S)
 

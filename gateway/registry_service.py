@@ -1,4 +1,4 @@
-"""The internal service that workers report to."""
+"""The internal gRPC service that receives the workers' heartbeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class RegistryService(worker_pb2_grpc.RegistryServicer):
-    """Hands heartbeats to the directory, and answers them with what is wanted of the worker."""
+    """Passes heartbeats to the directory. The answers name the links that a worker should have, or have it end."""
 
     def __init__(self, directory: WorkerDirectory, gateway_epoch: str, service: str) -> None:
         self._directory = directory
@@ -24,15 +24,15 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
         self._gateway_epoch = gateway_epoch
 
     async def Heartbeat(self, request: pb.Frame, context: grpc.aio.ServicerContext[pb.Frame, pb.Frame]) -> pb.Frame:
-        """Register a worker, or note that it lives."""
+        """Register a worker, or renew its registration. INVALID_ARGUMENT if the message is unreadable."""
         try:
             beat = BEATS.decode(request)
         except PdserveError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        # One of an earlier service, or of another that was told this address: it may serve anything.
+        # A worker of an earlier service at this address, or of a misconfigured one, may serve another model.
         is_ours = beat.info.service == self._service
         if not is_ours:
-            log.warning("worker %s of another service reports here: it is told to end", beat.info.worker_id)
+            log.warning("worker %s belongs to another service and is told to end", beat.info.worker_id)
         if not (is_ours and self._directory.heard(beat)):
             return to_frame(BeatAnswer(self._gateway_epoch, superseded=True))
         peers = list(self._directory.wanted_links(beat.info.role))

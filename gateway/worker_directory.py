@@ -1,4 +1,5 @@
-"""Turns heartbeats into registered workers: makes handles, says which links are wanted, closes what is lost."""
+"""Registers workers by their heartbeats: connects to them, decides which KV links they should have, and removes lost
+and retired ones."""
 
 from __future__ import annotations
 
@@ -23,22 +24,23 @@ Connect = Callable[[WorkerInfo], Awaitable[WorkerHandle]]
 
 
 class WorkerDirectory:
-    """Keeps the router's registry true. Whatever fails is tried again with the next heartbeat, and logged once."""
+    """Keeps the router's registry up to date. Failures are retried with the next heartbeat, and logged once."""
 
     def __init__(self, registry: WorkerRegistry, connect: Connect) -> None:
         self._registry = registry
         self._connect = connect
-        self._joining: dict[str, Beat] = {}  # by worker id, the last heartbeat of those being connected
-        self._told: dict[tuple[str, ...], str] = {}
+        self._joining: dict[str, Beat] = {}  # the last heartbeats of workers being connected, by worker id
+        self._logged: dict[tuple[str, ...], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def heard(self, beat: Beat) -> bool:
-        """A heartbeat: the first of an incarnation registers it. False: it has been superseded and has to end."""
+        """Take a heartbeat; the first one of an incarnation registers it. False if the worker is superseded and has to
+        end."""
         info = beat.info
         if self._registry.is_superseded(info.life):
             return False
         if self._registry.heartbeat(info.worker_id, beat.load, info, beat.links):
-            self._tell_failures(info.worker_id)
+            self._log_failures(info.worker_id)
             return True
         joining = self._joining.get(info.worker_id)
         self._joining[info.worker_id] = beat
@@ -47,15 +49,16 @@ class WorkerDirectory:
         return True
 
     def wanted_links(self, role: Role) -> tuple[KVPeer, ...]:
-        """The workers that one of this role should have KV links to: a prefill worker to all live decode workers."""
+        """The workers that a worker of ``role`` should have KV links to: all live decode workers for a prefill
+        worker."""
         if role is not Role.PREFILL:
             return ()
         live = (worker for worker in self._registry.workers if not worker.lost)
         return tuple(worker.info.peer for worker in live if worker.role is Role.DECODE)
 
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
-        """Let these workers finish what they have, for ``drain_s`` at most, then part with them: requests that are
-        still there go on elsewhere."""
+        """Send these workers no more requests, and remove them when they have finished, at the latest after
+        ``drain_s``. Remaining requests continue on other workers."""
         leaving = [worker for worker_id in worker_ids if (worker := self._registry.get(worker_id)) is not None]
         beats = {worker: worker.heartbeat_s for worker in leaving}
         changed = asyncio.Event()
@@ -65,7 +68,7 @@ class WorkerDirectory:
                 return True
             if worker.outstanding_requests:
                 beats[worker] = worker.heartbeat_s
-            # Its tokens are out before its last blocks have arrived: the next heartbeat tells whether it holds any.
+            # Tokens arrive before the last blocks are released, so wait for a heartbeat that reports no blocks in use.
             return worker.heartbeat_s > beats[worker] and worker.load.free_blocks >= worker.info.num_blocks
 
         unsubscribe = self._registry.subscribe(changed.set)
@@ -85,13 +88,13 @@ class WorkerDirectory:
                 await dismissed.handle.aclose()
 
     def expire(self) -> None:
-        """Drop those whose heartbeats stopped: closing the connection fails what still runs there."""
+        """Mark workers without recent heartbeats as lost, and close their connections, which fails their requests."""
         for worker in self._registry.expire():
             log.warning("worker %s is lost: %s", worker.worker_id, worker.lost)
             self._spawn(worker.handle.aclose())
 
     async def close(self) -> None:
-        """Stop what is under way and close all connections."""
+        """Cancel all tasks and close all connections."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -103,7 +106,7 @@ class WorkerDirectory:
         try:
             handle = await self._connect(info)
         except PdserveError as error:
-            self._tell_once((info.worker_id, info.epoch), f"worker {info.worker_id}: cannot connect: {error}")
+            self._log_once((info.worker_id, info.epoch), f"worker {info.worker_id}: cannot connect: {error}")
             return
         finally:
             latest = self._joining.get(info.worker_id)
@@ -111,15 +114,15 @@ class WorkerDirectory:
                 del self._joining[info.worker_id]
             else:
                 latest = None
-        # Another process may have taken its name while the connection was made, or it was retired.
+        # Meanwhile another process may have taken the name, or the worker may have been retired.
         if latest is None or self._registry.is_superseded(info.life):
             await handle.aclose()
             return
         replaced = self._registry.get(info.worker_id)
         self._spawn(self._watch_connection(self._registry.add(handle, latest.load, latest.links)))
-        log.info("worker %s is there: %s on %s", info.worker_id, info.device, info.node)
-        self._tell_failures(info.worker_id)
-        self._spread_news()
+        log.info("worker %s has registered: %s on %s", info.worker_id, info.device, info.node)
+        self._log_failures(info.worker_id)
+        self._request_heartbeats()
         if replaced is not None:
             await replaced.handle.aclose()
 
@@ -130,26 +133,27 @@ class WorkerDirectory:
             self._registry.lost(worker.worker_id)
             await worker.handle.aclose()
 
-    def _spread_news(self) -> None:
-        """Have the prefill workers report that do not know of all live decode workers: the answer names them."""
+    def _request_heartbeats(self) -> None:
+        """Request a heartbeat from every prefill worker that lacks links to live decode workers. The answer names
+        them."""
         wanted = {(peer.worker_id, peer.epoch) for peer in self.wanted_links(Role.PREFILL)}
         for worker in self._registry.workers:
             known = worker.linked.keys() | worker.failed.keys()
             if worker.role is Role.PREFILL and not worker.lost and not wanted <= known:
                 worker.handle.beat_now()
 
-    def _tell_failures(self, worker_id: str) -> None:
-        """Log once which workers it cannot be paired with."""
+    def _log_failures(self, worker_id: str) -> None:
+        """Log the workers that this worker cannot be paired with, each once."""
         if (worker := self._registry.get(worker_id)) is None:
             return
         for peer_id, _ in worker.linked:
-            self._told.pop((worker_id, peer_id), None)
+            self._logged.pop((worker_id, peer_id), None)
         for (peer_id, _), error in worker.failed.items():
-            self._tell_once((worker_id, peer_id), f"workers {worker_id} and {peer_id} cannot be paired: {error}")
+            self._log_once((worker_id, peer_id), f"workers {worker_id} and {peer_id} cannot be paired: {error}")
 
-    def _tell_once(self, key: tuple[str, ...], message: str) -> None:
-        if self._told.get(key) != message:
-            self._told[key] = message
+    def _log_once(self, key: tuple[str, ...], message: str) -> None:
+        if self._logged.get(key) != message:
+            self._logged[key] = message
             log.warning("%s (tried again with every heartbeat)", message)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

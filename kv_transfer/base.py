@@ -1,4 +1,4 @@
-"""The interface of transports: links that carry messages between two workers, and move announced regions of one's pool
+"""The interface of transports. Their links carry messages between two workers, and move regions of one worker's pool
 into the other's.
 
     KVReceiver's side                                      KVSender's side
@@ -8,9 +8,9 @@ into the other's.
     await link.fetch(regions)          ←── the regions ─
     link.send(header)                  ──── answers ───→   link.recv() → Message
 
-A transport knows the memory of its worker's pool, and nothing of requests or blocks. One-sided transports announce
-where a payload lies, and the receiver fetches it out of the sender's memory; streaming ones have the bytes follow the
-announcement.
+A transport knows the memory of its worker's pool, and knows nothing about requests or blocks. A one-sided transport
+announces where a payload lies, and the receiver fetches it from the sender's memory. With a streaming transport, the
+bytes follow the announcement.
 """
 
 from __future__ import annotations
@@ -21,86 +21,99 @@ from dataclasses import dataclass
 
 from kv_transfer.fetch import Fetch, Payload, staged
 from kv_transfer.memory import DeviceMemory, Memory
+from kv_transfer.strangers import Stranger
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
-"""Every transport carries payloads up to this; a larger one is a ValueError of `KVLink.send`."""
+"""The largest payload of a message, for all transports."""
 
 MAX_HEADER_BYTES = 64 * 2**10
-"""The same for headers."""
+"""The largest header of a message, for all transports."""
 
 NOTHING = Payload(None, ())
-"""The payload of a message that is a header alone."""
+"""The payload of a message that has only a header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message as it arrived: a small header (msgpack, checked by whatever reads it), and how many bytes of payload
-    wait behind it for `KVLink.fetch`."""
+    """A received message: its header, which is not checked yet, and the number of payload bytes that
+    `KVLink.fetch` moves."""
 
     header: bytes
     size: int
 
 
 class KVLink(ABC):
-    """An ordered two-way pipe of messages with one peer, between this worker's ``memory`` and the peer's. One task
-    sends and one receives at a time. An end that sends payloads needs a task that receives: where no hardware serves
-    the peer's reads, that task does."""
+    """An ordered two-way connection with one peer. Payloads move between this worker's ``memory`` and the peer's.
+
+    One task sends and one task receives at a time. An end that sends payloads also needs a task that receives: it
+    serves the peer's reads where no hardware does.
+    """
 
     transport: str
-    """The name of the transport it belongs to."""
+    """The name of the transport."""
     arrival_s = 0.0
-    """What the payload of the last message took to arrive before `fetch`, where it arrives whole (else 0)."""
+    """How long the last message's payload took to arrive before `fetch`, in seconds; 0 if `fetch` moves it."""
     on_device = False
-    """Whether payloads go from device memory to device memory, as tensors. They are not hashed: no processor sees
-    them."""
+    """Whether payloads move from device memory to device memory. Such payloads are not hashed."""
     reads_late = False
-    """Whether the receiver may read a payload after the sender has cut the link and given the blocks away, without
-    noticing that it was cut. Then a payload counts only if its checksum is right, whatever is configured, or, where
-    nothing is hashed, if the sender confirms that it still held the blocks (`protocol.Confirm`)."""
+    """Whether the receiver may still read a payload after the sender has cut the link and reused the blocks. If so, a
+    payload counts only with a correct checksum or, where nothing is hashed, with a `protocol.Confirm` of the sender."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
+        self.on_closed: Callable[[KVLink], object] = lambda _: None
+        """Called by `aclose`."""
+        self._stranger: Stranger | None = None
 
     def hashes(self, configured: bool) -> bool:
-        """Whether payloads are hashed on this link, given what is ``configured`` (`transfer.checksum`). The same at
-        both ends."""
+        """Whether payloads are hashed on this link, where `transfer.checksum` is ``configured``. Both ends agree."""
         return (configured or self.reads_late) and not self.on_device
 
     async def payload(self, regions: Sequence[Region]) -> Payload:
-        """A payload of regions of the memory, as this link sends it: memory on a device is staged on the host for a
-        link that is not ``on_device``. ValueError if the memory is closed."""
+        """A payload of regions of the memory, copied to the host if it lies on a device and the link is not
+        ``on_device``. ValueError if the memory is closed."""
         if isinstance(self.memory, DeviceMemory) and not self.on_device:
             return await staged(self.memory, regions)
         return Payload(self.memory, regions)
 
     @abstractmethod
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
-        """Send one message; the payload's parts stay as they are until `drained`. Returns once the transport has taken
-        it, with back-pressure: with a peer that does not receive, it waits (a payload that is fetched weighs nothing
-        here). PeerLost if the connection is gone, TransferTimeout if nothing was taken for as long as the transport's
-        own bound. A cancelled or failed send may have gone out or not."""
+        """Send one message. The payload's bytes must not change until `drained` returns.
 
-    async def drained(self) -> None:  # noqa: B027 - most transports have let go of the parts when `send` returns
-        """Return once nothing reads the parts of what was sent so far: they may then change. A link that is lost reads
-        nothing. Needs a task that receives. Unbounded: put a timeout around it, and `cut` a link that lets it pass."""
+        Waits while a slow peer leaves no room in the transport's buffers; payloads that the peer fetches take no room.
+        PeerLost if the connection is gone, TransferTimeout if the peer takes nothing for as long as the transport's
+        bound, ValueError if the message is too large. After an error or a cancellation, the message may have been sent.
+        """
 
-    def introduced(self) -> None:  # noqa: B027 - links within a process know both ends
-        """The peer has said who it is. A link that was accepted takes from then on what it likes; before, one message
-        of `strangers.MAX_HELLO_BYTES` without a payload, and it is cut after `strangers.INTRODUCTION_S`, or when too
-        many others wait."""
+    async def drained(self) -> None:  # noqa: B027 - most transports have copied the parts when `send` returns
+        """Return when nothing reads the payloads sent so far, or when the link is lost. Needs a task that receives.
+        Unbounded: put a timeout around it, and `cut` the link when it expires."""
+
+    def strange(self, stranger: Stranger) -> None:
+        """Treat the peer of an accepted link as a stranger until `introduced`.
+
+        It may send one message of at most `strangers.MAX_HELLO_BYTES` without a payload. The link is cut when the time
+        to introduce itself is over."""
+        self._stranger, stranger.cut = stranger, self.cut
+
+    def introduced(self) -> None:
+        """Lift the limits on strangers: the peer has introduced itself. May be called twice."""
+        if self._stranger is not None:
+            self._stranger.leave()
+            self._stranger = None
 
     @abstractmethod
     def cut(self, why: str) -> None:
-        """End the link at once, whatever is on its way: nothing reads the parts of what was sent, or what was read
-        counts for nothing. Tasks that send or receive see PeerLost, at the peer as well. `aclose` has to follow.
-        Cutting twice is fine, and so is cutting what is closed."""
+        """End the link at once. Afterwards nothing reads the payloads that were sent, or what is read does not count.
+        Tasks that send or receive get PeerLost, at both ends. `aclose` must follow. May be called twice, or after
+        `aclose`."""
 
     @abstractmethod
     async def recv(self) -> Message:
-        """The next message; waits for as long as the link lives. What was not fetched of the payload before it is
-        thrown away. PeerLost once the peer is gone and everything it sent before has been received."""
+        """Wait for the next message. Drops what was not fetched of the payload before. PeerLost when the peer is gone
+        and all its messages have been received."""
 
     def fetch(
         self,
@@ -109,43 +122,43 @@ class KVLink(ABC):
         hashed: bool = False,
         on_progress: Callable[[], None] = lambda: None,
     ) -> Fetch:
-        """The handle on moving the payload of the last message into regions of the memory that have its size; await it
-        before the next `recv`."""
+        """A `Fetch` that moves the last message's payload into regions of the memory, which must have its size. Await
+        it before the next `recv`."""
         return Fetch(self.memory, into, self._move, on_device=self.on_device, hashed=hashed, on_progress=on_progress)
 
     @abstractmethod
     async def _move(self, fetch: Fetch) -> None:
-        """What awaiting ``fetch`` does."""
+        """Move the payload of ``fetch``."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close both directions, after what was sent is on its way (bounded); the peer sees PeerLost. Closing twice is
-        fine, and so is closing while another task sends or receives: it sees PeerLost."""
+        """Send what is queued (within a time limit) and close the link; the peer gets PeerLost, and so do tasks here
+        that send or receive. May be called twice."""
 
 
 class KVTransport(ABC):
-    """One way of moving messages and regions. An instance serves one worker, whose memory it was made with: it may
-    listen once and connect to many."""
+    """One way of moving messages and regions, for one worker and its memory. It listens at most once, and connects to
+    any number of peers."""
 
     name: str
 
     @abstractmethod
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
-        """Start to accept links on ``host`` (an address peers can reach) and ``port`` (0: a free one), if it uses ports
-        at all. PeerLost if that address is not this host's or the port is taken."""
+        """Accept links on ``host``, an address that peers can reach, and ``port`` (0: any free port; ignored by
+        transports without ports). PeerLost if the address is not one of this host, or the port is taken."""
 
     @abstractmethod
     async def accept(self) -> KVLink:
-        """The next link a peer opened; PeerLost once this transport is closed."""
+        """Wait for the next link that a peer opens. PeerLost when this transport is closed."""
 
     @abstractmethod
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """Open a link. TransferTimeout or PeerLost if nobody answers there in time."""
+        """Open a link. TransferTimeout or PeerLost if the peer does not answer in time."""
 
     def obstacle(self, endpoint: KVEndpoint) -> str | None:
-        """Why `connect` cannot reach this endpoint, in words, if that is certain without trying."""
+        """The reason why `connect` cannot reach the endpoint, if that is known without trying."""
         return None
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Stop listening and close every link. Closing twice is fine."""
+        """Stop listening and close every link. May be called twice."""

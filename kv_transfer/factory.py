@@ -1,4 +1,4 @@
-"""Which transports a worker offers, and which one a pair takes: by configuration, or by what both ends share."""
+"""The choice of transports: those that a worker offers, and the one that a pair of workers uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ TRANSPORTS = ("shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
 
 
 def offered_transports(configured: str, *, device: str, shared_device: bool = False) -> tuple[str, ...]:
-    """The transports a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) opens, best first. ``configured`` is
-    ``auto`` (which is never nixl: that one is chosen and installed on purpose) or a transport's name; ConfigError if it
-    cannot work here, which may take seconds to find out. ``shared_device``: workers may share one GPU, which NCCL
-    refuses, except from processes that it takes for different hosts' (NCCL_HOSTID)."""
+    """The transports that a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) offers, best first.
+
+    ``configured`` is a transport's name or ``auto``, which never chooses nixl. ``shared_device``: workers may share a
+    GPU, which NCCL allows only if their NCCL_HOSTIDs differ. ConfigError if the configured transport cannot work on
+    this device; the check may take seconds."""
     cuda = device.startswith("cuda")
     if configured == "auto":
         if not cuda:
@@ -48,7 +49,7 @@ def offered_transports(configured: str, *, device: str, shared_device: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport that a pair takes, the peer's endpoint for it, and why, in words."""
+    """The transport that a pair uses, the peer's endpoint for it, and the reason, in words."""
 
     transport: KVTransport
     endpoint: KVEndpoint
@@ -56,8 +57,8 @@ class Choice:
 
 
 def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], peer: str) -> Choice:
-    """The first of ``transports`` (in order of preference) that ``peer`` listens with and that can reach it;
-    ConfigError if there is none."""
+    """The first of ``transports`` (best first) with which ``peer`` listens and can be reached. ConfigError if there is
+    none."""
     against: list[str] = []
     for transport in transports:
         endpoint = next((each for each in endpoints if each.transport == transport.name), None)
@@ -76,9 +77,9 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
 
 
 def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0) -> KVTransport:
-    """The transport ``name`` (of `offered_transports`) for a worker whose pool lies in ``memory``. ``timeout_s`` bounds
-    one send to a peer that takes nothing. ConfigError if it cannot be used here."""
-    # Imported here: each transport needs libraries of its own.
+    """Create the transport ``name`` (from `offered_transports`) for a worker whose pool lies in ``memory``.
+    ``timeout_s`` bounds a send that makes no progress. ConfigError if the transport cannot be used here."""
+    # Imported here, because each transport needs its own libraries.
     if name == "shm" and isinstance(memory, HostMemory):
         from kv_transfer.transports.shm import ShmTransport
 

@@ -1,4 +1,4 @@
-"""Bytes on their way out of a pool (`Payload`), and into one (`Fetch`)."""
+"""Reading a message's bytes from a pool (`Payload`), and writing them into one (`Fetch`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 PIECE_BYTES = 2**20
-"""Copies are hashed in pieces of this size, while they are still in the processor's cache."""
+"""Copies are hashed in pieces of this size, while a piece is in the processor's cache."""
 
-_POLL_S = 50e-6  # between two questions to a device
+_POLL_S = 50e-6
 
 
 class Payload:
-    """What a message carries: ``size`` bytes of the sender's ``memory``, which are its ``regions``; without ``memory``
-    they were staged on the host, or lie in no pool."""
+    """The payload of a message: ``regions`` of ``memory``, or ``parts`` on the host if ``memory`` is None. ``size`` is
+    in bytes."""
 
     __slots__ = ("_parts", "memory", "regions", "size")
 
@@ -41,7 +41,7 @@ class Payload:
 
     @property
     def parts(self) -> Sequence[memoryview]:
-        """The bytes on the host, one part after the other. Empty for memory on a device that was not staged."""
+        """The bytes on the host, in order. Empty for memory on a device."""
         if self._parts is None:
             memory = self.memory
             self._parts = [memory.view(region) for region in self.regions] if isinstance(memory, HostMemory) else ()
@@ -49,7 +49,7 @@ class Payload:
 
 
 async def staged(memory: DeviceMemory, regions: Sequence[Region]) -> Payload:
-    """A payload of copies on the host. ValueError if the memory is closed."""
+    """A payload of regions on a device, copied to the host. ValueError if the memory is closed."""
     copies = memory.staging(sum(region.size for region in regions))
     memory.copy(regions, copies, to_device=False)
     await settled(memory)
@@ -57,23 +57,23 @@ async def staged(memory: DeviceMemory, regions: Sequence[Region]) -> Payload:
 
 
 async def settled(memory: Memory) -> None:
-    """Return once the copies begun so far from and to a device have ended. Other tasks of the loop run meanwhile."""
+    """Wait until the copies begun so far from and to a device have ended. Does not block the event loop."""
     if isinstance(memory, DeviceMemory):
         have_ended = memory.settled()
-        while not have_ended():  # noqa: ASYNC110 - a device has nothing else to wait on that does not block
+        while not have_ended():  # noqa: ASYNC110 - a device offers no event that asyncio can wait for
             await asyncio.sleep(_POLL_S)
 
 
 class Fetch:
-    """The payload of a link's last message on its way into ``regions`` of this end's memory, which have its size.
-    Belongs to one event loop.
+    """Moves the payload of a link's last message into ``regions`` of this end's memory, which have its size. Belongs to
+    one event loop.
 
-    Awaiting it moves the bytes, and returns early if it is cancelled by another task; PeerLost if the rest does not
-    come. `commit` then brings to the device what was staged on the host. Once `cancel` was called nothing is begun any
-    more, and once `at_rest` has returned nothing writes the regions any more.
+    Await it to move the bytes. It returns early after `cancel`; it raises PeerLost if the link is lost. `commit` then
+    copies bytes that were staged on the host to the device. After `cancel`, no further write begins; after `at_rest`,
+    nothing writes the regions.
 
-    ``digest`` is the hash of what has been filled so far, if ``hashed``, and ``digest_s`` the time that took.
-    ``on_progress`` is called whenever something was filled.
+    ``digest`` is the hash of the bytes moved so far, if ``hashed``; ``digest_s`` is the time for hashing, in seconds.
+    ``on_progress`` is called after each move.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Fetch:
         self.digest = xxhash.xxh3_64() if hashed else None
         self._memory, self._move, self._on_progress = memory, move, on_progress
         self._staged: memoryview | None = None
-        self._parts: list[memoryview] = []  # of host memory, still to be filled: the next is the last
+        self._parts: list[memoryview] = []  # of host memory, still to be filled, in reverse order
         self.size = 0
         for region in regions:
             self.size += region.size
@@ -107,7 +107,7 @@ class Fetch:
         return self._move(self).__await__()
 
     async def commit(self) -> None:
-        """Bring what was staged on the host to the device, and wait for all copies."""
+        """Copy bytes that were staged on the host to the device, and wait for all copies."""
         if isinstance(self._memory, DeviceMemory) and not self.cancelled:
             with self.writing():
                 if self._staged is not None:
@@ -115,13 +115,13 @@ class Fetch:
                 await settled(self._memory)
 
     def cancel(self) -> None:
-        """Take nothing any more. Cancelling twice is fine, and so is cancelling after the end."""
+        """Begin no further write. May be called twice, or after the end."""
         self.cancelled = True
         self._parts.clear()
 
     async def at_rest(self) -> None:
-        """Return once nothing writes the regions any more. Unbounded: a read that is under way cannot be called back,
-        and its regions must not be used for anything else before it has ended."""
+        """Wait until nothing writes the regions. Unbounded, because a one-sided read that has begun cannot be
+        cancelled, and its regions must not be reused before it ends."""
         while self._writers:
             if self._resting is None:
                 self._resting = asyncio.Event()
@@ -130,11 +130,11 @@ class Fetch:
     # --- for the transports ------------------------------------------------------------------------------------------
 
     def views(self) -> list[memoryview]:
-        """What is still to be filled, in order, of host memory; nothing once it is cancelled."""
+        """The host memory still to be filled, in order; empty after `cancel`."""
         return self._parts[::-1]
 
     def advance(self, num_bytes: int) -> None:
-        """The first so many bytes of `views` have been filled."""
+        """Note that the first ``num_bytes`` of `views` have been filled."""
         self.left -= num_bytes
         self._on_progress()
         while num_bytes and self._parts:
@@ -150,7 +150,7 @@ class Fetch:
             num_bytes -= filled.nbytes
 
     def write(self, data: memoryview) -> None:
-        """Copy ``data`` in. ValueError if there is no room for so much. Ignored once it is cancelled."""
+        """Copy ``data`` into the next bytes. ValueError if it is larger than the rest. Ignored after `cancel`."""
         if self.cancelled:
             return
         if data.nbytes > self.left:
@@ -160,14 +160,14 @@ class Fetch:
             target = self._parts[-1]
             if target.nbytes > (size := min(most, data.nbytes)):
                 target = target[:size]
-            # numpy releases the GIL for the copy, slice assignment does not.
+            # numpy releases the GIL for the copy; slice assignment does not.
             np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(data[: target.nbytes], dtype=np.uint8))
             data = data[target.nbytes :]
             self.advance(target.nbytes)
 
     def write_on_device(self, view: Callable[[Region], torch.Tensor], regions: Sequence[Region]) -> None:
-        """Copy everything from ``regions`` of memory on the same device, of which ``view`` gives the bytes. The copies
-        may go on after this: see `settled`."""
+        """Begin to copy the whole payload from ``regions`` of memory on the same device, whose bytes ``view`` returns.
+        `settled` waits for the copies."""
         if not self.cancelled and isinstance(self._memory, DeviceMemory):
             for ours, theirs in pair_regions(self.regions, regions):
                 self._memory.view(ours).copy_(view(theirs), non_blocking=True)
@@ -175,7 +175,7 @@ class Fetch:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Something writes the regions that cannot be stopped at once: see `at_rest`."""
+        """A context in which something writes the regions and cannot be cancelled; `at_rest` waits for it."""
         self.begin_writing()
         try:
             yield
@@ -183,11 +183,11 @@ class Fetch:
             self.end_writing()
 
     def begin_writing(self) -> None:
-        """As `writing`, for what does not end where it begins."""
+        """Enter `writing`, for a write that ends elsewhere."""
         self._writers += 1
 
     def end_writing(self) -> None:
-        """It has ended."""
+        """Leave `writing`."""
         self._writers -= 1
         if not self._writers and self._resting is not None:
             self._resting.set()

@@ -1,5 +1,8 @@
-"""How two workers meet: over each new link, before any request, they compare layouts and incarnations and measure what
-the link can carry. So the first hand-off finds everything in place, and its figures can be compared with something."""
+"""The handshake on a new link: before any request, the two workers compare layouts and incarnations, and measure the
+link. The measured rate is the ceiling with which hand-offs are compared.
+
+`introduce`, `measure`, `survey`, `greet` and `dismiss` have no time limit: put a timeout around them.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,19 @@ from pdserve.core.errors import ConfigError, LayoutMismatch, ModelError, PeerLos
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout, Region
 
 _FIRST_PROBE_BYTES = 64 * 2**10
-_SMALLEST_TELLING_BYTES = 2**20  # less may come with its header, in no time at all
+_SMALLEST_TELLING_BYTES = 2**20  # a smaller payload may arrive together with its header
 _PROBE_S = 0.025
 _ROUND_TRIPS = 50
-_SHOWN_IDS = 16  # of a model's end ids, in a message
-_PAYLOADS_LEFT = 4  # a survey's payloads grow while so many more fit into its time; so many count at least
-_SLOW_FACTOR = 4  # what a survey may take at most, of what it should
+_SHOWN_IDS = 16  # end-of-sequence ids in an error message
+_PAYLOADS_LEFT = 4  # the least number of payloads of the largest size in a survey
+_SLOW_FACTOR = 4  # a survey takes at most this multiple of its time
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What a `survey` found. ``gbs`` is the median of payloads of the largest size, ``best_gbs`` the fastest one (10^9
-    bytes per second; 0: nothing was sent), the round trips are those of messages without a payload: from the sender to
-    the receiver's event loop and back."""
+    """The result of a `survey`. ``gbs`` is the median rate of payloads of the largest size, ``best_gbs`` the best rate
+    of any payload (10^9 bytes per second; 0: nothing was sent). The round trips are those of messages without a
+    payload, from the sender to the receiver's event loop and back."""
 
     gbs: float
     best_gbs: float
@@ -52,24 +55,23 @@ class LinkFigures:
 
 
 async def introduce(link: KVLink, me: Hello, worker_id: str) -> KVLayout:
-    """The sender's part: the receiver's layout. Raises what the receiver refuses it with (LayoutMismatch,
-    TransferRefused), or TransferRefused if another worker than ``worker_id`` answers. Unbounded: put a timeout around
-    it."""
+    """Introduce the sender ``me``, and return the layout of the receiver ``worker_id``. LayoutMismatch or
+    TransferRefused if the receiver refuses, or another worker answers."""
     await link.send(encode(me))
     answer = decode((await link.recv()).header)
     if isinstance(answer, Refused):
         raise peer_error(answer.kind, f"refused by {worker_id}: {answer.message}")
     if not isinstance(answer, HelloOk) or (answer.worker_id, answer.epoch) != (worker_id, me.epoch):
         raise TransferRefused(f"another worker than {worker_id} answers at its KV endpoint")
-    # Before anything is computed with it. A receiver that has refused nothing has a layout that fits.
+    # The receiver has checked this already; its answer is checked before it is used.
     answer.layout.check_source(me.layout)
     return answer.layout
 
 
 async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
-    """What the link moves at best, in 10^9 bytes per second: larger and larger payloads of the pool's probe
-    area, for some 25 ms (or one payload of 64 KiB, if the link is slow). Unbounded as well. What the receiver announces
-    meanwhile is added to ``announced``."""
+    """Measure the best rate of the link, in 10^9 bytes per second, with growing payloads of the pool's probe area.
+    Takes 25 ms, or one payload of 64 KiB on a slow link. Announcements that arrive meanwhile are added to
+    ``announced``."""
     best, size, area, started_s = 0.0, _FIRST_PROBE_BYTES, ProbeArea(pool), time.perf_counter()
     while time.perf_counter() - started_s < _PROBE_S:
         took_s = await _probe(link, area.next(size), announced)
@@ -80,9 +82,11 @@ async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
 
 
 async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
-    """The same at leisure: round trips, then for some ``for_s`` seconds payloads that grow to `MAX_PROBE_BYTES`, or as
-    large as a slow link lets several of them pass. What counts of a payload is until its sender knows that it was
-    taken, less a round trip: a receiver alone is flattered by what has queued before it looks. Unbounded as well."""
+    """Measure round trips, and then rates for about ``for_s`` seconds, with payloads that grow to `MAX_PROBE_BYTES` as
+    long as several more of them fit into the time.
+
+    The time of a payload lasts until the sender has the answer, less a round trip. The receiver's own time alone would
+    be too short, because bytes queue before the receiver looks."""
     started_s = time.perf_counter()
     trips_s: list[float] = []
     while len(trips_s) < _ROUND_TRIPS and (not trips_s or time.perf_counter() - started_s < for_s):
@@ -102,7 +106,7 @@ async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
         rates.append(size / took_s / 1e9)
         if is_telling(size, took_s):
             best = max(best, rates[-1])
-        # Queues and token buckets take the first of it at once: only larger payloads tell what a link sustains.
+        # Queues and token buckets absorb small payloads; only large ones show the sustained rate.
         larger = min(size * 2, MAX_PROBE_BYTES)
         if larger > size and larger / (size / took_s) * _PAYLOADS_LEFT < for_s - past_s:
             size, rates = larger, []
@@ -116,37 +120,36 @@ async def survey(link: KVLink, pool: Pool, for_s: float) -> LinkFigures:
 
 
 class ProbeArea:
-    """Hands out parts of a pool's probe area, different ones each time as far as there are: what has just travelled is
-    in the processor's cache."""
+    """Hands out parts of a pool's probe area in turn, because a part that was just used is in the processor's cache."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self._start = pool, 0
 
     def next(self, size: int) -> list[Region]:
-        """``size`` bytes."""
+        """The next ``size`` bytes."""
         start = self._start if self._start + size <= self._pool.probe_bytes else 0
         self._start = start + size
         return self._pool.probe(start, size)
 
 
 async def _probe(link: KVLink, regions: list[Region], announced: list[Announce]) -> float:
-    """How many seconds the receiver took to take it."""
+    """Send a probe, and return the seconds that the receiver needed to fetch it."""
     await link.send(encode(Probe()), await link.payload(regions))
     while isinstance(answer := decode((await link.recv()).header), Announce):
         announced.append(answer)
     if not isinstance(answer, Probed):
-        raise TransferRefused(f"a {type(answer).__name__} has no place here")
+        raise TransferRefused(f"a {type(answer).__name__} was not expected")
     return max(answer.micros, 1) / 1e6
 
 
 def is_telling(num_bytes: int, took_s: float) -> bool:
-    """Whether a payload of this size, taken in this time, says anything about the link."""
+    """Whether a payload is large or slow enough to measure the link by."""
     return num_bytes >= _SMALLEST_TELLING_BYTES or took_s > _PROBE_S
 
 
 async def greet(link: KVLink, expected: Hello) -> Hello:
-    """The receiver's part: the peer's hello. `Refusal` unless it is as ``expected``, where ``worker_id`` is the
-    receiver's own; then `dismiss` it. Unbounded as well."""
+    """Answer the sender's hello, and return it. `Refusal` unless it matches ``expected``, whose ``worker_id`` is the
+    receiver's; the caller must then `dismiss` the sender."""
     hello = _check(parse(await link.recv()), expected)
     link.introduced()
     await link.send(encode(HelloOk(expected.worker_id, expected.epoch, expected.layout)))
@@ -154,14 +157,14 @@ async def greet(link: KVLink, expected: Hello) -> Hello:
 
 
 async def dismiss(link: KVLink, refusal: Refusal) -> None:
-    """Tell the peer why, and wait until it has read it and hangs up. Unbounded as well."""
+    """Send the reason to the peer, and wait until it closes the link."""
     await link.send(encode(Refused("", 0, *to_wire(refusal.error))))
     with contextlib.suppress(PeerLost):
         await link.recv()
 
 
 def parse(message: Message) -> Header:
-    """The message's header; `Refusal` (malformed) if it has none."""
+    """The message's header. `Refusal` if it is malformed."""
     try:
         return decode(message.header)
     except TransferRefused as error:
@@ -169,7 +172,7 @@ def parse(message: Message) -> Header:
 
 
 def check_block_size(layout: KVLayout) -> None:
-    """ConfigError if a block is larger than any transport carries in one message."""
+    """Raise ConfigError if a block is larger than `MAX_PAYLOAD_BYTES`."""
     if layout.block_bytes > MAX_PAYLOAD_BYTES:
         raise ConfigError(
             f"engine.block_size: {layout.block_size} tokens make blocks of {layout.block_bytes} bytes; "
@@ -178,7 +181,7 @@ def check_block_size(layout: KVLayout) -> None:
 
 
 def sorted_eos(token_ids: Iterable[int]) -> list[int]:
-    """End-of-sequence ids as `Hello` has them; ModelError if there are more than it carries."""
+    """End-of-sequence ids, ascending, as in `Hello`. ModelError if there are more than `MAX_EOS_TOKEN_IDS`."""
     ids = sorted(set(token_ids))
     if len(ids) > MAX_EOS_TOKEN_IDS:
         raise ModelError(f"the model has {len(ids)} eos_token_ids; at most {MAX_EOS_TOKEN_IDS} are supported")

@@ -1,7 +1,7 @@
-"""The memory of a KV pool, as transports see it: a run of bytes on the host or on a GPU, addressed by `Region`.
+"""The memory of a KV pool: contiguous bytes on the host or on a GPU, addressed by `Region`.
 
-Both kinds are used by the process that made the memory and by processes that opened it: the worker that maps its
-engine's pool, and a peer on the same host that reads out of it.
+A process either created the memory or opened it: a worker opens the pool of its engine, and that of a peer on the same
+host, which it only reads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PAGE = 4096
 
 
 class HostMemory:
-    """An anonymous memory file, mapped. ``writable``: this process owns it or is its engine's worker; a peer maps it
-    for reading. ``fd`` is duplicated. TransferRefused if the file is empty, or if its size is not fixed."""
+    """A mapped anonymous memory file. ``fd`` is duplicated. A peer's file is mapped with ``writable`` False.
+    TransferRefused if the file is empty or not sealed against shrinking."""
 
     on_device = False
 
@@ -37,7 +37,7 @@ class HostMemory:
         self.size = os.fstat(fd).st_size
         if not self.size:
             raise TransferRefused("the memory file is empty")
-        if writable:  # with its page table filled: otherwise the first hand-off into each block would pay for that
+        if writable:  # populated, so that the first hand-off into a block causes no page faults
             self._map = mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         else:
             self._map = mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
@@ -58,21 +58,20 @@ class HostMemory:
             os.close(fd)
 
     def view(self, region: Region) -> memoryview:
-        """The bytes themselves. ValueError beyond the memory, or once it is closed."""
+        """The bytes of a region, without a copy. ValueError if the memory is closed."""
         offset, size = region
         return self._view[offset : offset + size]
 
     def touch(self) -> None:
-        """Fault every page in, so that no transfer has to; without the GIL. About 80 ms per GB on the machines where it
-        was measured."""
+        """Fault every page in, so that no transfer has to. Releases the GIL; takes about 80 ms per GB."""
         np.frombuffer(self._view, dtype=np.uint8)[::_PAGE].max(initial=0)
 
     def close(self) -> None:
-        """Unmap it, once the last view is dropped. Closing twice is fine."""
+        """Unmap the file when its last view is dropped. May be called twice."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            with contextlib.suppress(BufferError):  # a view is still read; the mapping goes when the view does
+            with contextlib.suppress(BufferError):  # a view is in use, and keeps the mapping
                 self._view.release()
                 self._map.close()
 
@@ -82,8 +81,10 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Memory on a GPU: ``data`` are its bytes as a tensor of uint8, and ``handle`` is how other processes open it by
-    CUDA IPC. This process computes nothing, so the device's default stream is for transfers alone."""
+    """Memory on a GPU. ``data`` is a tensor of its bytes (uint8), and ``handle`` opens it in other processes by CUDA
+    IPC.
+
+    Copies use the device's default stream, on which this process runs nothing else."""
 
     on_device = True
 
@@ -95,7 +96,7 @@ class DeviceMemory:
 
     @classmethod
     def create(cls, size: int, device: str) -> DeviceMemory:
-        """``size`` zeros on ``device``; torch's OutOfMemoryError if there is no room."""
+        """Allocate ``size`` zeros on ``device``. torch's OutOfMemoryError if there is no room."""
         import torch
 
         data = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -103,7 +104,7 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, handle: Sequence[Any]) -> DeviceMemory:
-        """Memory that another process shares. TransferRefused if it cannot be opened here."""
+        """Open memory that another process shares. TransferRefused if that fails."""
         import torch
 
         try:
@@ -115,23 +116,23 @@ class DeviceMemory:
 
     @property
     def index(self) -> int:
-        """The number of its GPU in this process."""
+        """The index of the GPU in this process."""
         return self._open.device.index or 0
 
     def view(self, region: Region) -> torch.Tensor:
-        """The bytes themselves. ValueError once it is closed."""
+        """The bytes of a region, without a copy. ValueError if the memory is closed."""
         offset, size = region
         return self._open[offset : offset + size]
 
     def staging(self, size: int) -> memoryview:
-        """Host memory from and to which the device copies quickly."""
+        """Pinned host memory of ``size`` bytes."""
         import torch
 
         staged: memoryview = torch.empty(size, dtype=torch.uint8, pin_memory=self._open.is_cuda).numpy().data
         return staged
 
     def copy(self, regions: Sequence[Region], staged: memoryview, *, to_device: bool) -> None:
-        """Begin to copy between the regions and ``staged``, which holds them one after the other; see `settled`."""
+        """Begin to copy between the regions and ``staged``, which holds them in order. See `settled`."""
         if not regions:
             return
         import torch
@@ -144,8 +145,8 @@ class DeviceMemory:
             start += region.size
 
     def settled(self) -> Callable[[], bool]:
-        """Asks whether the copies begun so far have ended, without waiting for them."""
-        if not self._open.is_cuda:  # a tensor on the host, as tests have it
+        """Return a function that tells whether the copies begun so far have ended."""
+        if not self._open.is_cuda:  # a tensor on the host, in tests
             return lambda: True
         import torch
 
@@ -154,7 +155,7 @@ class DeviceMemory:
         return event.query
 
     def close(self) -> None:
-        """Let go of it. Closing twice is fine."""
+        """Release the memory. May be called twice."""
         self._data = None
 
     @property
@@ -165,4 +166,4 @@ class DeviceMemory:
 
 
 Memory: TypeAlias = HostMemory | DeviceMemory
-"""What a pool lies in."""
+"""The memory of a pool."""

@@ -1,16 +1,16 @@
-"""What the two ends say to each other, and the checks on it.
+"""The messages of a KV link, and their encoding.
 
     sender                                              receiver
-    Hello      epoch it means to talk to, model   ──▶   HelloOk, or Refused
-    Probe      payload without KV                 ──▶   Probed: how long it took to take
-    (holds the request's blocks)                 ◀──    Announce: where they go; the sender need not know of it yet
-    Open       a hand-off begins or still lives   ──▶   Ack with seq 0
+    Hello      epoch of the receiver, layout      ──▶   HelloOk, or Refused
+    Probe      payload without KV                 ──▶   Probed: how long the fetch took
+    (may not have the request yet)               ◀──    Announce: where the blocks go
+    Open       the hand-off begins, or goes on    ──▶   Ack with seq 0
     Blocks     seq 1, 2, 3 ...; payload           ──▶   Ack once it is in the pool, or Refused
-    Confirm    it held all blocks until then      ──▶   (on links that need it)
-    Abort      it gave up                        ◀──▶   Abort: it gave up
+    Confirm    the blocks were held until now     ──▶   (only on links that need it)
+    Abort                                        ◀──▶   Abort
 
-A header is one of these structs as msgpack: a list of its class's name and exactly its fields, each of the right type
-and range. Anything else is refused. Nothing is unpickled.
+A header is one of these structs as msgpack: a list of the class's name and its fields, each of the right type and
+range. Anything else is refused. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _MAX_REASON_CHARS = 200
 MAX_RESENDS = 2
 """How often a message is sent again after a failed checksum."""
 
-
 Id = Annotated[str, msgspec.Meta(max_length=256)]
 AttemptId = Annotated[str, msgspec.Meta(max_length=512)]
 Nonce = Annotated[str, msgspec.Meta(max_length=64)]
@@ -48,8 +47,8 @@ class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(_Header, frozen=True):
-    """The first message of a link: who calls, which incarnation of the receiver it knows, and what both ends must have
-    alike: the pool's layout, whether messages are hashed, and the model's end-of-sequence ids (ascending)."""
+    """The first message of a link: the sender's id, the receiver's epoch as the sender knows it, and what both ends
+    must agree on: the pool's layout, whether messages are hashed, and the model's end-of-sequence ids (ascending)."""
 
     worker_id: Id
     epoch: Id
@@ -59,8 +58,7 @@ class Hello(_Header, frozen=True):
 
 
 class HelloOk(_Header, frozen=True):
-    """The receiver's answer: it is this worker in this incarnation, what must be alike is, and this is its pool's
-    layout."""
+    """The receiver accepts the link. ``layout`` is that of its pool."""
 
     worker_id: Id
     epoch: Id
@@ -68,19 +66,20 @@ class HelloOk(_Header, frozen=True):
 
 
 class Probe(_Header, frozen=True):
-    """The payload measures the link: it goes from probe area to probe area (`kv_transfer.pool.Pool.probe`)."""
+    """Measures the link: the payload goes from one probe area to the other (`kv_transfer.pool.Pool.probe`)."""
 
 
 class Probed(_Header, frozen=True):
-    """The receiver took the payload of a `Probe` in so many microseconds."""
+    """The receiver fetched the payload of a `Probe` in ``micros`` microseconds."""
 
     micros: Micros
 
 
 class Announce(_Header, frozen=True):
-    """The receiver has room for a request's ``num_blocks`` blocks, of which it holds the first ``num_skipped`` already.
-    ``nonce`` names this one hand-off: messages that carry another are refused. The i-th of the remaining blocks goes
-    into slot ``num_skipped + i``; the receiver alone knows which physical blocks these are."""
+    """The receiver has room for a prompt's ``num_blocks`` blocks, the first ``num_skipped`` of which it holds already.
+
+    ``nonce`` names the hand-off; messages with another one are refused. The i-th of the remaining blocks goes into slot
+    ``num_skipped + i``. Only the receiver knows which blocks of its pool the slots are."""
 
     attempt_id: AttemptId
     nonce: Nonce
@@ -89,7 +88,7 @@ class Announce(_Header, frozen=True):
 
 
 class Open(_Header, frozen=True):
-    """The sender has the hand-off in hand; repeated as its heartbeat while blocks are computed."""
+    """The sender begins the hand-off. It is repeated as a heartbeat until the hand-off ends."""
 
     nonce: Nonce
     epoch: Id
@@ -98,8 +97,8 @@ class Open(_Header, frozen=True):
 
 class Blocks(_Header, frozen=True):
     """The payload is ``num_layers`` layers, from ``first_layer``, of ``num_blocks`` blocks for the slots from
-    ``first_slot``, block by block. ``export_us``: what the hand-off has cost its sender so far, in microseconds of
-    reading and hashing. ``last`` and ``trailer`` close it."""
+    ``first_slot``, block by block. ``export_us`` is the time in microseconds that the sender has spent on reading and
+    hashing since the hand-off began. ``last`` marks the last message, which may have a ``trailer``."""
 
     nonce: Nonce
     epoch: Id
@@ -116,21 +115,22 @@ class Blocks(_Header, frozen=True):
 
 
 class Ack(_Header, frozen=True):
-    """This message's blocks are verified and in the pool."""
+    """The blocks of message ``seq`` are verified and in the pool."""
 
     nonce: Nonce
     seq: Count
 
 
 class Confirm(_Header, frozen=True):
-    """The sender still held the blocks when everything was acknowledged. It is sent, and waited for, on links whose
-    receiver may read late and does not hash (`KVLink.reads_late`)."""
+    """The sender still held the blocks when everything was acknowledged. Required on links whose receiver may read late
+    (`KVLink.reads_late`) and does not hash."""
 
     nonce: Nonce
 
 
 class Refused(_Header, frozen=True):
-    """A message changed nothing; ``kind`` and ``message`` are of `pdserve.core.errors.to_wire`. Nonce "": the link."""
+    """Message ``seq`` was refused, or the link if ``nonce`` is empty. ``kind`` and ``message`` are those of
+    `pdserve.core.errors.to_wire`."""
 
     nonce: Nonce
     seq: Count
@@ -139,7 +139,7 @@ class Refused(_Header, frozen=True):
 
 
 class Abort(_Header, frozen=True):
-    """The end that says this has given the hand-off up."""
+    """The hand-off has ended at the end that sends this."""
 
     nonce: Nonce
     kind: ErrorKind
@@ -167,7 +167,7 @@ class Reason(StrEnum):
 
 
 class Refusal(Exception):
-    """A message is refused for ``reason``; ``error`` is what its sender is told."""
+    """A message is refused for ``reason``. ``error`` is the error that its sender is told."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -198,7 +198,7 @@ def encode(header: Header) -> bytes:
 
 
 def decode(data: bytes) -> Header:
-    """The header that `encode` made; `TransferRefused` says what is wrong with any other bytes."""
+    """The header in ``data``. TransferRefused if it is malformed."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # not UTF-8; nested too deep
@@ -206,7 +206,7 @@ def decode(data: bytes) -> Header:
 
 
 def peer_error(kind: str, message: str) -> TransferError:
-    """What a peer's error means here: the same error if the transfer failed, a plain `TransferError` otherwise (its own
-    cancellation, say, is not ours)."""
+    """A peer's error, as an error of this end. Errors that are no `TransferError`, such as a cancellation at the peer,
+    become a plain `TransferError`."""
     error = from_wire(kind, message)
     return error if isinstance(error, TransferError) else TransferError(message)

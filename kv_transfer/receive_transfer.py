@@ -1,59 +1,39 @@
-"""One KV transfer as its receiver sees it: which slots are filled, what may come next, what came."""
+"""One KV transfer at its receiver: which slots are filled, and which message may come next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kv_transfer.fetch import Fetch
-from kv_transfer.protocol import Announce, Blocks, Header, Reason, Refusal
-from kv_transfer.transfer import Lease, Transfer, TransferStatus
+from kv_transfer.protocol import Announce, Blocks, Reason, Refusal
+from kv_transfer.receive_link import ReceiveLink
+from kv_transfer.transfer import Lease, Transfer
 from pdserve.core.handoff import TransferProof
 from pdserve.core.kv_layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedKV:
-    """A transfer that is complete: the proof, the sender's trailer, and when its last block was verified (seconds of
-    the receiver's clock)."""
+    """A complete transfer: the proof, the sender's trailer, and the time at which the last block was verified (seconds
+    of the receiver's clock)."""
 
     proof: TransferProof
     trailer: bytes
     verified_s: float
 
 
-class Source(Protocol):
-    """The link that a transfer comes over."""
-
-    @property
-    def transport(self) -> str:
-        """The name of its transport."""
-        ...
-
-    @property
-    def checksums(self) -> bool:
-        """Whether payloads are hashed on it."""
-        ...
-
-    @property
-    def ceiling_gbs(self) -> float:
-        """What it moved at best when its sender measured it, in 10^9 bytes per second."""
-        ...
-
-    async def tell(self, header: Header) -> None:
-        """Say something to the sender that need not arrive."""
-        ...
-
-
 class ReceiveTransfer(Transfer[ReceivedKV]):
-    """The state of one transfer into ``block_ids``. `check` decides on a message by its header, before any of its
-    payload is fetched; `accept` is called once the payload is in the pool and verified, `reject` if it arrived
-    changed."""
+    """One transfer into ``block_ids``, the first ``num_skipped`` of which are in place already.
+
+    For each message, `check` decides by its header whether the payload may be fetched. Then either `accept` counts its
+    blocks, or `reject` notes that the checksum was wrong. ``now_s`` is the time of the receiver's clock.
+    """
 
     def __init__(
         self,
         attempt_id: str,
+        sender_id: str,
         lease: Lease,
         nonce: str,
         block_ids: Sequence[int],
@@ -63,11 +43,10 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
     ) -> None:
         super().__init__(attempt_id, lease)
         self.nonce = nonce
-        self.sender_id = ""
-        """The worker that is to send it, once it is known (`KVReceiver.announce`)."""
-        self.source: Source | None = None
+        self.sender_id = sender_id
+        self.source: ReceiveLink | None = None
         self.fetch: Fetch | None = None
-        """The payload that was fetched last."""
+        """The last message's payload."""
         self._layout = layout
         self._block_ids, self._num_skipped = tuple(block_ids), num_skipped
         every = (1 << layout.num_layers) - 1
@@ -77,34 +56,35 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self._resending: set[int] = set()
         self._closed = False
         self._trailer = b""
-        self._reserved_s, self._first_s = now_s, now_s
+        self._reserved_s = now_s
+        self._first_s: float | None = None
         self._messages = self._bytes = self._retried_bytes = self._export_us = 0
         self._wire_s = self._import_s = 0.0
 
     @property
     def announcement(self) -> Announce:
-        """What its sender has to know."""
+        """The message that tells the sender where the blocks go."""
         return Announce(self.attempt_id, self.nonce, len(self._block_ids), self._num_skipped)
 
-    def heard(self, source: Source) -> None:
-        """Its sender spoke, which is the only one that may from now on, and only on this link."""
+    def heard(self, source: ReceiveLink) -> None:
+        """Renew the lease: the sender sent a message over ``source``. `Refusal` if the transfer uses another link."""
         if self.source is None:
-            self.source, self.status = source, TransferStatus.WAITING
+            self.source = source
         elif self.source is not source:
             raise Refusal(Reason.WRONG_LINK, f"{self.attempt_id}: its sender uses another link")
         if not self.is_over:
             self.lease.renew()
 
     def check(self, header: Blocks, size: int) -> tuple[Sequence[int], range]:
-        """The blocks, and the layers of them, that a message with ``size`` bytes of payload fills; `Refusal` if it must
-        not be taken."""
+        """The blocks and layers that a message with ``size`` bytes of payload fills. `Refusal` if it does not fit the
+        transfer."""
         name, layout = f"{self.attempt_id} message {header.seq}", self._layout
         end, end_layer = header.first_slot + header.num_blocks, header.first_layer + header.num_layers
         if 0 < header.seq < self._next_seq and header.seq not in self._resending:
             self._retried_bytes += size
-            raise Refusal(Reason.DUPLICATE, f"{name} came before")
+            raise Refusal(Reason.DUPLICATE, f"{name} was received before")
         if header.seq not in self._resending and (header.seq != self._next_seq or self._closed):
-            raise Refusal(Reason.REORDERED, f"{name} came out of order")
+            raise Refusal(Reason.REORDERED, f"{name} is out of order")
         if header.first_slot < self._num_skipped or end > len(self._block_ids):
             bounds = f"slots {header.first_slot} to {end}, not within {self._num_skipped} to {len(self._block_ids)}"
             raise Refusal(Reason.OUT_OF_BOUNDS, f"{name} fills {bounds}")
@@ -125,12 +105,12 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         return self._block_ids[header.first_slot : end], layers
 
     def begin(self, now_s: float) -> None:
-        """A message with blocks has arrived."""
-        if self.status is not TransferStatus.TRANSFERRING:
-            self.status, self._first_s = TransferStatus.TRANSFERRING, now_s
+        """Note the arrival of a message with blocks."""
+        if self._first_s is None:
+            self._first_s = now_s
 
     def accept(self, header: Blocks, size: int, wire_s: float, import_s: float) -> None:
-        """Take note that the message's blocks are in the pool, and what that took."""
+        """Count a message whose blocks are verified, and the seconds that moving and hashing them took."""
         bits = self._bits(header)
         for slot in range(header.first_slot, header.first_slot + header.num_blocks):
             self._missing[slot] &= ~bits
@@ -146,23 +126,23 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             self._closed, self._trailer = True, header.trailer
 
     def reject(self, header: Blocks, size: int) -> Refusal:
-        """The message arrived changed, and has to come again."""
+        """Expect a message again, whose checksum was wrong."""
         self._retried_bytes += size
         self._resending.add(header.seq)
         self._next_seq = max(self._next_seq, header.seq + 1)
-        return Refusal(Reason.CHECKSUM, f"{self.attempt_id} message {header.seq} arrived changed")
+        return Refusal(Reason.CHECKSUM, f"{self.attempt_id} message {header.seq} failed its checksum")
 
     @property
     def complete(self) -> bool:
-        """Whether every slot is filled and the sender has closed it."""
+        """Whether the last message has come and every slot is filled."""
         return self._closed and not self._num_missing and not self._resending
 
     def received(self, now_s: float) -> ReceivedKV:
-        """The account of the complete transfer, whose last block is verified now."""
-        assert self.source is not None, "it is complete, so it has a sender"
-        span_s = now_s - self._first_s
+        """The result of the complete transfer, whose last block was verified at ``now_s``."""
+        assert self.source is not None, "a complete transfer has a sender"
+        span_s = now_s - (self._first_s or now_s)
         proof = TransferProof(
-            transport=self.source.transport,
+            transport=self.source.link.transport,
             kv_bytes=self._bytes,
             kv_bytes_retried=self._retried_bytes,
             blocks_received=len(self._block_ids) - self._num_skipped,
@@ -170,7 +150,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             messages=self._messages,
             checksum="xxh3-64 verified" if self.source.checksums else "off",
             export_ms=self._export_us / 1e3,
-            # Where messages arrive behind one another's backs, the first ones' waiting is no part of the span.
+            # The arrivals of messages may overlap, and then add up to more than the span.
             wire_ms=min(self._wire_s, span_s) * 1e3,
             import_ms=self._import_s * 1e3,
             span_ms=span_s * 1e3,

@@ -1,8 +1,7 @@
-"""The receiving end of KV transfers: which blocks a transfer may fill, the links it comes over, and its end.
+"""The receiving end of KV transfers: it accepts links, checks messages, and writes blocks into its pool.
 
-Only slot numbers come over the wire, so no sender can name a block. A transfer that was aborted or expired is forgotten
-at once and its fetch cancelled, so that nothing is begun for it any more and late messages are refused. Everything runs
-on one event loop.
+Messages name slots of a transfer, never blocks of the pool. When a transfer is aborted or expires, the receiver cancels
+its fetch and forgets its nonce at once, and so refuses late messages. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -18,44 +17,42 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from kv_transfer.base import KVLink, KVTransport, Message
-from kv_transfer.handshake import ProbeArea, check_block_size, dismiss, greet, is_telling, parse, sorted_eos
+from kv_transfer.handshake import check_block_size, dismiss, greet, parse, sorted_eos
 from kv_transfer.pool import Pool
 from kv_transfer.protocol import (
     Abort,
     Ack,
     Blocks,
     Confirm,
-    Header,
     Hello,
     Open,
     Probe,
-    Probed,
     Reason,
     Refusal,
     Refused,
-    encode,
     peer_error,
 )
+from kv_transfer.receive_link import ReceiveLink
 from kv_transfer.receive_transfer import ReceivedKV, ReceiveTransfer
-from kv_transfer.transfer import Lease, TransferEnded, TransferStatus
-from kv_transfer.transports.strangers import INTRODUCTION_S
+from kv_transfer.strangers import INTRODUCTION_S
+from kv_transfer.transfer import Lease, TransferEnded
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferError, TransferTimeout, to_wire
-from pdserve.core.handoff import KVDestination, KVEndpoint
-from pdserve.core.kv_layout import MAX_PROBE_BYTES
+from pdserve.core.handoff import KVEndpoint
 
 LINK_TIMEOUT_S = 2.0
-"""How long a receiver waits for a link from a sender that has none. A sender has one from its handshake on, or opens
-one when a transfer begins."""
+"""How long an announcement waits for a link from its sender. A sender opens one when it shakes hands, or when a
+transfer begins."""
 
 _log = logging.getLogger(__name__)
 
 
 class KVReceiver:
-    """Receives into ``pool``. The ``transports`` stay their creator's, to be closed after this.
+    """Receives into ``pool``. The caller closes the ``transports``, after this.
 
-    ``lease_s``: how long a transfer's sender may be silent. ``eos_token_ids`` are the model's; peers with others are
-    refused.
+    ``lease_s``: how long the sender of a transfer may be silent. ``eos_token_ids``: the model's end-of-sequence ids; a
+    peer with different ones is refused. ConfigError if blocks are larger than a message, ModelError if there are too
+    many ids.
     """
 
     def __init__(
@@ -76,10 +73,9 @@ class KVReceiver:
         self._worker_id, self._epoch, self._checksum = worker_id, epoch, checksum
         self._lease_s = lease_s
         self._transports = tuple(transports)
-        self._endpoints: tuple[KVEndpoint, ...] = ()
         self._by_attempt: dict[str, ReceiveTransfer] = {}
         self._by_nonce: dict[str, ReceiveTransfer] = {}
-        self._links: dict[str, ReceiveLink] = {}  # by sender's id: the newest
+        self._links: dict[str, ReceiveLink] = {}  # by sender id: the newest
         self._refused: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -89,23 +85,27 @@ class KVReceiver:
         return dict(self._refused)
 
     async def start(self, host: str, port: int = 0) -> tuple[KVEndpoint, ...]:
-        """Listen on ``host`` with every transport and serve every link; the i-th transport on ``port`` + i, if it has
-        any use for a port (0: free ones). PeerLost if the address is not this host's or the port not free."""
+        """Listen on ``host`` with every transport, and serve every link. The i-th transport uses ``port`` + i if it
+        uses ports (0: any free ports). PeerLost if the address is not one of this host, or a port is taken."""
         ports = itertools.count(port) if port else itertools.repeat(0)
-        self._endpoints = tuple(
-            [await transport.listen(host, each) for transport, each in zip(self._transports, ports, strict=False)]
-        )
+        endpoints = [
+            await transport.listen(host, each) for transport, each in zip(self._transports, ports, strict=False)
+        ]
         for transport in self._transports:
             self._spawn(self._accept(transport))
-        return self._endpoints
+        return tuple(endpoints)
 
-    def expect(self, attempt_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float) -> KVDestination:
-        """Await the blocks of a prompt into ``block_ids``, the first ``num_skipped`` of which are in place already.
-        ``deadline_s`` is a time of the receiver's clock. ValueError if the arguments make no sense."""
-        if not self._endpoints:
-            raise ValueError("start() comes first")
+    def announce(
+        self, attempt_id: str, sender_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float
+    ) -> None:
+        """Receive a prompt's blocks into ``block_ids``, the first ``num_skipped`` of which are in place already, and
+        announce this to worker ``sender_id`` over its link.
+
+        ``deadline_s`` is a time of the receiver's clock. Without a link, the announcement waits for one; the transfer
+        fails with PeerLost after `LINK_TIMEOUT_S`, and when the link over which it was announced is lost. ValueError on
+        bad arguments, or if the attempt has a transfer here already."""
         if attempt_id in self._by_attempt:
-            raise ValueError(f"{attempt_id} is expected already")
+            raise ValueError(f"{attempt_id} is being received already")
         if not 0 <= num_skipped <= len(block_ids) or len(set(block_ids)) < len(block_ids):
             raise ValueError(f"{num_skipped} skipped of {len(block_ids)} blocks, which must differ")
         if not all(0 <= block < self._pool.num_blocks for block in block_ids):
@@ -115,45 +115,35 @@ class KVReceiver:
             self._fail(transfer, TransferTimeout(f"KV of {attempt_id} is incomplete and {why}"))
 
         lease = Lease(self._clock, deadline_s, self._lease_s, expire)
-        nonce, layout = secrets.token_hex(16), self._pool.layout
-        transfer = ReceiveTransfer(attempt_id, lease, nonce, block_ids, num_skipped, layout, self._clock.now())
+        nonce, layout, now_s = secrets.token_hex(16), self._pool.layout, self._clock.now()
+        transfer = ReceiveTransfer(attempt_id, sender_id, lease, nonce, block_ids, num_skipped, layout, now_s)
         self._by_attempt[attempt_id] = self._by_nonce[nonce] = transfer
-        return KVDestination(self._worker_id, self._endpoints, self._epoch, nonce, len(block_ids), num_skipped)
-
-    def announce(self, attempt_id: str, sender_id: str) -> None:
-        """Tell the worker that sends it where an expected transfer goes: over its link, or as soon as it has one. The
-        transfer fails with PeerLost if there is none for `LINK_TIMEOUT_S`, or once that link is lost. TransferEnded if
-        there is no such transfer."""
-        transfer = self._find(attempt_id)
-        transfer.sender_id = sender_id
         if (link := self._links.get(sender_id)) is not None:
             self._spawn(link.tell(transfer.announcement))
         else:
             self._spawn(self._await_link(transfer))
 
     async def wait(self, attempt_id: str) -> ReceivedKV:
-        """The complete transfer; its attempt id is then free again. Raises TransferTimeout at its deadline or when its
-        sender was silent for too long, PeerLost, RequestAborted after `abort`, or what the sender gave up with; nothing
-        writes into its blocks any more then. TransferEnded if there is none."""
+        """Wait until the transfer is complete. When this returns or raises, nothing writes into its blocks, and its
+        attempt id is free again.
+
+        Raises TransferTimeout at the deadline or when the sender was silent for ``lease_s``, PeerLost, RequestAborted
+        after `abort`, the error with which the sender aborted, or TransferEnded if there is no such transfer."""
         transfer = self._find(attempt_id)
         await transfer.ended()
         if transfer.fetch is not None:
             await transfer.fetch.at_rest()
-        if self._by_attempt.get(attempt_id) is transfer:  # not before it is at rest: `abort` has to find it until then
+        if self._by_attempt.get(attempt_id) is transfer:  # removed only now: until then, `abort` has to find it
             del self._by_attempt[attempt_id]
         return transfer.result()
 
     def hello(self, link: KVLink) -> Hello:
-        """What a peer has to say first on ``link``, except for its own name."""
+        """The first message that a peer must send on ``link``, apart from its worker id."""
         return Hello(self._worker_id, self._epoch, self._pool.layout, link.hashes(self._checksum), self._eos_token_ids)
 
-    def status(self, attempt_id: str) -> TransferStatus:
-        """How far it is; TransferEnded once `wait` or `abort` has ended it."""
-        return self._find(attempt_id).status
-
     async def abort(self, attempt_id: str) -> None:
-        """Give a transfer up and tell its sender. When this returns, nothing writes into its blocks any more. Unknown
-        ones are fine."""
+        """End a transfer and tell its sender. When this returns, nothing writes into its blocks. Does nothing if there
+        is no such transfer."""
         transfer = self._by_attempt.get(attempt_id)
         if transfer is not None:
             self._fail(transfer, RequestAborted(f"the KV transfer of {attempt_id} was aborted by its receiver"))
@@ -163,7 +153,7 @@ class KVReceiver:
                 del self._by_attempt[attempt_id]
 
     async def aclose(self) -> None:
-        """Fail what is awaited, close the links."""
+        """Fail all transfers with PeerLost, and close the links."""
         for transfer in list(self._by_nonce.values()):
             self._fail(transfer, PeerLost(f"the KV receiver of {self._worker_id} was closed"), tell=False)
         tasks = list(self._tasks)
@@ -176,27 +166,27 @@ class KVReceiver:
     async def _accept(self, transport: KVTransport) -> None:
         with contextlib.suppress(PeerLost):
             while True:
-                self._spawn(self._serve(ReceiveLink(await transport.accept(), self._checksum)))
+                self._spawn(self._serve(ReceiveLink(await transport.accept(), self._pool, self._checksum)))
 
     async def _serve(self, link: ReceiveLink) -> None:
-        """Take what a sender says until its link ends, which fails its transfers."""
+        """Handle a sender's messages until its link ends, and then fail its transfers."""
         lost: TransferError = PeerLost("the KV link was closed here")
         try:
             if await self._meet(link):
                 while True:
-                    message = await link.recv()
+                    message = await link.link.recv()
                     await self._on_message(link, message)
-                    if not message.size:  # a peer that sends nothing but small messages must not keep others waiting
+                    if not message.size:  # a peer that sends many small messages must not delay the other links
                         await asyncio.sleep(0)
         except TransferError as error:
-            # Without its traceback, whose frames would keep this link's memory until the next collection.
+            # The traceback's frames would keep this link's memory until the next garbage collection.
             lost = error.with_traceback(None)
         finally:
             self._on_lost(link, lost)
-            await link.aclose()
+            await link.link.aclose()
 
     async def _meet(self, link: ReceiveLink) -> bool:
-        """Have the sender introduce itself; False if it does not, or does not fit."""
+        """Shake hands with the sender. Returns False if it does not introduce itself, or does not fit."""
         introduction_s = min(self._lease_s, INTRODUCTION_S)
         try:
             async with asyncio.timeout(introduction_s):
@@ -208,9 +198,8 @@ class KVReceiver:
                     await dismiss(link.link, refusal)
                     return False
         except TimeoutError:
-            _log.warning("a KV peer said nothing for %g s after connecting", introduction_s)
+            _log.warning("a KV peer did not introduce itself within %g s", introduction_s)
             return False
-        link.probe_area = ProbeArea(self._pool)
         self._links[link.sender_id] = link
         for transfer in self._by_nonce.values():
             if transfer.sender_id == link.sender_id and transfer.source is None:
@@ -218,7 +207,7 @@ class KVReceiver:
         return True
 
     def _on_lost(self, link: ReceiveLink, error: PdserveError) -> None:
-        """A link has ended, and with it what its sender had begun over it, announced or not."""
+        """Fail the transfers of a link that has ended: those that came over it, and those announced over it."""
         is_newest = self._links.get(link.sender_id) is link
         if is_newest:
             del self._links[link.sender_id]
@@ -235,8 +224,8 @@ class KVReceiver:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     async def _on_message(self, link: ReceiveLink, message: Message) -> None:
-        """After this a message's blocks are in the pool and count, or only a transfer's own blocks have changed, and
-        count for nothing."""
+        """Handle one message. Its blocks then count, or it was refused and only blocks of its own transfer may have
+        changed."""
         nonce, seq = "", 0
         try:
             header = parse(message)
@@ -259,16 +248,17 @@ class KVReceiver:
                     why = f"the sender of {transfer.attempt_id} gave up: {header.message}"
                     self._fail(transfer, peer_error(header.kind, why), tell=False)
             else:
-                raise Refusal(Reason.MALFORMED, f"a {type(header).__name__} has no place here")
+                raise Refusal(Reason.MALFORMED, f"a {type(header).__name__} was not expected")
         except Refusal as refusal:
-            # A heartbeat may cross the last acknowledgement: its sender is told, and nothing is wrong.
+            # A heartbeat may cross the last acknowledgement. Its sender is told, but it does not count as refused.
             if seq or refusal.reason is not Reason.UNKNOWN_NONCE:
                 _log.warning("a KV message was refused: %s", refusal)
                 self._refused[refusal.reason] += 1
             await link.say(Refused(nonce, seq, *to_wire(refusal.error)))
 
     def _expected(self, link: ReceiveLink, header: Open | Blocks) -> ReceiveTransfer:
-        """The transfer that a message is about, and of which its sender has spoken now."""
+        """The transfer that a message belongs to; renews its lease. `Refusal` if there is none, or it uses another
+        link."""
         name = header.attempt_id
         if header.epoch != self._epoch:
             raise Refusal(Reason.STALE_EPOCH, f"{name}: {self._worker_id} has started anew")
@@ -280,7 +270,7 @@ class KVReceiver:
         return transfer
 
     async def _fill(self, link: ReceiveLink, transfer: ReceiveTransfer, header: Blocks, size: int) -> None:
-        """Fetch a message's payload straight into its blocks, verify it there, and acknowledge it."""
+        """Fetch a message's payload into its blocks, verify it there, and acknowledge it."""
         arrived_s = self._clock.now() - link.link.arrival_s
         blocks, layers = transfer.check(header, size)
         transfer.begin(arrived_s)
@@ -292,7 +282,7 @@ class KVReceiver:
             fetched_s = time.perf_counter()
             wire_s = fetched_s - started_s - fetch.digest_s + link.link.arrival_s
             if transfer.is_over:
-                return  # it ended meanwhile, and its blocks may be another request's by now
+                return  # it has ended, and another request may use its blocks
             if fetch.digest is not None:
                 fetch.digest.update(header.trailer)
                 if fetch.digest.intdigest() != header.checksum:
@@ -305,9 +295,9 @@ class KVReceiver:
         except PdserveError as error:
             self._fail(transfer, error)
             return
-        except (RuntimeError, ValueError) as error:  # a device's, or of memory that is gone: others are not concerned
-            _log.exception("the KV of %s cannot be taken", transfer.attempt_id)
-            self._fail(transfer, TransferError(f"KV of {transfer.attempt_id} cannot be taken: {error}"))
+        except (RuntimeError, ValueError) as error:  # of a device, or of closed memory: only this transfer fails
+            _log.exception("the KV of %s cannot be written", transfer.attempt_id)
+            self._fail(transfer, TransferError(f"KV of {transfer.attempt_id} cannot be written: {error}"))
             return
         import_s = time.perf_counter() - fetched_s + fetch.digest_s
         transfer.accept(header, size, wire_s, import_s)
@@ -326,73 +316,21 @@ class KVReceiver:
         return transfer
 
     def _fail(self, transfer: ReceiveTransfer, error: PdserveError, *, tell: bool = True) -> None:
-        """Nothing more is taken, because of ``error``; the sender is told."""
+        """End a transfer with ``error``, and tell the sender."""
         if not transfer.is_over:
             self._conclude(transfer, error)
             if tell and transfer.source is not None:
                 self._spawn(transfer.source.tell(Abort(transfer.nonce, *to_wire(error))))
 
     def _conclude(self, transfer: ReceiveTransfer, outcome: ReceivedKV | PdserveError) -> None:
-        """Forget the nonce and cancel the fetch, so that nothing is written for it any more."""
+        """End a transfer: forget its nonce, and cancel its fetch."""
         del self._by_nonce[transfer.nonce]
         if transfer.fetch is not None:
             transfer.fetch.cancel()
         transfer.conclude(outcome)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something until the receiver closes."""
+        """Run a task that `aclose` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class ReceiveLink:
-    """One sender as the receiver sees it: the link to it, and what is said over it."""
-
-    def __init__(self, link: KVLink, checksum: bool) -> None:
-        self.link = link
-        self.sender_id = ""
-        """Set once the sender has introduced itself."""
-        self.checksums = link.hashes(checksum)
-        self.confirms = link.reads_late and not self.checksums
-        """Whether a transfer counts only once its sender has confirmed it (`protocol.Confirm`)."""
-        self.ceiling_gbs = 0.0
-        """What the link moved at best when its sender measured it."""
-        self.probe_area: ProbeArea | None = None
-        self._saying = asyncio.Lock()
-
-    @property
-    def transport(self) -> str:
-        """The name of its transport."""
-        return self.link.transport
-
-    async def recv(self) -> Message:
-        """The sender's next message; see `KVLink.recv`."""
-        return await self.link.recv()
-
-    async def say(self, header: Header) -> None:
-        """Say something to the sender; PeerLost or TransferTimeout if it cannot be told."""
-        async with self._saying:
-            await self.link.send(encode(header))
-
-    async def tell(self, header: Header) -> None:
-        """The same for what need not arrive: a link that is lost fails its transfers anyway."""
-        with contextlib.suppress(TransferError):
-            await self.say(header)
-
-    async def probe(self, size: int) -> None:
-        """Take the payload of a `Probe`, and tell its sender how long that took."""
-        if size > MAX_PROBE_BYTES or self.probe_area is None:
-            raise Refusal(Reason.MALFORMED, f"a probe of {size} bytes")
-        started_s = time.perf_counter()
-        fetch = self.link.fetch(self.probe_area.next(size))
-        await fetch
-        await fetch.commit()
-        took_s = time.perf_counter() - started_s + self.link.arrival_s
-        if is_telling(size, took_s):
-            self.ceiling_gbs = max(self.ceiling_gbs, size / took_s / 1e9)
-        await self.say(Probed(round(took_s * 1e6)))
-
-    async def aclose(self) -> None:
-        """Close it."""
-        await self.link.aclose()

@@ -1,4 +1,4 @@
-"""One receiver as the sender sees it: the link to it, and the transfers that share this link."""
+"""One receiver as the sender sees it: the link to it, and the transfers that share the link."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from kv_transfer.protocol import (
     peer_error,
 )
 from kv_transfer.send_transfer import SendTransfer
-from kv_transfer.transfer import TransferStatus
 from pdserve.core.clock import Clock
 from pdserve.core.errors import (
     ChecksumMismatch,
@@ -40,22 +39,25 @@ from pdserve.core.errors import (
 from pdserve.core.handoff import KVEndpoint, PeerLink
 from pdserve.core.kv_layout import KVLayout
 
+_HEARTBEATS_PER_LEASE = 3
 _SETTLE_S = 0.5
-_MESSAGE_S = 0.1  # what one message should take at most
+_MESSAGE_S = 0.1  # the longest time that one message should take
 _LEAST_MESSAGE_BYTES = 64 * 2**10
-_MAX_ANNOUNCED = 4096  # a receiver announces what the router has placed: far fewer are ever ahead of their requests
+_MAX_ANNOUNCED = 4096  # far more than a router has placed without the request having arrived here
 _NO_TURNS: deque[SendTransfer] = deque()
 _log = logging.getLogger(__name__)
 
 Conclude = Callable[[SendTransfer, PdserveError | None], None]
-"""Ends a transfer: None if the receiver has all of it, else the reason why it failed."""
+"""Ends a transfer, with its error or None."""
 
 
 class SendLink:
-    """Three tasks work on the link: one writes (one message of each transfer in turn), one reads the answers, one says
-    every ``heartbeat_s`` that the transfers still live. When the link ends, its transfers fail. While
-    ``max_inflight_bytes`` or more are not acknowledged, nothing new is sent: only control messages, and what arrived
-    changed (its bytes count already). ``share`` is the layout of the receiver's pool: what it holds is sent."""
+    """A link to one receiver. Its transfers take turns, one message each; they fail when the link ends.
+
+    While ``max_inflight_bytes`` or more are unacknowledged, only control messages and resends are sent. ``share`` is
+    the layout of the receiver's pool: only the KV heads in it are sent. ``is_over`` tells whether an attempt has ended.
+    ``announced`` are announcements that came during the handshake.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,6 @@ class SendLink:
         checksums: bool,
         max_inflight_bytes: int,
         clock: Clock,
-        heartbeat_s: float,
         is_over: Callable[[str], bool],
         lease_s: float,
         conclude: Conclude,
@@ -81,16 +82,16 @@ class SendLink:
         self._confirms = link.reads_late and not checksums
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
-        # On a slow link messages are small: an abort has to wait for the one that is being written.
+        # Messages are small on a slow link, because an abort waits for the one that is being written.
         moved_bytes = round(about.ceiling_gbs * 1e9 * _MESSAGE_S)
         self._most_message_bytes = max(_LEAST_MESSAGE_BYTES, moved_bytes) if moved_bytes else None
-        self._heartbeat_s, self._lease_s, self._conclude = heartbeat_s, lease_s, conclude
+        self._lease_s, self._conclude = lease_s, conclude
         self._transfers: dict[str, SendTransfer] = {}  # by nonce
-        self._unbound: dict[str, SendTransfer] = {}  # by attempt id: the receiver has not told yet where the blocks go
-        self._announced: dict[str, Announce] = {}  # by attempt id: transfers that have not begun here yet
+        self._unbound: dict[str, SendTransfer] = {}  # by attempt id, not announced yet
+        self._announced: dict[str, Announce] = {}  # by attempt id, not begun here yet
         self._is_over = is_over
         self._turns: deque[SendTransfer] = deque()
-        self._resending: deque[SendTransfer] = deque()  # resends bypass the in-flight limit: their bytes count already
+        self._resending: deque[SendTransfer] = deque()  # resends bypass the in-flight limit
         self._controls: deque[Header] = deque()
         self._work = asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -98,17 +99,13 @@ class SendLink:
             self._on_announce(each)
 
     def add(self, transfer: SendTransfer) -> None:
-        """Take on a transfer to this receiver."""
+        """Send a transfer over this link."""
         transfer.settle, transfer.layout = lambda: self._settle(transfer), self._share
-        if not transfer.is_over:
-            transfer.status = TransferStatus.WAITING
         transfer.transport = self.about.transport
         if self._most_message_bytes is not None:
             transfer.message_bytes = min(transfer.message_bytes, self._most_message_bytes)
         announced = self._announced.pop(transfer.attempt_id, None)
-        if transfer.nonce:
-            self._begin(transfer)
-        elif announced is not None:
+        if announced is not None:
             self._bind(transfer, announced)
         else:
             self._unbound[transfer.attempt_id] = transfer
@@ -120,16 +117,13 @@ class SendLink:
             self._control(Abort(announced.nonce, *to_wire(error)))
             self._conclude(transfer, error)
             return
-        self._begin(transfer)
-
-    def _begin(self, transfer: SendTransfer) -> None:
         self._transfers[transfer.nonce] = transfer
-        transfer.lease.watch(self._lease_s)  # its receiver is known: from now on the receiver's silence counts
+        transfer.lease.watch(self._lease_s)  # from its announcement on, the receiver must not be silent
         self._control(_open(transfer, self.epoch))
         self.advance(transfer)
 
     def _on_announce(self, announced: Announce) -> None:
-        """The receiver has room for a transfer: one that waits for this, has not begun here yet, or is over."""
+        """Bind the transfer that an announcement is for, keep the announcement, or answer that the transfer is over."""
         transfer = self._unbound.pop(announced.attempt_id, None)
         if transfer is not None:
             self._bind(transfer, announced)
@@ -138,17 +132,17 @@ class SendLink:
             self._control(Abort(announced.nonce, *to_wire(over)))
         else:
             self._announced[announced.attempt_id] = announced
-            while len(self._announced) > _MAX_ANNOUNCED:  # the receiver's lease ends the oldest
+            while len(self._announced) > _MAX_ANNOUNCED:  # the transfer dropped here ends by the receiver's lease
                 del self._announced[next(iter(self._announced))]
 
     def advance(self, transfer: SendTransfer) -> None:
-        """It may have something to send now."""
+        """Give a transfer a turn if it has something to send."""
         if transfer.ready and transfer not in self._turns and transfer.nonce in self._transfers:
             self._turns.append(transfer)
             self._work.set()
 
     def drop(self, transfer: SendTransfer, error: PdserveError | None) -> None:
-        """Forget a transfer; with an error, the receiver is told to give it up as well."""
+        """Forget a transfer. With an error, tell the receiver to abort it."""
         self._unbound.pop(transfer.attempt_id, None)
         if self._transfers.pop(transfer.nonce, None) is None:
             return
@@ -158,15 +152,15 @@ class SendLink:
             self._control(Abort(transfer.nonce, *to_wire(error)))
 
     async def aclose(self) -> None:
-        """Close the link and wait until its tasks have ended; its transfers fail."""
+        """Close the link, fail its transfers, and wait until its tasks have ended."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self.alive = False  # also if the task was cancelled before it began
+        self.alive = False  # the task may have been cancelled before its first step
         await self._link.aclose()
 
     async def _settle(self, transfer: SendTransfer) -> None:
-        """Return once nothing reads the blocks of a transfer that failed, neither here nor at the receiver. A receiver
-        that keeps them for longer than `_SETTLE_S` is given up, with all transfers to it."""
+        """Wait until nothing reads the blocks of a failed transfer, here or at the receiver. If that takes longer than
+        `_SETTLE_S`, cut the link, which fails all its transfers."""
         if not transfer.has_sent:
             return
         if self.alive:
@@ -175,8 +169,8 @@ class SendLink:
                     await transfer.idle.wait()
                     await self._link.drained()
                     return
-            _log.warning("%s does not let go of %s: its KV link is cut", self.worker_id, transfer.attempt_id)
-        self._link.cut(f"{self.worker_id} did not let go of what it was sent")
+            _log.warning("%s still reads blocks of %s; its KV link is cut", self.worker_id, transfer.attempt_id)
+        self._link.cut(f"{self.worker_id} still read blocks of a failed transfer")
         await transfer.idle.wait()
 
     def _control(self, header: Header) -> None:
@@ -244,19 +238,19 @@ class SendLink:
                 trailer=trailer,
             )
             await self._link.send(encode(header), payload)
-            transfer.lease.renew()  # the receiver takes what is written
+            transfer.lease.renew()  # the receiver has taken bytes
         except TransferError:
             raise
-        except PdserveError as error:  # its blocks cannot be read: the others are not concerned
+        except PdserveError as error:  # the blocks cannot be read: only this transfer fails
             self._conclude(transfer, error)
-        except (RuntimeError, ValueError) as error:  # the same, by a device
+        except (RuntimeError, ValueError) as error:  # the same, of a device or closed memory
             _log.exception("the KV of %s cannot be read", transfer.attempt_id)
             self._conclude(transfer, TransferError(f"KV of {transfer.attempt_id} cannot be read: {error}"))
         finally:
             transfer.idle.set()
 
     def _open_turns(self) -> deque[SendTransfer]:
-        """Those who may send something new; empty while enough is on its way."""
+        """The transfers that may send; empty while the in-flight limit is reached."""
         return self._turns if self._inflight_bytes < self._max_inflight_bytes else _NO_TURNS
 
     async def _read(self) -> None:
@@ -266,12 +260,12 @@ class SendLink:
                 self._on_announce(answer)
                 continue
             if not isinstance(answer, Ack | Refused | Abort):
-                raise TransferRefused(f"a {type(answer).__name__} has no place here")
+                raise TransferRefused(f"a {type(answer).__name__} was not expected")
             if isinstance(answer, Refused) and not answer.nonce:
                 raise TransferRefused(answer.message)
             transfer = self._transfers.get(answer.nonce)
             if transfer is None:
-                continue  # given up meanwhile
+                continue  # it has ended
             transfer.lease.renew()
             if isinstance(answer, Ack):
                 self._inflight_bytes -= transfer.acknowledge(answer.seq)
@@ -287,12 +281,12 @@ class SendLink:
                 self._work.set()
             else:
                 if isinstance(answer, Abort):
-                    self.drop(transfer, None)  # it knows already
+                    self.drop(transfer, None)  # the receiver has aborted it
                 self._conclude(transfer, peer_error(answer.kind, f"{self.worker_id}: {answer.message}"))
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self._lease_s / _HEARTBEATS_PER_LEASE)
             for transfer in self._transfers.values():
                 self._control(_open(transfer, self.epoch))
 

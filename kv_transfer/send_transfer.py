@@ -1,4 +1,4 @@
-"""One KV transfer as its sender sees it: what is still to send, what is not acknowledged yet."""
+"""One KV transfer at its sender: what is queued, and what is not acknowledged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.protocol import MAX_RESENDS, MAX_TRAILER_BYTES
-from kv_transfer.transfer import Lease, Transfer, TransferStatus
+from kv_transfer.transfer import Lease, Transfer
 from pdserve.core.errors import TransferRefused
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
@@ -18,9 +18,11 @@ _FIRST_MESSAGE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class SentKV:
-    """A transfer that the receiver has acknowledged in full. ``bytes`` and ``messages`` count each block once,
-    ``retries`` messages that were sent again; ``export_ms`` is reading and hashing, ``span_ms`` first message to last
-    acknowledgement."""
+    """A transfer that the receiver has acknowledged in full.
+
+    ``bytes`` and ``messages`` do not include the ``retries``: messages that were sent again. ``export_ms`` is the time
+    for reading and hashing, ``span_ms`` the time from the first message to the last acknowledgement.
+    """
 
     transport: str
     bytes: int
@@ -32,7 +34,7 @@ class SentKV:
 
 @dataclass(slots=True)
 class Part:
-    """One message of ``size`` bytes of blocks, kept until it is acknowledged, because it may have to be sent again."""
+    """One message with ``size`` bytes of blocks. It is kept until it is acknowledged, for a resend."""
 
     seq: int
     first_slot: int
@@ -44,8 +46,8 @@ class Part:
 
 
 class SendTransfer(Transfer[SentKV]):
-    """The state of one transfer. Blocks are queued by `add` and taken as messages by `next_part`. ``layout`` is the
-    receiver's, once its link is known: only the KV heads that it holds are sent."""
+    """One transfer. `add` queues blocks, and `next_part` takes them as messages. ``layout`` becomes the receiver's when
+    the transfer gets its link."""
 
     def __init__(
         self, attempt_id: str, lease: Lease, peer: KVPeer, num_blocks: int, layout: KVLayout, message_bytes: int
@@ -54,15 +56,15 @@ class SendTransfer(Transfer[SentKV]):
         self.peer, self.num_blocks = peer, num_blocks
         self.layout, self.message_bytes = layout, message_bytes
         self.nonce = ""
-        """Set by `bind`; until then the blocks wait here."""
+        """Empty before `bind`; blocks are not sent before."""
         self.idle = asyncio.Event()
-        """Set while nothing here reads its blocks."""
+        """Set while nothing here reads the blocks."""
         self.idle.set()
         self.trailer = b""
         self.export_s = 0.0
         self.transport = ""
         self.settle: Callable[[], Awaitable[None]] | None = None
-        """Waits until nothing reads its blocks any more, here or behind its link, once it has failed."""
+        """Waits until nothing reads the blocks of a failed transfer, here or at the receiver; None without a link."""
         self._pending: deque[tuple[int, int, range]] = deque()  # slot, block, layers
         self._again: deque[Part] = deque()
         self._unacknowledged: dict[int, Part] = {}
@@ -72,7 +74,7 @@ class SendTransfer(Transfer[SentKV]):
         self._first_s: float | None = None
 
     def bind(self, nonce: str, num_blocks: int, num_skipped: int) -> None:
-        """The receiver has told where the blocks go. TransferRefused if it has room for another number of blocks."""
+        """Apply the receiver's announcement. TransferRefused if it is for another number of blocks."""
         if num_blocks != self.num_blocks or not 0 <= num_skipped <= num_blocks:
             raise TransferRefused(
                 f"{self.peer.worker_id} wants {num_blocks} blocks of {self.attempt_id} less {num_skipped}; "
@@ -82,8 +84,8 @@ class SendTransfer(Transfer[SentKV]):
         self._pending = deque(piece for piece in self._pending if piece[0] >= num_skipped)
 
     def add(self, first_slot: int, block_ids: Sequence[int], layers: range, *, last: bool, trailer: bytes) -> None:
-        """Queue ``layers`` of the blocks for the slots from ``first_slot``, without those the receiver holds already.
-        ValueError if slots or layers lie outside the transfer, or if it was closed."""
+        """Queue ``layers`` of the blocks for the slots from ``first_slot``, except slots that the receiver holds
+        already. ValueError if slots or layers lie outside the transfer, or if it was closed."""
         num_layers = self.layout.num_layers
         if not 0 <= first_slot <= first_slot + len(block_ids) <= self.num_blocks:
             raise ValueError(f"slots {first_slot} to {first_slot + len(block_ids)} of {self.num_blocks}")
@@ -99,20 +101,20 @@ class SendTransfer(Transfer[SentKV]):
 
     @property
     def ready(self) -> bool:
-        """Whether `next_part` has something."""
+        """Whether `next_part` may be called."""
         if not self.nonce or self.is_over:
             return False
         return bool(self._again or self._pending or (self._closed and not self._last_sent))
 
     def next_part(self, now_s: float) -> Part:
-        """The next message, adjacent slots coalesced; call it only if `ready`."""
+        """The next message, with as many adjacent slots as fit. Requires `ready`."""
         if self._first_s is None:
-            self._first_s, self.status = now_s, TransferStatus.TRANSFERRING
+            self._first_s = now_s
         if self._again:
             return self._again.popleft()
         first_slot, _, layers = self._pending[0] if self._pending else (self.num_blocks, 0, self.layout.all_layers)
         piece_bytes = self.layout.layer_bytes(layers)
-        # A small first one lets the receiver begin while the next is read and hashed.
+        # The first message is small, so that the receiver begins while the next one is read and hashed.
         message_bytes = self.message_bytes if self._seq else min(self.message_bytes, _FIRST_MESSAGE_BYTES)
         most = max(1, message_bytes // piece_bytes)
         block_ids: list[int] = []
@@ -132,7 +134,7 @@ class SendTransfer(Transfer[SentKV]):
         return part
 
     def acknowledge(self, seq: int) -> int:
-        """The receiver has a message; how many bytes are no longer on their way."""
+        """Note that the receiver has a message. Returns its bytes, which are no longer in flight."""
         part = self._unacknowledged.pop(seq, None)
         return 0 if part is None else part.size
 
@@ -148,11 +150,11 @@ class SendTransfer(Transfer[SentKV]):
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """What is on its way."""
+        """The bytes in flight."""
         return sum(part.size for part in self._unacknowledged.values())
 
     def resend(self, seq: int) -> bool:
-        """Queue a message that arrived changed once more; False if it has been sent often enough."""
+        """Queue a message again after a failed checksum. Returns False after `MAX_RESENDS` resends."""
         part = self._unacknowledged.get(seq)
         if part is None or part.resends == MAX_RESENDS:
             return False
@@ -162,6 +164,6 @@ class SendTransfer(Transfer[SentKV]):
         return True
 
     def sent(self, now_s: float) -> SentKV:
-        """The account of the transfer, all of it acknowledged now."""
+        """The result of the transfer, whose last message was acknowledged at ``now_s``."""
         span_ms = (now_s - (self._first_s or now_s)) * 1e3
         return SentKV(self.transport, self._bytes, self._seq, self._retries, self.export_s * 1e3, span_ms)

@@ -1,4 +1,4 @@
-"""The sending end: it reads blocks out of its pool and pushes them to receivers, several transfers at a time."""
+"""The sending end of KV transfers: it reads blocks from its pool and sends them to receivers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from kv_transfer.pool import Pool
 from kv_transfer.protocol import Announce, Hello
 from kv_transfer.send_link import SendLink
 from kv_transfer.send_transfer import SendTransfer, SentKV
-from kv_transfer.transfer import Lease, TransferEnded, TransferStatus
+from kv_transfer.transfer import Lease, TransferEnded
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, PeerLost, RequestAborted, TransferTimeout
-from pdserve.core.handoff import KVDestination, KVEndpoint, KVPeer, PeerLink
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink
 
-_HEARTBEATS_PER_LEASE = 3
-_REMEMBERED = 4096  # attempts that have ended: a late announcement of one of them is answered at once
-_IDLE_TIMEOUT_S = 60.0  # longer than any transport takes to give a send up
+_REMEMBERED = 4096  # ended attempts; an announcement for one of them is answered with an Abort
+_IDLE_TIMEOUT_S = 60.0  # longer than the timeout of any send
 _log = logging.getLogger(__name__)
 
 
 class KVSender:
-    """Sends transfers from ``pool``. The ``transports``, best first, stay their creator's, to be closed after this.
+    """Sends from ``pool`` over ``transports`` (best first), which the caller closes after this.
 
-    ``message_bytes``: adjacent blocks are coalesced up to this (a message has one block at least).
-    ``max_inflight_bytes``: how much may travel to one receiver without its acknowledgement. ``lease_s``: how long a
-    receiver may be silent. ``eos_token_ids`` are the model's; receivers with others refuse this one. One event loop;
-    `start` and `send_blocks` never wait. Every `start` needs its `wait` or `abort`.
+    Belongs to one event loop. `push` and `send_blocks` never wait. Each `push` must be followed by `wait` or `abort`.
+
+    ``message_bytes``: the size up to which adjacent blocks travel as one message; a message has at least one block.
+    ``max_inflight_bytes``: the limit on unacknowledged bytes for each receiver. ``lease_s``: how long a receiver may be
+    silent. ``eos_token_ids``: the model's end-of-sequence ids; receivers with different ones refuse the link.
+    ConfigError if blocks are larger than a message, ModelError if there are too many ids.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class KVSender:
         self._connecting: dict[str, asyncio.Lock] = {}
         self._transfers: dict[str, SendTransfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._over: dict[str, None] = {}  # attempts that have ended lately, oldest first
+        self._over: dict[str, None] = {}  # ended attempts, the oldest first
 
     def links(self) -> tuple[PeerLink, ...]:
-        """The links it has, by worker id."""
+        """The open links, ordered by worker id."""
         links = (peer.about for peer in list(self._peers.values()) if peer.alive)
         return tuple(sorted(links, key=lambda link: link.worker_id))
 
     async def connect(self, worker_id: str, epoch: str, endpoints: Sequence[KVEndpoint]) -> None:
-        """Have a link to this incarnation of a worker; nothing to do if there is one. Raises LayoutMismatch,
-        TransferRefused (it is another incarnation by now), TransferTimeout, PeerLost; ConfigError if no transport of
-        this end reaches it."""
+        """Open a link to this incarnation of a worker, unless there is one. Raises LayoutMismatch, TransferRefused (the
+        worker has another incarnation now), TransferTimeout, PeerLost, or ConfigError if no transport reaches the
+        worker."""
         choice = choose(self._transports, endpoints, worker_id)
         async with self._connecting.setdefault(worker_id, asyncio.Lock()):
             known = self._peer(worker_id, epoch)
@@ -80,19 +81,10 @@ class KVSender:
             if old is not None:
                 await old.aclose()
 
-    def start(self, attempt_id: str, destination: KVDestination, deadline_s: float) -> None:
-        """Begin a transfer; connects on its own where there is no link. ``deadline_s`` is a time of the sender's clock.
-        ValueError if the request has one already."""
-        transfer = self._new(attempt_id, destination.peer, destination.num_blocks, deadline_s)
-        transfer.bind(destination.nonce, destination.num_blocks, destination.num_skipped)
-        self._add(transfer)
-
     def push(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float) -> None:
-        """Begin a transfer of ``num_blocks`` blocks to ``peer``, which announces over the link where they go. What is
-        queued before that waits. Else as `start`."""
-        self._add(self._new(attempt_id, peer, num_blocks, deadline_s))
-
-    def _new(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float) -> SendTransfer:
+        """Begin a transfer of ``num_blocks`` blocks to ``peer``; opens a link where there is none. Blocks that are
+        queued wait until the peer has announced where they go. ``deadline_s`` is a time of the sender's clock.
+        ValueError if the attempt has a transfer already."""
         if attempt_id in self._transfers:
             raise ValueError(f"{attempt_id} is being sent already")
 
@@ -102,11 +94,8 @@ class KVSender:
         lease = Lease(self._clock, deadline_s, None, expire)
         transfer = SendTransfer(attempt_id, lease, peer, num_blocks, self._pool.layout, self._message_bytes)
         self._transfers[attempt_id] = transfer
-        return transfer
-
-    def _add(self, transfer: SendTransfer) -> None:
-        if (peer := self._peer_of(transfer)) is not None:
-            peer.add(transfer)
+        if (link := self._peer_of(transfer)) is not None:
+            link.add(transfer)
         else:
             self._spawn(self._bootstrap(transfer))
 
@@ -120,10 +109,11 @@ class KVSender:
         last: bool = False,
         trailer: bytes = b"",
     ) -> None:
-        """Queue ``layers`` (default: all) of blocks for the slots from ``first_slot``; those the receiver holds already
-        are left out. They must keep their content until `wait` or `abort` returns. ``last`` closes the transfer, with a
-        ``trailer`` of at most 4 KiB for the receiver's owner. One that failed meanwhile ignores this, and `wait` says
-        so. ValueError on bad arguments, TransferEnded after `wait` or `abort`."""
+        """Queue ``layers`` (default: all) of blocks for the slots from ``first_slot``. Slots that the receiver holds
+        already are skipped. The blocks must keep their content until `wait` or `abort` returns.
+
+        ``last`` closes the transfer, with a ``trailer`` of at most 4 KiB for the receiver. Does nothing if the transfer
+        has failed; `wait` raises the error. ValueError on bad arguments, TransferEnded after `wait` or `abort`."""
         transfer = self._find(attempt_id)
         if transfer.is_over:
             return
@@ -140,10 +130,11 @@ class KVSender:
             peer.advance(transfer)
 
     async def wait(self, attempt_id: str) -> SentKV:
-        """Return once the receiver has acknowledged everything; then, or after an error, nothing reads its blocks any
-        more. Raises TransferTimeout (deadline, or a silent receiver), PeerLost, TransferRefused, ChecksumMismatch,
-        LayoutMismatch, RequestAborted after `abort`, what `fail` was given, or what the receiver gave up with.
-        TransferEnded if there is none."""
+        """Wait until the receiver has acknowledged everything. When this returns or raises, nothing reads the blocks.
+
+        Raises TransferTimeout at the deadline or when the receiver was silent for ``lease_s``, PeerLost,
+        TransferRefused, ChecksumMismatch, LayoutMismatch, RequestAborted after `abort`, the error with which the
+        receiver aborted, or TransferEnded if there is no such transfer."""
         transfer = self._find(attempt_id)
         await transfer.ended()
         await self._idle(transfer)
@@ -151,18 +142,9 @@ class KVSender:
             del self._transfers[attempt_id]
         return transfer.result()
 
-    def status(self, attempt_id: str) -> TransferStatus:
-        """How far it is; TransferEnded once `wait` or `abort` has ended it."""
-        return self._find(attempt_id).status
-
-    def fail(self, attempt_id: str, error: PdserveError) -> None:
-        """End a transfer with ``error``, which `wait` raises; its receiver is told. One that is over stays as it is."""
-        if (transfer := self._transfers.get(attempt_id)) is not None:
-            self._conclude(transfer, error)
-
     async def abort(self, attempt_id: str) -> None:
-        """Give a transfer up and tell its receiver. When this returns, nothing reads its blocks any more. Unknown ones
-        are fine."""
+        """End a transfer and tell its receiver. When this returns, nothing reads its blocks. Does nothing if there is
+        no such transfer."""
         transfer = self._transfers.get(attempt_id)
         if transfer is None:
             return
@@ -171,7 +153,7 @@ class KVSender:
         await self._idle(transfer)
 
     async def aclose(self) -> None:
-        """Fail what is under way, close the links."""
+        """Fail all transfers with PeerLost, and close the links."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -182,7 +164,7 @@ class KVSender:
             self._conclude(transfer, PeerLost(f"the KV sender of {self._worker_id} was closed"))
 
     async def _idle(self, transfer: SendTransfer) -> None:
-        """Wait until nothing reads its blocks; a transport that never lets go of them must not keep them for good."""
+        """Wait until nothing reads the transfer's blocks, at most `_IDLE_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
                 if transfer.settle is not None and not isinstance(transfer.outcome, SentKV):
@@ -216,11 +198,11 @@ class KVSender:
             self._conclude(transfer, error)
         finally:
             peer = self._peer_of(transfer)
-            if peer is None:  # also after an unexpected error: the transfer must not wait for its deadline
+            if peer is None:  # also after an unexpected error, so that the transfer ends before its deadline
                 self._conclude(transfer, PeerLost(f"there is no KV link to {to.worker_id}"))
             else:
                 peer.add(transfer)
-                if isinstance(transfer.outcome, PdserveError):  # it failed meanwhile: the receiver has to hear of it
+                if isinstance(transfer.outcome, PdserveError):  # it has failed, and the receiver must be told
                     peer.drop(transfer, transfer.outcome)
 
     async def _meet(self, worker_id: str, epoch: str, choice: Choice) -> SendLink:
@@ -243,7 +225,6 @@ class KVSender:
                 checksums=checksums,
                 max_inflight_bytes=self._max_inflight_bytes,
                 clock=self._clock,
-                heartbeat_s=self._lease_s / _HEARTBEATS_PER_LEASE,
                 is_over=self._over.__contains__,
                 lease_s=self._lease_s,
                 conclude=self._conclude,

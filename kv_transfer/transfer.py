@@ -1,10 +1,9 @@
-"""What a KV transfer is at either end: how far it is, its result, and the lease that bounds it."""
+"""What a KV transfer has at either end: its result, and the lease that bounds it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Generic, TypeVar, cast
 
 from pdserve.core.clock import Clock
@@ -13,24 +12,13 @@ from pdserve.core.errors import PdserveError
 T = TypeVar("T")
 
 
-class TransferStatus(StrEnum):
-    """How far a transfer is. ``SUCCESS`` and ``FAILED`` are final."""
-
-    BOOTSTRAPPING = "bootstrapping"  # sender: no link to the receiver yet; receiver: its sender has not been heard of
-    WAITING = "waiting"  # both ends know of it, no block has travelled
-    TRANSFERRING = "transferring"
-    SUCCESS = "success"  # every block is verified and in the receiver's pool
-    FAILED = "failed"
-
-
 class TransferEnded(LookupError):
-    """The transfer has ended here (``wait`` or ``abort`` returned), or was never begun. Not a `ValueError`, so that
-    wrong arguments are never taken for it."""
+    """There is no such transfer: ``wait`` or ``abort`` has returned, or it was never begun."""
 
 
 class Lease:
-    """Calls ``expire(why)`` once, on the running loop, when ``deadline_s`` (of ``clock``) has passed, or when `renew`
-    was not called for ``lease_s`` seconds (None: silence does not count before `watch`); not after `cancel`."""
+    """Calls ``expire(why)`` once on the running loop, when ``deadline_s`` (a time of ``clock``) has passed, or when
+    `renew` was not called for ``lease_s`` seconds. With None, that second limit begins with `watch`."""
 
     def __init__(self, clock: Clock, deadline_s: float, lease_s: float | None, expire: Callable[[str], None]) -> None:
         self._clock, self._deadline_s, self._lease_s, self._expire = clock, deadline_s, lease_s, expire
@@ -39,18 +27,18 @@ class Lease:
         self._arm()
 
     def watch(self, lease_s: float) -> None:
-        """Expire after so much silence from now on."""
+        """Expire when `renew` is not called for ``lease_s`` seconds from now on."""
         self._lease_s = lease_s
         self.renew()
         self._timer.cancel()
         self._arm()
 
     def renew(self) -> None:
-        """The peer has been heard of."""
+        """Note a message from the peer."""
         self._heard_s = self._clock.now()
 
     def cancel(self) -> None:
-        """Never expire."""
+        """Stop the lease: it never expires."""
         self._timer.cancel()
 
     @property
@@ -71,32 +59,30 @@ class Lease:
 
 
 class Transfer(Generic[T]):
-    """One transfer at one end, whose result is a ``T``. ``outcome`` is None until `conclude`."""
+    """One transfer at one end. ``outcome`` is None until `conclude`, then the result (a ``T``) or an error."""
 
     def __init__(self, attempt_id: str, lease: Lease) -> None:
         self.attempt_id, self.lease = attempt_id, lease
-        self.status = TransferStatus.BOOTSTRAPPING
         self.outcome: T | PdserveError | None = None
         self._ended = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has an outcome."""
+        """Whether there is an outcome."""
         return self.outcome is not None
 
     def conclude(self, outcome: T | PdserveError) -> None:
-        """End it: the lease is over, and `ended` returns."""
-        failed = isinstance(outcome, PdserveError)
-        self.outcome, self.status = outcome, TransferStatus.FAILED if failed else TransferStatus.SUCCESS
+        """Set the outcome, stop the lease, and let `ended` return."""
+        self.outcome = outcome
         self.lease.cancel()
         self._ended.set()
 
     async def ended(self) -> None:
-        """Return once it has an outcome."""
+        """Wait until there is an outcome."""
         await self._ended.wait()
 
     def result(self) -> T:
-        """The result, or the error it ended with, raised."""
+        """Return the result, or raise the error."""
         if isinstance(self.outcome, PdserveError):
             raise self.outcome
         return cast(T, self.outcome)

@@ -127,6 +127,25 @@ class MemoryNeed:
         return self.weight_bytes + self.pool_bytes + self.blank_bytes + self.activation_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a configuration makes of a model: the layout of the workers' pools, the memory of one worker, and the most
+    tokens of one prompt, which the engine, the model's context and the pool limit."""
+
+    layout: KVLayout
+    need: MemoryNeed
+    longest_prompt: int
+
+    @classmethod
+    def of(cls, source: ModelSource, config: PdserveConfig, device: str) -> ServedModel:
+        """``source`` on ``device`` (``cpu`` or ``cuda``). ModelError if the weights cannot be read."""
+        layout = layout_of(source, config)
+        need = _need(source, config, layout, device)
+        longest = config.engine.max_model_len or source.shape.max_position_embeddings
+        in_pool = need.pool_bytes // layout.token_bytes
+        return cls(layout, need, min(longest, in_pool) if need.pool_bytes else longest)
+
+
 def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
     """The KV layout of the workers' pools; dtype ``auto`` counts as the checkpoint's. `ModelError` if the weights
     cannot be read."""
@@ -140,7 +159,7 @@ def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
     )
 
 
-def need_of(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: str) -> MemoryNeed:
+def _need(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: str) -> MemoryNeed:
     """Memory for weights, pool, and the activations of a full step that samples a token for each of its requests."""
     engine, dtype = config.engine, layout.dtype
     tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs)
@@ -155,10 +174,3 @@ def need_of(source: ModelSource, config: PdserveConfig, layout: KVLayout, device
         pool_bytes,
         activation_bytes(source.shape, dtype, tokens, engine.max_num_seqs),
     )
-
-
-def longest_prompt(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: str) -> int:
-    """The most tokens of one request: the engine's limit or the model's context, at most what the pool holds."""
-    longest = config.engine.max_model_len or source.shape.max_position_embeddings
-    pool_bytes = need_of(source, config, layout, device).pool_bytes
-    return min(longest, pool_bytes // layout.token_bytes) if pool_bytes else longest

@@ -1,5 +1,5 @@
-"""The prefill role: run the prompt, push its blocks while the rest is computed, give token 1, and hold the blocks until
-the receiver has confirmed them (or the hand-off has failed: either way they are given back)."""
+"""The prefill role: compute the prompt, push its blocks meanwhile, and sample token 1. The blocks are released when the
+receiver has acknowledged them, or when the hand-off has failed."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ async def push(served: ServedRequest) -> None:
         try:
             await running.done
         except PdserveError as error:
-            # Decode sees the same failure and tells the gateway; here the blocks are of no use any more.
+            # The decode worker gets the failure too, and tells the gateway.
             log.warning("%s: hand-off of request %s failed: %s", served.worker_id, served.attempt_id, error)
 
 
 class PushHandoff:
-    """One prompt's blocks on their way to ``peer``, as a `worker.kv.KVHandoff`. Full blocks are sent as soon as they
-    are computed (``early``), or all of them with the first token."""
+    """Pushes one prompt's blocks to ``peer``, as a `worker.kv.KVHandoff`. With ``early``, full blocks are sent as soon
+    as they are computed, otherwise all blocks together with token 1."""
 
     def __init__(self, request: Request, peer: KVPeer, layout: KVLayout, deadline_s: float, *, early: bool) -> None:
         self.attempt_id = request.attempt_id
@@ -56,16 +56,16 @@ class PushHandoff:
         self._num_tokens = request.num_tokens
         self._num_blocks = layout.blocks_for(request.num_tokens)
         self._block_ids: list[int] = []
-        self._num_queued = 0  # blocks handed to the sender so far
-        self._layers_queued = 0  # of those after them, of the step that runs
+        self._num_queued = 0  # blocks passed to the sender
+        self._layers_queued = 0  # layers of the next blocks, in the current step
 
     def begin(self, ends: KVEnds) -> None:
-        """Wait for the peer's announcement from now on; what is queued meanwhile waits with it."""
+        """Begin the transfer. Blocks wait in the sender for the peer's announcement."""
         self._ends = ends
         ends.sender.push(self.attempt_id, self._peer, self._num_blocks, self._deadline_s)
 
     async def run(self) -> SentKV:
-        """Push until the receiver has confirmed everything; then the engine may free the blocks."""
+        """Wait until the receiver has acknowledged all blocks, and let the engine release them."""
         sender = self._ends.sender
         try:
             return await sender.wait(self.attempt_id)
@@ -74,8 +74,8 @@ class PushHandoff:
             self._ends.command(Release(self.attempt_id))
 
     def on_event(self, event: Reserved | Progress) -> None:
-        """Queue what has been computed since."""
-        assert isinstance(event, Progress), "blocks are reserved for RECEIVE requests alone"
+        """Queue the blocks that were computed since the last event."""
+        assert isinstance(event, Progress), "only RECEIVE requests reserve blocks"
         self._block_ids = event.block_ids or self._block_ids
         computed = event.num_computed_tokens
         full = self._num_blocks if computed >= self._num_tokens else computed // self._layout.block_size
@@ -93,7 +93,7 @@ class PushHandoff:
         return range(self._layers_queued, self._layout.num_layers)
 
     def _send(self, end: int, layers: range, trailer: bytes = b"") -> None:
-        """Queue ``layers`` of the blocks up to ``end``; with a trailer they are the last."""
+        """Queue ``layers`` of the blocks before ``end``. A trailer closes the transfer."""
         blocks = self._block_ids[self._num_queued : end]
         self._ends.sender.send_blocks(
             self.attempt_id, self._num_queued, blocks, layers, last=bool(trailer), trailer=trailer
@@ -101,4 +101,4 @@ class PushHandoff:
 
 
 ROLES: Mapping[type[messages.Work], Role] = {messages.Run: run, messages.Push: push}
-"""The ways in which a prefill worker serves a request."""
+"""How a prefill worker serves each kind of request."""

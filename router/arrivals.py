@@ -1,4 +1,4 @@
-"""Bursts of new requests: they are taken in, or refused, before work on the running requests goes on."""
+"""Bursts of new requests are accepted, or refused, before work on running requests continues."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import asyncio
 ROUNDS = 6
 BURST = 4
 SLOW_S = 0.0005
-"""`BURST` arrivals, each within `ROUNDS` rounds of the event loop after the one before but more than `SLOW_S` apart on
-average, show that more wait to be accepted."""
+"""A burst is `BURST` arrivals, each within `ROUNDS` rounds of the event loop after the one before, and on average more
+than `SLOW_S` apart. It indicates that more requests wait to be accepted."""
 QUIET_S = 0.02
 HOLD_S = 1.0
 REST_SHARE = 2.0
-"""A hold lasts until nothing has arrived for `QUIET_S`, for `HOLD_S` at most. `REST_SHARE` times as long passes before
-the next."""
+"""A hold lasts until nothing has arrived for `QUIET_S`, but at most `HOLD_S`. A rest of `REST_SHARE` times its length
+follows."""
 LOOK_EVERY_S = 0.002
 
 
 class Arrivals:
-    """Recognizes bursts. While one arrives, `settled` waits: until nothing has arrived for `QUIET_S`, at most `HOLD_S`.
+    """Detects bursts and holds other work (`settled`) while they arrive.
 
-    gRPC hands over one call per round of the event loop. On a busy gateway a round is long, and a burst would wait
-    inside gRPC for many seconds instead of being queued or refused. With other work held, rounds are short.
+    gRPC passes on one call per round of the event loop. On a busy gateway a round is long, so that a burst would wait
+    inside gRPC for many seconds instead of being queued or refused. Rounds are short while other work is held.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Arrivals:
 
     @property
     def is_burst(self) -> bool:
-        """Whether a burst is being taken in."""
+        """Whether other work is held."""
         return self._opened is not None
 
     def note(self) -> None:
-        """A request has arrived."""
+        """Note the arrival of a request."""
         loop = asyncio.get_running_loop()
         now_s = self._last_s = loop.time()
         if self._rounds_left:
@@ -55,7 +55,7 @@ class Arrivals:
             loop.call_later(LOOK_EVERY_S, self._look, loop)
 
     async def settled(self) -> None:
-        """Return when no burst is being taken in."""
+        """Wait until no work is held."""
         while self._opened is not None:
             await asyncio.shield(self._opened)
 
@@ -65,7 +65,7 @@ class Arrivals:
             loop.call_soon(self._round, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._opened is not None, "this runs while others are held"
+        assert self._opened is not None, "_look runs only during a hold"
         now_s = loop.time()
         if now_s - self._last_s < QUIET_S and now_s - self._begun_s < HOLD_S:
             loop.call_later(LOOK_EVERY_S, self._look, loop)

@@ -1,4 +1,4 @@
-"""One attempt at a request on the workers chosen for it: the control calls, the merging of streams, the clean-up."""
+"""One attempt to serve a request on its workers: calls, merging of their streams, and clean-up."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from router.worker_stream import Arrival, WorkerStream
 
 log = logging.getLogger(__name__)
 
-ABORT_TIMEOUT_S = 2.0  # a worker that does not answer an abort by then is left to its leases
-PROOF_TIMEOUT_S = 10.0  # how long the proof is awaited when the tokens are complete already
+ABORT_TIMEOUT_S = 2.0  # after this, the blocks of a worker that does not answer are freed by their leases
+PROOF_TIMEOUT_S = 10.0  # how long to wait for the proof after the last token
 
-# A request that lost its decode worker after token 1 gets token 2 from a prefill: that stands in for decode's step.
+# A retry after token 1 gets token 2 from a prefill, whose events replace those of decode.
 _AS_TOKEN_2 = {
     EventKind.PREFILL_SCHEDULED: EventKind.DECODE_SCHEDULED,
     EventKind.TOKEN_1_SAMPLED: EventKind.TOKEN_2_SAMPLED,
@@ -34,7 +34,11 @@ _AS_TOKEN_2 = {
 
 
 class Attempt:
-    """Use as a context manager round `tokens`: leaving it gives the load back and aborts whatever still runs."""
+    """A context manager around `tokens`. Its exit gives the load back and aborts what still runs on the workers.
+
+    ``failed`` are the workers that a retry should avoid. With ``hold_first_token``, `tokens` yields token 1 when decode
+    has all KV, not when prefill has sampled it.
+    """
 
     def __init__(
         self,
@@ -86,13 +90,13 @@ class Attempt:
         self._leave()
         for stream in self._streams:
             stream.cancel()
-        # A second cancellation (a deadline and the client's own often come together) must not leave streams open.
+        # A second cancellation must not leave streams open: a deadline and the client's often come together.
         closing = asyncio.create_task(self._close())
         _keep(closing)
         await asyncio.shield(closing)
 
     def _leave(self) -> None:
-        """Give the load back, and abort on the workers what is not complete. Twice is fine."""
+        """Give the load back, and abort the request on the workers unless it is complete. May be called twice."""
         if self._left:
             return
         self._left = True
@@ -115,18 +119,18 @@ class Attempt:
         return len(self._record.output_token_ids) > self._delivered_before
 
     def call_off(self) -> None:
-        """No more tokens are wanted. While decode has given nothing, its hand-off is called off with them: then no KV
-        was to be moved after all."""
+        """Note that no more tokens are wanted. If decode has given no token, its hand-off is cancelled, so that no KV
+        bytes are expected."""
         if not self._decoded:
             self._result.kv_bytes_expected = 0
 
     @property
     def hands_off(self) -> bool:
-        """Whether both workers have it, and decode has given nothing yet."""
+        """Whether both workers have the request and decode has given nothing yet."""
         return self._dispatched and not self._decoded
 
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
-        """The tokens this attempt adds; raises what went wrong (`failed` then names the workers to avoid)."""
+        """The tokens of this attempt. Raises the error that ends it, after adding workers to `failed`."""
         return self._colocated() if self._assignment.decode is None else self._pd(self._assignment.decode)
 
     async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
@@ -149,7 +153,7 @@ class Attempt:
         self._result.kv_bytes_expected = decode.info.layout.expected_bytes(request.num_tokens)
         self._send(share.worker, decode)
         self._dispatched = True
-        # Both at once: prefill computes while decode makes room and tells it where the KV goes.
+        # Both at once: prefill computes while decode allocates blocks and announces them.
         decoding = self._open(
             decode_share, decode.handle.receive(request, share.worker.info.peer, self._hold_first_token)
         )
@@ -167,7 +171,7 @@ class Attempt:
             yield await self._token(decoding)
 
     async def _first_of(self, prefilling: WorkerStream, decoding: WorkerStream) -> Arrival:
-        """Prefill's token; but if decode fails before it comes, there is no use in waiting for it."""
+        """Wait for token 1 of prefill. Raises decode's error if decode fails before."""
         tasks = {asyncio.create_task(prefilling.wait_changed()), asyncio.create_task(decoding.wait_changed())}
         try:
             await self._deadline.bound(
@@ -181,16 +185,16 @@ class Attempt:
         return await self._next(prefilling)
 
     async def _until_ready(self, decoding: WorkerStream) -> float:
-        """Wait until decode has all KV; when the router learnt of it, in seconds of the gateway's clock."""
+        """Wait until decode has all KV. Returns when its message arrived, in seconds of the gateway's clock."""
         ready = await self._next(decoding)
         if ready.output.finish_reason is not None:
-            raise WorkerLost(f"worker {decoding.worker.worker_id} gave the request up ({ready.output.finish_reason})")
+            raise WorkerLost(f"worker {decoding.worker.worker_id} aborted the request ({ready.output.finish_reason})")
         if self._delivered_before == 0:
             self._merge(ready.output.events, decoding.worker)
         return ready.time_s
 
     async def _token(self, stream: WorkerStream) -> RoutedToken:
-        """The next token of the stream that ends the request."""
+        """The next token of the stream that gives the last token."""
         arrival = await self._next(stream)
         token = self._token_of(arrival, stream.worker)
         self._complete = token.finish_reason is not None
@@ -199,14 +203,16 @@ class Attempt:
     def _token_of(self, arrival: Arrival, worker: RegisteredWorker) -> RoutedToken:
         reason = arrival.output.finish_reason
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            raise WorkerLost(f"worker {worker.worker_id} gave the request up ({reason})")
+            raise WorkerLost(f"worker {worker.worker_id} aborted the request ({reason})")
         token = self._deliver(arrival, worker)
         if token is None:
-            raise WorkerLost(f"worker {worker.worker_id} sent no token ({reason or 'and goes on'})")
+            raise WorkerLost(
+                f"worker {worker.worker_id} sent an output without a token ({reason or 'no finish reason'})"
+            )
         return token
 
     async def _proof_alone(self, decoding: WorkerStream) -> None:
-        """The client has all tokens: a hand-off that fails now costs it the proof, nothing else."""
+        """Wait for the proof after the last token. If the hand-off fails now, the result has no proof."""
         try:
             async with asyncio.timeout(PROOF_TIMEOUT_S):
                 arrival = await self._next(decoding)
@@ -219,11 +225,11 @@ class Attempt:
     async def _close(self) -> None:
         for outcome in await asyncio.gather(*(stream.close() for stream in self._streams), return_exceptions=True):
             if outcome is not None:
-                log.warning("request %s: closing a worker's stream: %r", self._request.request_id, outcome)
+                log.warning("request %s: cannot close the stream of a worker: %r", self._request.request_id, outcome)
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
 
-    # --- small parts -------------------------------------------------------------------------------------------------
+    # --- internals -------------------------------------------------------------------------------------------------
 
     def _send(self, *workers: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)
@@ -271,13 +277,13 @@ class Attempt:
             self._record.timeline.record(kind, GATEWAY, self._clock.now())
 
     def _deliver(self, arrival: Arrival, worker: RegisteredWorker) -> RoutedToken | None:
-        """Merge an output into request and result; its token, if it has one."""
+        """Merge an output into record and result. Returns its token, if it has one."""
         output, record = arrival.output, self._record
         if (proof := output.proof) is not None:
             layout = worker.info.layout
             self._result.proof = proof
             self._result.kv_bytes_expected = layout.expected_bytes(self._request.num_tokens, proof.blocks_skipped)
-        if output.cached_tokens:  # a retry's prompt has the outputs so far in it
+        if output.cached_tokens:  # the prompt of a retry includes the outputs so far
             self._result.prefill_cached_tokens = min(output.cached_tokens, len(record.request.prompt_token_ids))
         if worker.worker_id == self._result.decode_worker:
             self._decoded = True
@@ -301,7 +307,7 @@ class Attempt:
             self._record.timeline.clocks[worker.worker_id] = worker.handle.clock
 
 
-_BACKGROUND: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
+_BACKGROUND: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
 
 
 def _keep(task: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""How the router sees workers: a Protocol over plain values, no gRPC. `worker.client` satisfies it."""
+"""The router's interface to workers, without gRPC. `worker.client.WorkerClient` implements it."""
 
 from __future__ import annotations
 
@@ -12,49 +12,51 @@ from pdserve.core.worker import TokenOutput, WorkerInfo
 
 
 class WorkerHandle(Protocol):
-    """A live worker. Every method raises from `pdserve.core.errors` (WorkerLost when the connection broke). No two
-    requests it gets ever have the same attempt id.
+    """A live worker. Methods raise errors of `pdserve.core.errors`; `WorkerLost` if the connection breaks.
 
-    Closing (``aclose``) one of the iterators early does not abort the request: call `abort`.
+    Attempt ids must be unique. Closing (``aclose``) an iterator early does not abort the request: call `abort`.
     """
 
     @property
     def info(self) -> WorkerInfo:
-        """What the worker last said of itself."""
+        """The worker's last description of itself."""
         ...
 
     @property
     def clock(self) -> ClockOffset:
-        """Its clock against ours."""
+        """Offset of the worker's clock from the gateway's."""
         ...
 
     def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
-        """Run the prompt, give one token, then end. Its KV goes to ``peer``, which tells this worker where (the blocks
-        are released by worker and receiver between themselves)."""
+        """Prefill the prompt, yield token 1, and push the KV to ``peer``, which announces the destination. The two
+        workers release the blocks without the router."""
         ...
 
     def receive(self, request: Request, peer: KVPeer, tell_ready: bool = False) -> AsyncIterator[TokenOutput]:
-        """Receive the prompt's KV from ``peer``; the outputs from token 2 on (the first message carries the proof). If
-        prefill's token ended the request, one message without a token: proof and finish reason. With ``tell_ready``, a
-        message with the event DECODE_READY comes before token 2, once all KV is there."""
+        """Receive the KV of the prompt from ``peer`` and yield the outputs from token 2 on. The first of them
+        carries the proof. If token 1 ended the request, it is the only output, with a finish reason and no token.
+
+        With ``tell_ready``, an output with the event DECODE_READY and no token precedes token 2, as soon as all KV is
+        there.
+        """
         ...
 
     def run(self, request: Request) -> AsyncIterator[TokenOutput]:
-        """Prefill and decode here (colocated)."""
+        """Prefill and decode on this worker (colocated)."""
         ...
 
     async def abort(self, attempt_id: str) -> None:
-        """Drop the request in whatever state it is in; never raises for one that is gone."""
+        """Drop the request in any state. Does not raise for an unknown request."""
         ...
 
     def beat_now(self) -> None:
-        """Have the worker send its next heartbeat at once: the answer has news. Never raises."""
+        """Ask the worker to send its next heartbeat at once, because the answer has changed. Never raises."""
         ...
 
     async def wait_closed(self) -> None:
-        """Return once the control connection has ended, on either side."""
+        """Wait until the control connection has ended, on either side."""
         ...
 
     async def aclose(self) -> None:
-        """End the control connection; whatever still runs over it raises `WorkerLost`. Never raises."""
+        """End the control connection. Requests on it raise `WorkerLost`; this method never raises."""
         ...

@@ -1,7 +1,6 @@
-"""Where a request goes: a function of what it needs and of what is known of the workers, with the reason in words.
+"""Chooses the workers for a request, and explains the choice.
 
-Everything here is a plain value. `place` has no clock, no state and no side effects: the same arguments give the same
-decision, so a test, a simulation or a person who reads a log can repeat it.
+`place` is a pure function of plain values: it has no clock, no state and no side effects.
 """
 
 from __future__ import annotations
@@ -16,13 +15,17 @@ from pdserve.core.request import Mode
 from pdserve.core.worker import Role
 
 WaitMode = Literal[Mode.PD, Mode.COLOCATED, Mode.AUTO]
-"""How a request is to run; ``auto``: apart where prefill and decode workers are ready, else on any ready worker."""
+"""Mode of a request. ``auto`` is ``pd`` if prefill and decode workers are ready, else ``colocated``."""
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What a request asks of its workers. ``prompt_tokens`` are to be computed first, ``output_tokens`` at most after
-    them. ``avoid`` are workers that failed it; ``prefer`` is the prefill worker of the attempt before, whose cache
-    holds what that has computed (empty: there is none)."""
+    """What a request needs from its workers.
+
+    ``prompt_tokens``: tokens to compute first.
+    ``output_tokens``: the most tokens to sample after them.
+    ``avoid``: workers that failed the request.
+    ``prefer``: prefill worker of the last attempt, whose prefix cache holds the prompt (empty: none).
+    """
 
     mode: WaitMode
     prompt_tokens: int
@@ -32,19 +35,21 @@ class Needs(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Prompt and outputs."""
+        """Tokens of prompt and outputs."""
         return self.prompt_tokens + self.output_tokens
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """What a decision may depend on of one worker.
+    """One worker, as `place` sees it.
 
-    Capacity: ``block_size`` tokens in each of ``num_blocks`` blocks, ``max_tokens`` in one request. Its last heartbeat:
-    ``running`` and ``waiting`` requests, ``free_blocks``. The router's own accounts: ``blocks_placed`` more blocks have
-    been placed there since that heartbeat (negative: given back), ``outstanding_tokens`` are to be computed for
-    ``outstanding_requests``, ``prompt_tokens`` of them prompts without a first token. ``live``: not lost; ``ready``:
-    requests may go there; ``late``: its heartbeat is overdue. ``linked`` names the decode workers that a prefill worker
-    can send KV to, ``link_errors`` say why it cannot to others. ``last_used`` grows with every choice; 0: never chosen.
+    ``block_size``, ``num_blocks``, ``max_tokens``: tokens per block, blocks in the pool, tokens of one request.
+    ``running``, ``waiting``, ``free_blocks``: requests and blocks by its last heartbeat.
+    ``blocks_placed``: blocks that the router has placed there since that heartbeat (negative: given back).
+    ``outstanding_tokens``, ``outstanding_requests``: what it has to compute, by the router's count.
+    ``prompt_tokens``: outstanding tokens of prompts without a first token.
+    ``live``: not lost. ``ready``: takes requests. ``late``: its heartbeat is overdue.
+    ``linked``: the decode workers that a prefill worker has links to; ``link_errors``: why it has none to others.
+    ``last_used``: grows with every choice; 0 if it was never chosen.
     """
 
     worker_id: str
@@ -67,38 +72,40 @@ class WorkerView(msgspec.Struct, frozen=True):
     last_used: int = 0
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that the KV of so many tokens fills."""
+        """Number of blocks for the KV of ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
     @property
     def room(self) -> int:
-        """Blocks that are free now."""
+        """Number of free blocks, less those placed since the last heartbeat."""
         return min(self.free_blocks - self.blocks_placed, self.num_blocks)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether it can allocate the blocks of so many tokens now. A worker without requests always can."""
+        """Whether it can allocate blocks for ``tokens`` tokens now. A worker without requests always can."""
         return not self.outstanding_requests or self.blocks_for(tokens) <= self.room
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """All registered workers, those lost lately too, and the router's settings: ``policy`` is ``router.policy``,
-    ``prefill_backlog_tokens`` the prompt tokens at which a worker gets no further prompt."""
+    """All registered workers, including recently lost ones, and settings of the router.
+
+    ``policy`` is ``router.policy``. A worker with ``prefill_backlog_tokens`` prompt tokens gets no further prompt.
+    """
 
     workers: tuple[WorkerView, ...]
     policy: str
     prefill_backlog_tokens: int
 
     def ready(self, role: Role | None = None) -> list[WorkerView]:
-        """Ready workers, of one role or all."""
+        """Ready workers of one role, or of all."""
         return [worker for worker in self.workers if worker.ready and (role is None or worker.role is role)]
 
     def is_free(self, worker: WorkerView) -> bool:
-        """Whether another prompt may be sent there: none waits, or fewer tokens than the backlog allows."""
+        """Whether the worker may get another prompt: none waits there, or fewer tokens than the backlog allows."""
         return worker.prompt_tokens == 0 or worker.prompt_tokens < self.prefill_backlog_tokens
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """It goes there. ``decode`` is None when one worker does both."""
+    """The request goes to these workers. ``decode`` is None if one worker does both."""
 
     prefill: str
     decode: str | None
@@ -106,14 +113,14 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """No worker can take it now. ``error`` is set when none could even if all were idle: what keeps them from it."""
+    """No worker can take the request now. ``error`` is set if none could even if all were idle."""
 
     reason: str
     error: NotReady | LayoutMismatch | None = None
 
 
 class Never(msgspec.Struct, frozen=True):
-    """No worker that is there could ever hold it."""
+    """No registered worker can ever hold the request."""
 
     error: CapacityExceeded
 
@@ -122,7 +129,7 @@ Decision = Placed | Wait | Never
 
 
 def place(needs: Needs, view: ClusterView) -> Decision:
-    """Choose the worker or the pair of workers for a request, or say what it has to wait for."""
+    """Choose a worker or a pair of workers for a request, or explain why it has to wait."""
     if (too_large := _capacity_error(needs, needs.mode, view)) is not None:
         return Never(too_large)
     if needs.mode is Mode.COLOCATED:
@@ -130,15 +137,15 @@ def place(needs: Needs, view: ClusterView) -> Decision:
     decision = _place_pair(needs, view)
     if needs.mode is Mode.AUTO and isinstance(decision, Wait):
         apart = decision.error or _capacity_error(needs, Mode.PD, view)
-        # Workers that differ in model or layout would answer differently.
+        # Workers with different models or layouts would give different answers.
         if apart is not None and not isinstance(apart, LayoutMismatch):
             return _place_one(needs, view, f"mode auto: {_first_clause(apart)}")
     return decision
 
 
 def unavailable(mode: Mode, view: ClusterView) -> NotReady | LayoutMismatch | None:
-    """Why no request of ``mode`` can run now, however long it waits for a free worker; None: one can. For mode ``auto``
-    any ready worker is enough, unless prefill and decode workers differ."""
+    """Why no request of ``mode`` can run even if all workers were free, or None. Mode ``auto`` needs any ready worker,
+    but fails if prefill and decode workers have different layouts."""
     any_ready = any(worker.ready for worker in view.workers)
     if mode is not Mode.PD and not any_ready:
         return NotReady(f"no worker is ready ({_census(view)}); try again")
@@ -164,7 +171,7 @@ def _no_pair(view: ClusterView, any_ready: bool) -> NotReady | LayoutMismatch | 
 
 
 def _capacity_error(needs: Needs, mode: Mode, view: ClusterView) -> CapacityExceeded | None:
-    """Why no worker that is there could ever hold the request in this mode; None: one could (or none is there)."""
+    """Why no live worker can ever hold the request in this mode. None if one can, or there is no worker."""
     live = [worker for worker in view.workers if worker.live]
     if not live or (mode is not Mode.PD and any(needs.tokens <= worker.max_tokens for worker in live)):
         return None
@@ -179,8 +186,8 @@ def _capacity_error(needs: Needs, mode: Mode, view: ClusterView) -> CapacityExce
             return None
     most = max(worker.max_tokens for worker in live)
     return CapacityExceeded(
-        f"prompt and max_tokens: {needs.prompt_tokens} + {needs.output_tokens} tokens exceed what any worker's KV pool "
-        f"holds ({most} tokens at most); ask for less, or raise engine.kv_memory_mb"
+        f"prompt and max_tokens: {needs.prompt_tokens} + {needs.output_tokens} tokens exceed the KV pool of every "
+        f"worker ({most} tokens at most); reduce them, or raise engine.kv_memory_mb"
     )
 
 
@@ -193,7 +200,7 @@ def _place_one(needs: Needs, view: ClusterView, because: str) -> Placed | Wait:
     if not free:
         error = unavailable(Mode.COLOCATED, view)
         return Wait(f"{because}; {_first_clause(error) if error else _backlog(able, view)}", error)
-    # Whatever the policy: a worker of either role is taken only as far as its own work leaves it time.
+    # Regardless of the policy, so that colocated requests use the spare time of workers of either role.
     worker, why = _choose(free, needs, "least_outstanding_tokens")
     return Placed(worker.worker_id, None, f"{because}; both on {worker.worker_id}: {why}")
 
@@ -202,8 +209,8 @@ def _place_one(needs: Needs, view: ClusterView, because: str) -> Placed | Wait:
 
 
 def _place_pair(needs: Needs, view: ClusterView) -> Placed | Wait:
-    """A prefill worker and a decode worker that are linked. The decode worker must have room for the prompt's KV now:
-    else the prefill worker would hold it meanwhile."""
+    """Choose a prefill and a decode worker with a link. The decode worker must have room for the prompt's KV now, so
+    that the prefill worker does not have to hold it."""
     roomy = {
         worker.worker_id: worker
         for worker in view.workers
@@ -216,7 +223,7 @@ def _place_pair(needs: Needs, view: ClusterView) -> Placed | Wait:
     able = [worker for worker in free if not worker.linked.isdisjoint(roomy)]
     if not able:
         return _wait_for_pair(needs, view, free, roomy)
-    # A prefill worker is of use to a retry only if it has a peer that has not failed the request.
+    # For a retry, take a prefill worker with a peer that has not failed the request.
     good = {worker_id for worker_id, worker in roomy.items() if not _is_to_avoid(worker, needs)}
     useful = [worker for worker in able if not worker.linked.isdisjoint(good)] or able
     prefill, why_prefill = _choose(useful, needs, view.policy, needs.prefer)
@@ -250,16 +257,16 @@ def _wait_for_pair(needs: Needs, view: ClusterView, free: Sequence[WorkerView], 
     return Wait("no free prefill worker is linked to a decode worker with room")
 
 
-# --- small parts -----------------------------------------------------------------------------------------------------
+# --- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _round_robin(worker: WorkerView) -> tuple[Any, ...]:
-    """The one whose turn was longest ago; those without one by name."""
+    """The worker that was chosen longest ago; unused workers by name."""
     return worker.last_used, worker.worker_id
 
 
 def _least_outstanding_tokens(worker: WorkerView) -> tuple[Any, ...]:
-    """The one with the fewest outstanding tokens; among equals the one whose turn was longest ago."""
+    """The worker with the fewest outstanding tokens; among equals the one that was chosen longest ago."""
     return worker.outstanding_tokens, worker.last_used, worker.worker_id
 
 
@@ -267,16 +274,16 @@ _POLICIES: dict[str, Callable[[WorkerView], tuple[Any, ...]]] = {
     "round_robin": _round_robin,
     "least_outstanding_tokens": _least_outstanding_tokens,
 }
-"""Of the workers that could take a request, the one with the least key does."""
+"""A policy chooses the worker with the smallest key."""
 
 
 def _choose(able: Sequence[WorkerView], needs: Needs, policy: str, prefer: str = "") -> tuple[WorkerView, str]:
-    """One of ``able`` (at least one), and why."""
+    """Choose one of ``able``, which is not empty, and give the reason."""
     good = [worker for worker in able if not _is_to_avoid(worker, needs)]
     candidates = good or able
     for worker in candidates:
         if worker.worker_id == prefer:
-            return worker, "the attempt before ran there, and its cache holds the prompt"
+            return worker, "the last attempt ran there, and its prefix cache holds the prompt"
     worker = min(candidates, key=_POLICIES[policy])
     if len(candidates) == 1:
         why = "the only one free"
@@ -295,7 +302,7 @@ def _is_to_avoid(worker: WorkerView, needs: Needs) -> bool:
 
 
 def _fits_prefill(needs: Needs, worker: WorkerView) -> bool:
-    """Whether a prefill worker can hold the request: the prompt and token 1."""
+    """Whether a prefill worker can hold the prompt and token 1."""
     return needs.prompt_tokens + 1 <= worker.max_tokens
 
 
@@ -316,5 +323,5 @@ def _census(view: ClusterView) -> str:
 
 
 def _first_clause(error: PdserveError) -> str:
-    """What is wrong; our messages tell what to do about it after the first semicolon."""
+    """The problem, without the advice that follows the first semicolon of our messages."""
     return str(error).partition(";")[0]

@@ -1,4 +1,4 @@
-"""A worker as the registry knows it, and a request's share in its load."""
+"""A worker in the registry, and the load of one request on it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from router.placement import WorkerView
 class RegisteredWorker:
     """One incarnation (epoch) of a worker.
 
-    ``prompt_tokens`` are those sent to it whose first token has not come back yet; ``outstanding_tokens`` counts
-    what it has still to compute of all requests on it. ``lost`` says why it is gone (empty: it is not); ``suspect`` is
-    set when a request lost it before any heartbeat or broken connection said so; the next good heartbeat clears it.
-    ``lost_s`` is when. ``retiring``: it finishes what it has and gets nothing more.
-    ``linked`` and ``failed`` are the links to decode workers that it has, by its last heartbeat, and why it could not
-    open others. ``held_blocks`` are those that the KV of the requests on it fills, ``held_at_beat`` what that was at
-    its last heartbeat.
+    ``heartbeat_s``, ``lost_s``: times of the last heartbeat and of its loss, on the router's clock.
+    ``outstanding_tokens``, ``outstanding_requests``: what it has to compute.
+    ``prompt_tokens``: outstanding tokens of prompts without a first token.
+    ``held_blocks``: blocks of the requests on it now; ``held_at_beat``: at its last heartbeat.
+    ``lost``: why it is gone (empty: it is not).
+    ``suspect``: a request lost its connection; the next heartbeat clears it.
+    ``retiring``: it finishes its requests and gets no more.
+    ``linked``, ``failed``: by its last heartbeat, its links to decode workers, and the errors of missing links.
     """
 
     handle: WorkerHandle
@@ -44,22 +45,22 @@ class RegisteredWorker:
 
     @property
     def worker_id(self) -> str:
-        """Its name, the same over all incarnations."""
+        """Name of the worker, which all its incarnations share."""
         return self.info.worker_id
 
     @property
     def role(self) -> Role:
-        """What the router gives it."""
+        """Role of the worker."""
         return self.info.role
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests may go there."""
+        """Whether it takes requests."""
         return self.info.ready and not (self.lost or self.suspect or self.retiring)
 
     @property
     def state(self) -> str:
-        """``ready``, ``starting``, ``suspect``, ``retiring`` or ``lost``, for people."""
+        """``ready``, ``starting``, ``suspect``, ``retiring`` or ``lost``."""
         if self.lost:
             return "lost"
         if self.retiring:
@@ -69,7 +70,7 @@ class RegisteredWorker:
         return "ready" if self.info.ready else "starting"
 
     def view(self, live: frozenset[WorkerEpoch], *, late: bool = False) -> WorkerView:
-        """What a decision may depend on of it, as plain values. Its links count to ``live`` incarnations only."""
+        """Return its values for `router.placement`. Only links to ``live`` incarnations count."""
         info, load = self.info, self.load
         return WorkerView(
             worker_id=info.worker_id,
@@ -93,7 +94,7 @@ class RegisteredWorker:
         )
 
     def beat(self, load: WorkerLoad, links: Links, info: WorkerInfo | None, now_s: float) -> None:
-        """Take in a heartbeat."""
+        """Apply a heartbeat at ``now_s``."""
         self.heartbeat_s = now_s
         self.load = load
         self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
@@ -105,10 +106,10 @@ class RegisteredWorker:
 
 
 class Share:
-    """What one request adds to one worker's load, until `end`: what is still to be computed, not what was sent.
+    """The load of one request on one worker, until `end`. It counts what is still to be computed.
 
-    It is to compute ``tokens`` there, of which ``prompt_tokens`` are prefilled first; ``kv_tokens`` are those whose KV
-    the worker holds at first. ``changed`` is called when the worker may take more.
+    The worker has to compute ``tokens``, of which ``prompt_tokens`` are prefilled first. It holds the KV of
+    ``kv_tokens`` at first. ``changed`` is called when the worker may take more requests.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Share:
         worker.prompt_tokens += prompt_tokens
 
     def prefilled(self) -> None:
-        """Its first token is there: the prompt no longer waits. Twice is fine."""
+        """Note its first token: the prompt no longer waits. May be called again."""
         if self._prompt_tokens:
             self.worker.prompt_tokens -= self._prompt_tokens
             self._less(self._prompt_tokens)
@@ -134,14 +135,14 @@ class Share:
             self._changed()
 
     def token_made(self) -> None:
-        """One of its output tokens is there."""
+        """Note one output token."""
         self._less(1)
         if self._open:
             self.worker.held_blocks += self._kv_tokens % self.worker.info.layout.block_size == 0
             self._kv_tokens += 1
 
     def end(self) -> None:
-        """The request has left the worker. Twice is fine."""
+        """Note that the request has left the worker. May be called again."""
         if self._open:
             self._open = False
             self._less(self._tokens)

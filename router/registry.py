@@ -1,4 +1,4 @@
-"""Which workers there are, which are ready and connected to which, and how much each has to do."""
+"""The registered workers, their links, and their load."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _NO_LINKS: Links = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A placed request's shares in its workers' load. ``decode`` is None when one worker does both."""
+    """The load of a placed request on its workers. ``decode`` is None if one worker does both."""
 
     prefill: Share
     decode: Share | None
     reason: str
 
     def end(self) -> None:
-        """Give the load back on both."""
+        """Remove the load from both workers."""
         self.prefill.end()
         if self.decode is not None:
             self.decode.end()
 
 
 class WorkerRegistry:
-    """All workers this router may use. Not thread-safe: everything happens on the router's event loop.
+    """The workers of a router. Not thread-safe: it belongs to the router's event loop.
 
-    Listeners (`subscribe`) are called synchronously whenever a worker may have become ready, free or lost.
+    Listeners (`subscribe`) are called synchronously when a worker may have become ready, free or lost.
     """
 
     def __init__(self, clock: Clock, config: RouterConfig) -> None:
         self._clock = clock
         self._config = config
         self._workers: dict[str, RegisteredWorker] = {}
-        self._lives: dict[str, str] = {}  # the last of each name, forgotten workers' too
+        self._lives: dict[str, str] = {}  # the last life of each worker id, including forgotten workers
         self._superseded: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
@@ -54,8 +54,8 @@ class WorkerRegistry:
     # --- the workers -------------------------------------------------------------------------------------------------
 
     def add(self, handle: WorkerHandle, load: WorkerLoad | None = None, links: Links = _NO_LINKS) -> RegisteredWorker:
-        """Register a worker by its first heartbeat, or replace its earlier incarnation (whose handle the caller
-        closes)."""
+        """Register a worker by its first heartbeat, or replace its earlier incarnation, whose handle the caller must
+        close."""
         info = handle.info
         replaced = self._workers.get(info.worker_id)
         worker = RegisteredWorker(handle, info, self._clock.now())
@@ -75,8 +75,8 @@ class WorkerRegistry:
     def heartbeat(
         self, worker_id: str, load: WorkerLoad, info: WorkerInfo | None = None, links: Links = _NO_LINKS
     ) -> bool:
-        """Note a sign of life, with what has come of the links that the worker should have. False: this incarnation is
-        not registered, or it is lost; add it (again)."""
+        """Apply a heartbeat with the state of the worker's ``links``. Returns False if this incarnation is not
+        registered, or is lost; the caller must add it."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.lost or (info is not None and info.epoch != worker.info.epoch):
             return False
@@ -85,14 +85,15 @@ class WorkerRegistry:
         return True
 
     def lost(self, worker_id: str, why: str = "its control connection broke", *, epoch: str | None = None) -> None:
-        """Take the worker for dead at once; with ``epoch``, only that incarnation. Unknown ones are ignored."""
+        """Mark a worker as lost; with ``epoch``, only that incarnation. Unknown workers are ignored."""
         worker = self._workers.get(worker_id)
         if worker is not None and not worker.lost and epoch in (None, worker.info.epoch):
             self._lose(worker, why)
             self.notify()
 
     def expire(self) -> list[RegisteredWorker]:
-        """Take those for dead whose heartbeats stopped; the caller closes their handles. Forget the long dead."""
+        """Mark workers without heartbeats as lost, and forget those lost long ago. Returns the newly lost workers; the
+        caller must close their handles."""
         now_s = self._clock.now()
         expired = [
             worker
@@ -108,13 +109,13 @@ class WorkerRegistry:
         return expired
 
     def retire(self, worker_id: str) -> None:
-        """Give the worker nothing more: it finishes what it has. Unknown ones are ignored."""
+        """Give the worker no more requests; it finishes those it has. Unknown workers are ignored."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.retiring = True
             self.notify()
 
     def dismiss(self, worker_id: str) -> RegisteredWorker | None:
-        """Forget the worker and never take its process again; the caller closes its handle."""
+        """Forget the worker and never accept its process again. The caller must close its handle."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             self._lose(worker, "it was retired")
@@ -124,8 +125,7 @@ class WorkerRegistry:
         return worker
 
     def is_superseded(self, life: str) -> bool:
-        """Whether another process has taken this one's name, or it was dismissed: it must not come back, as one might
-        that was cut off meanwhile."""
+        """Whether a process must not register again, because another process has its worker id or it was dismissed."""
         return life in self._superseded
 
     def _lose(self, worker: RegisteredWorker, why: str) -> None:
@@ -136,46 +136,46 @@ class WorkerRegistry:
         del self._workers[worker.worker_id]
 
     def suspect(self, worker: RegisteredWorker) -> None:
-        """A request has just lost it: no more requests until its next heartbeat."""
+        """Give the worker no more requests until its next heartbeat, because a request lost its connection."""
         worker.suspect = True
         self.notify()
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> tuple[RegisteredWorker, ...]:
-        """All that are registered, those lost lately too, by name."""
+        """All registered workers, including recently lost ones, by worker id."""
         return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
 
     def get(self, worker_id: str) -> RegisteredWorker | None:
-        """The present incarnation of a worker."""
+        """The current incarnation of a worker."""
         return self._workers.get(worker_id)
 
     def age_s(self, worker: RegisteredWorker) -> float:
-        """Seconds since its last heartbeat."""
+        """Seconds since the last heartbeat of ``worker``."""
         return self._clock.now() - worker.heartbeat_s
 
     def links(self, worker: RegisteredWorker) -> tuple[PeerLink, ...]:
-        """The links it has to live workers, by worker id."""
+        """The links of ``worker`` to live workers, by worker id."""
         return tuple(worker.linked[key] for key in sorted(worker.linked.keys() & self._live()))
 
     def _live(self) -> frozenset[WorkerEpoch]:
         return frozenset([worker.info.worker_epoch for worker in self._workers.values() if not worker.lost])
 
     def ready(self, role: Role | None = None) -> list[RegisteredWorker]:
-        """Ready workers, of one role or all."""
+        """Ready workers of one role, or of all."""
         return [w for w in self._workers.values() if w.is_ready and (role is None or w.role == role)]
 
     def was_available(self, mode: Mode) -> bool:
-        """Whether requests of ``mode`` could run at some time: what is missing may then come back."""
+        """Whether requests of ``mode`` could run at some time, so that missing workers may come back."""
         return mode in self._were_available
 
     def unavailable(self, mode: Mode) -> NotReady | LayoutMismatch | None:
-        """Why no request of ``mode`` can run now (`router.placement.unavailable`); None: one can."""
+        """Why no request of ``mode`` can run now, or None. See `router.placement.unavailable`."""
         return unavailable(mode, self.view())
 
     def view(self) -> ClusterView:
-        """All that placements depend on, as it is now."""
+        """The current state of all workers for `router.placement.place`."""
         late_s = self._clock.now() - self._config.heartbeat_timeout_s / 2
         live = self._live()
         return ClusterView(
@@ -187,14 +187,13 @@ class WorkerRegistry:
     # --- load --------------------------------------------------------------------------------------------------------
 
     def begin(self, worker_id: str, tokens: int, prompt_tokens: int = 0, kv_tokens: int = 0) -> Share:
-        """Count a request on a worker that is to compute ``tokens``, of which ``prompt_tokens`` it must prefill first.
-        ``kv_tokens`` are those whose KV it will hold at first. KeyError for an unknown worker."""
+        """Add a request to the load of a worker (see `Share`). KeyError for an unknown worker."""
         worker = self._workers[worker_id]
         worker.last_used = next(self._choices)
         return Share(worker, tokens, prompt_tokens, kv_tokens, self.notify)
 
     def assign(self, needs: Needs, placed: Placed) -> Assignment:
-        """Count a request where it was placed. KeyError for workers that the view it was placed by did not have."""
+        """Add a placed request to the load of its workers. KeyError for an unknown worker."""
         prompt = needs.prompt_tokens
         if placed.decode is None:
             return Assignment(self.begin(placed.prefill, needs.tokens, prompt, prompt), None, placed.reason)
@@ -207,17 +206,17 @@ class WorkerRegistry:
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call ``listener`` after every change, from now on until what is returned is called."""
+        """Call ``listener`` after every change, until the returned function is called."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def notify(self) -> None:
-        """Something changed: tell the listeners."""
+        """Call the listeners."""
         for listener in list(self._listeners):
             listener()
 
     def _came(self) -> None:
-        """A worker or a link may have become ready."""
+        """Note that a worker or a link may have become ready."""
         for mode in Mode:
             if mode not in self._were_available and self.unavailable(mode) is None:
                 self._were_available.add(mode)

@@ -1,4 +1,4 @@
-"""A request while the router has it: its deadline, the record of its attempts, and what the router gives back."""
+"""A request in the router: its deadline, its progress, and its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """``deadline_s`` is a time on ``clock``; what is left of it when this is made runs on the event loop's clock."""
+    """A deadline at ``deadline_s`` on ``clock``, converted to the event loop's clock."""
 
     def __init__(self, deadline_s: float, clock: Clock) -> None:
         self._loop = asyncio.get_running_loop()
@@ -32,7 +32,7 @@ class Deadline:
         return max(0.0, self._until - self._loop.time())
 
     async def bound(self, awaitable: Awaitable[T], doing: str) -> T:
-        """The result of ``awaitable``, or `DeadlineExceeded` that says what the request was ``doing``."""
+        """Await ``awaitable``. `DeadlineExceeded` at the deadline, with what the request was ``doing``."""
         try:
             async with asyncio.timeout_at(self._until):
                 return await awaitable
@@ -47,8 +47,8 @@ class Deadline:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """A request, its bounds, and what has become of it. ``output_token_ids`` grows as tokens arrive, so that a retry
-    can go on from prompt and tokens so far. ``placements`` say where each attempt went, and why."""
+    """A request and its progress. ``output_token_ids`` grows as tokens arrive, so that a retry continues after them.
+    ``placements`` describe the workers of each attempt and the reason for the choice."""
 
     request: Request
     deadline: Deadline
@@ -59,18 +59,18 @@ class RequestRecord:
     placements: list[str] = field(default_factory=list)
 
     def transition(self, to: RequestStatus) -> None:
-        """Move to ``to``; `IllegalTransition` if the table forbids it."""
+        """Change the status to ``to``. `IllegalTransition` if the table forbids it."""
         self.status = check_transition(REQUEST_TRANSITIONS, self.status, to)
 
     def next_attempt(self) -> Request:
-        """The request as workers get it now. No two attempts have the same name on a worker, even if a client uses an
-        id again: what a worker still says of an earlier one cannot be taken for this one's."""
+        """Return the request for the next attempt. Its attempt id is unique even if a client uses a request id again,
+        so that late outputs of an earlier attempt are not mistaken for outputs of this one."""
         attempt_id = f"{self.request.request_id}#{secrets.token_hex(4)}"
         return self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and outputs so far."""
+        """Tokens of the prompt and the outputs so far."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property
@@ -81,7 +81,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoutedToken:
-    """A token on its way to the client; the last one says why it is the last."""
+    """A token for the client. The last token has a finish reason."""
 
     token_id: int
     finish_reason: FinishReason | None
@@ -90,9 +90,13 @@ class RoutedToken:
 
 @dataclass(slots=True)
 class RoutingResult:
-    """What became of a request, complete once its tokens are. ``decode_worker`` is empty if nothing was decoded
-    elsewhere; ``kv_bytes_expected`` is 0 then, and when the client had enough before decode gave anything; else it is
-    what the last attempt's hand-off must weigh. ``prefill_cached_tokens`` of the prompt were cached where it ran."""
+    """The result of a request, complete after its last token.
+
+    ``decode_worker``: empty if there was no hand-off.
+    ``kv_bytes_expected``: KV bytes that the hand-off of the last attempt has to move; 0 if there was none, or if the
+    client stopped before decode gave a token.
+    ``prefill_cached_tokens``: tokens of the prompt that the prefix cache held where it was prefilled.
+    """
 
     mode: Mode | None = None
     prefill_worker: str = ""

@@ -1,4 +1,4 @@
-"""Retries: what failed attempts say about the next one, and how many retries the router allows."""
+"""Retries: whether a failed attempt is tried again, on which workers, and how many retries the router allows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from router.registry import Assignment
 
 MAX_LOST_IN_A_ROW = 2
 LOST_AT_ONCE_S = 1.0
-"""A request ends when `MAX_LOST_IN_A_ROW` workers in a row were lost within `LOST_AT_ONCE_S` of getting it, before its
-first token: it may be what breaks them."""
+"""A request fails when `MAX_LOST_IN_A_ROW` workers in a row were lost within `LOST_AT_ONCE_S` of getting it and before
+a token, because the request may be the cause."""
 
 WINDOW_S = 4
 MIN_RETRIES = 10
-"""Retries that every window allows, however little traffic there is."""
+"""Retries that every window allows."""
 
 
 class Failures:
-    """What a request's failed attempts say about the next one. An attempt that gave tokens begins the count anew."""
+    """The failed attempts of a request. ``avoid`` and ``prefer`` go into the `router.placement.Needs` of the next
+    attempt. An attempt that gave tokens resets the counts."""
 
     def __init__(self, max_attempts: int) -> None:
         self.in_a_row = 0
@@ -33,16 +34,16 @@ class Failures:
 
     @property
     def is_last(self) -> bool:
-        """Whether one more failure ends the request."""
+        """Whether the next failure ends the request."""
         return self.in_a_row + 1 >= self._max_attempts
 
     def reset(self) -> None:
-        """Begin the counts anew."""
+        """Reset the counts."""
         self.in_a_row = self._lost_in_a_row = 0
 
     def add(self, error: PdserveError, attempt: Attempt, assignment: Assignment) -> PdserveError | None:
-        """Count a failed attempt. Returns the error that ends the request, or None if it may be tried again."""
-        # Another worker may have more room; `router.placement` refuses what none can take.
+        """Count a failed attempt. Returns the error that ends the request, or None for a retry."""
+        # Another worker may have more room; `router.placement` refuses requests that no worker can hold.
         elsewhere = isinstance(error, CapacityExceeded) and not attempt.failed <= self.avoid
         if attempt.gave_tokens:
             self.reset()
@@ -53,8 +54,8 @@ class Failures:
             return error
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             return WorkerLost(
-                f"{error}; it is the second worker in a row that was lost as soon as it had this request, so the "
-                "request is not tried on another"
+                f"{error}; the second worker in a row was lost as soon as it got this request, so there is no "
+                "further retry"
             )
         self.avoid |= attempt.failed
         prefill = assignment.prefill.worker.worker_id
@@ -70,10 +71,11 @@ class _Second:
 
 
 class RetryBudget:
-    """At most `MIN_RETRIES` plus ``share`` times the requests of the last `WINDOW_S` seconds may be retries, so that an
+    """Limits retries to `MIN_RETRIES` plus ``share`` times the requests of the last `WINDOW_S` seconds, so that an
     outage does not multiply the load.
 
-    ``running`` tells how many requests the router has now; those that came before the window count while they run.
+    ``running`` returns the number of requests in the router, which counts if it is larger than the number of requests
+    in the window.
     """
 
     def __init__(self, share: float, clock: Clock, running: Callable[[], int]) -> None:
@@ -87,7 +89,7 @@ class RetryBudget:
         self._now().requests += 1
 
     def take(self) -> bool:
-        """Take one retry; False if none is left."""
+        """Take one retry. Returns False if none is left."""
         now = self._now()
         requests = max(self._running(), sum(second.requests for second in self._seconds))
         if sum(second.retries for second in self._seconds) >= MIN_RETRIES + self._share * requests:
@@ -96,7 +98,7 @@ class RetryBudget:
         return True
 
     def wait_s(self) -> float:
-        """Seconds until the oldest retries leave the window; 0 if it has none."""
+        """Seconds until the oldest retries leave the window; 0 if it has no retries."""
         now_s = self._clock.now()
         oldest = next((second for second in self._seconds if second.retries), None)
         return 0.0 if oldest is None else max(0.0, oldest.number + WINDOW_S - now_s)

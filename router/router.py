@@ -1,27 +1,55 @@
-"""The router: takes requests, gives tokens. All decisions, no I/O of its own: workers are handles."""
+"""The router: assigns requests to workers, retries failed attempts, and returns tokens. It reaches workers through
+handles only."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
-from pdserve.core.request import Mode
+from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError
+from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
+from pdserve.core.timeline import EventKind
 from router.arrivals import Arrivals
-from router.generation import Generation
-from router.placement import WaitMode
-from router.registry import WorkerRegistry
-from router.request_record import RequestRecord
-from router.retries import RetryBudget
-from router.waiting_line import WaitingLine
+from router.attempt import Attempt
+from router.placement import Needs, WaitMode
+from router.registry import Assignment, WorkerRegistry
+from router.request_record import RequestRecord, RoutedToken, RoutingResult
+from router.retries import Failures, RetryBudget
+from router.waiting_line import Waiting, WaitingLine
+from router.worker_stream import ReaderStalled
+
+log = logging.getLogger(__name__)
+
+MAX_PAUSE_S = 2.0
 
 MAX_TAKEN_IN = 1024
-"""With so many requests in a line that is not full, the rest of a burst is left to gRPC, which needs less memory for
-each."""
+"""Bursts are no longer taken in first when so many requests wait and the queue is not full: a request needs less memory
+inside gRPC."""
+
+_BEFORE_ROUTER = frozenset({EventKind.RECEIVED, EventKind.TOKENIZED})
+_ALL_ATTEMPT = frozenset(EventKind) - _BEFORE_ROUTER
+_TOKEN_2 = frozenset(
+    {
+        EventKind.ROOM_MADE,
+        EventKind.KV_VERIFIED,
+        EventKind.DECODE_SCHEDULED,
+        EventKind.TOKEN_2_SAMPLED,
+        EventKind.TOKEN_2_ARRIVED,
+    }
+)
 
 
 class Router:
-    """``auto_mode`` is what mode ``auto`` means here: ``auto`` itself, or ``colocated`` in a deployment of one role."""
+    """Routes requests to the workers of ``registry``.
+
+    ``auto_mode`` replaces mode ``auto``: it is ``auto`` itself, or ``colocated`` in a service with one role.
+    """
 
     def __init__(
         self,
@@ -44,41 +72,147 @@ class Router:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a worker."""
+        """Number of requests that wait for a worker."""
         return self._line.length
 
     @property
     def running(self) -> int:
-        """Requests that are on workers."""
+        """Number of requests that are on workers."""
         return max(0, self._active - self._line.length)
 
     def arrived(self, being_read: int) -> None:
-        """Note a new request, before anything is done for it. `CapacityExceeded` if it would find the queue full, or
-        ``router.max_queue`` requests (``being_read``) wait to be tokenized."""
+        """Note a new request before it is read. ``being_read`` is the number of requests that wait to be tokenized.
+        `CapacityExceeded` if these, or the queue, have reached ``router.max_queue``."""
         if self._line.is_full or self._line.length < MAX_TAKEN_IN:
             self._arrivals.note()
         if self._line.is_full or being_read >= self._config.max_queue:
             raise self._line.refusal()
 
     def generate(self, record: RequestRecord) -> Generation:
-        """The request's tokens; nothing happens before the first is asked for.
+        """Return the tokens of a request as an async iterator, which starts the request when the first is read.
 
-        Iterating raises `NotReady` or `LayoutMismatch` (no worker can take it), `CapacityExceeded` (queue full, does
-        not fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` once the attempts are used up.
+        Iterating raises `NotReady` or `LayoutMismatch` (no worker can take it), `CapacityExceeded` (the queue is full,
+        or the request does not fit), `DeadlineExceeded`, and `WorkerLost` or `TransferError` after the last attempt.
         """
-        return Generation(
-            record,
-            next(self._orders),
-            self._line,
-            self.registry,
-            self._config,
-            self._clock,
-            self.auto_mode,
-            self._on_kv_failure,
-            self._budget,
-            self._arrivals,
-            self._count,
-        )
+        return Generation(record, self)
 
-    def _count(self, change: int) -> None:
-        self._active += change
+
+class Generation:
+    """The tokens of a request as an async iterator (use ``contextlib.aclosing``), and its `result`.
+
+    Closing the iterator, or cancelling its reader, aborts the request on its workers.
+    """
+
+    def __init__(self, record: RequestRecord, router: Router) -> None:
+        self.record = record
+        self.result = RoutingResult()
+        self._router = router
+        self._order = next(router._orders)
+        self._mode: WaitMode = router.auto_mode if record.request.mode is Mode.AUTO else record.request.mode
+        self._stopped = False
+        self._attempt: Attempt | None = None
+        self._tokens = self._generate()
+
+    def __aiter__(self) -> AsyncGenerator[RoutedToken, None]:
+        return self._tokens
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not ended."""
+        await self._tokens.aclose()
+
+    async def stop(self) -> None:
+        """End the request as finished, because the client needs no more tokens."""
+        self._stopped = True
+        if self._attempt is not None:
+            self._attempt.call_off()
+        await self.aclose()
+
+    async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
+        record, router = self.record, self._router
+        request_id = record.request.request_id
+        router._active += 1
+        router._budget.note_request()
+        try:
+            failures = Failures(router._config.max_attempts)
+            while True:
+                assignment = await self._place(failures)
+                record.transition(RequestStatus.RUNNING)
+                record.attempts += 1
+                attempt = self._attempt = Attempt(
+                    record,
+                    assignment,
+                    self.result,
+                    router.registry,
+                    router._clock,
+                    router._config.max_unread_tokens,
+                    router._arrivals,
+                    router._config.first_token == "decode",
+                )
+                try:
+                    async with attempt, aclosing(attempt.tokens()) as tokens:
+                        async for token in tokens:
+                            if token.finish_reason is not None:
+                                record.transition(RequestStatus.FINISHED)
+                            yield token
+                    return
+                except ReaderStalled as stalled:
+                    log.info("request %s: paused until its client reads: %s", request_id, stalled)
+                    failures.reset()
+                except PdserveError as error:
+                    # A worker that refuses the request has not failed its hand-off.
+                    handoff_failed = attempt.hands_off and not isinstance(error, CapacityExceeded | NotReady)
+                    if handoff_failed and router._on_kv_failure == "fail":
+                        raise
+                    if (final := failures.add(error, attempt, assignment)) is not None:
+                        raise final from error
+                    log.warning("request %s: attempt %d failed: %s", request_id, record.attempts, error)
+                    if handoff_failed and router._on_kv_failure == "recompute":
+                        self._mode = Mode.COLOCATED
+                    elif isinstance(error, TransferError) and failures.is_last:
+                        self._mode = Mode.COLOCATED  # needs no KV transfer
+                record.transition(RequestStatus.QUEUED)
+                self._forget_attempt()
+                if failures.in_a_row:
+                    await self._pause(failures.in_a_row)
+        except (asyncio.CancelledError, GeneratorExit):
+            self._end(RequestStatus.FINISHED if self._stopped else RequestStatus.ABORTED)
+            raise
+        except BaseException:
+            self._end(RequestStatus.FAILED)
+            raise
+        finally:
+            router._active -= 1
+
+    async def _pause(self, failures: int) -> None:
+        """Wait before a retry, then until the retry budget allows one."""
+        router, deadline = self._router, self.record.deadline
+        doing = "waiting for a retry"
+        pause_s = min(router._config.retry_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
+        await deadline.sleep(pause_s * random.uniform(0.5, 1.5), doing)
+        while not router._budget.take():
+            await deadline.sleep(router._budget.wait_s() + random.uniform(0.01, 0.1), f"{doing} (router.retry_share)")
+
+    async def _place(self, failures: Failures) -> Assignment:
+        record, deadline = self.record, self.record.deadline
+        needs = Needs(self._mode, record.num_tokens, record.tokens_left, failures.avoid, failures.prefer)
+        waiting = Waiting(self._order, needs, patient=record.attempts > 0)
+        assignment = await deadline.bound(self._router._line.wait(waiting), "waiting for a free worker")
+        if self._router._arrivals.is_burst:
+            try:
+                await deadline.bound(self._router._arrivals.settled(), "waiting while other requests were accepted")
+            except BaseException:
+                assignment.end()
+                raise
+        record.placements.append(assignment.reason)
+        log.debug("request %s: attempt %d: %s", record.request.request_id, record.attempts + 1, assignment.reason)
+        return assignment
+
+    def _forget_attempt(self) -> None:
+        """Remove the events of tokens that were not delivered."""
+        delivered = len(self.record.output_token_ids)
+        if delivered <= 1:
+            self.record.timeline.forget(_TOKEN_2 if delivered else _ALL_ATTEMPT)
+
+    def _end(self, status: RequestStatus) -> None:
+        if status in REQUEST_TRANSITIONS[self.record.status]:
+            self.record.transition(status)

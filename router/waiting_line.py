@@ -1,4 +1,4 @@
-"""Where requests wait until a worker is free: first come, first served, woken by the registry."""
+"""The queue of requests that wait for a free worker: first come, first served."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_RETRY_AFTER_S = 30.0
 
 @dataclass(slots=True, order=True)
 class Waiting:
-    """A request in the line. ``order`` is its place; a retry keeps the one it had. ``patient`` ones (retries) wait for
-    a worker to come back until their deadline, the others for ``router.patience_s``."""
+    """A request in the line. ``order`` is its position, which a retry keeps. A ``patient`` request (a retry) waits
+    for a missing worker until its deadline, others for ``router.patience_s``."""
 
     order: int
     needs: Needs = field(compare=False)
@@ -35,42 +35,42 @@ class Waiting:
 
 
 class _Line:
-    """The requests of one mode, oldest first. One that leaves before its turn stays in the heap until it comes to the
-    front, or until such entries are the majority."""
+    """The requests of one mode, oldest first. A request that leaves early stays in the heap until it is at the front,
+    or until such requests are the majority."""
 
     def __init__(self) -> None:
         self._heap: list[Waiting] = []
         self.length = 0
-        self.check_s = 0.0  # when the next may have run out of patience
+        self.check_s = 0.0  # time at which to check the patience of requests again
         self.unavailable_since_s: float | None = None
 
     @property
     def head(self) -> Waiting | None:
-        """The oldest that waits."""
+        """The oldest waiting request."""
         while self._heap and self._heap[0].placed.done():
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
     def push(self, waiting: Waiting) -> None:
-        """Join the line."""
+        """Add a request."""
         heapq.heappush(self._heap, waiting)
         self.length += 1
 
     def left(self) -> None:
-        """One that waited is placed, refused or cancelled; its future is done."""
+        """Note that a request was placed, refused or cancelled. Its future must be done."""
         self.length -= 1
         if len(self._heap) > 2 * self.length + 16:
             self._heap = self.waiting()
             heapq.heapify(self._heap)
 
     def waiting(self) -> list[Waiting]:
-        """Those that wait, in no order."""
+        """The waiting requests, in no order."""
         return [waiting for waiting in self._heap if not waiting.placed.done()]
 
 
 class WaitingLine:
-    """The router's queue: order, patience and refusal. Where a request goes is `router.placement.place`'s to say; it
-    leaves the line with its load counted there."""
+    """The router's queue. `router.placement.place` chooses workers; a request leaves the line when its load is added to
+    them."""
 
     def __init__(self, registry: WorkerRegistry, config: RouterConfig, clock: Clock) -> None:
         self._registry = registry
@@ -83,7 +83,7 @@ class WaitingLine:
 
     @property
     def length(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return sum(line.length for line in self._lines.values())
 
     @property
@@ -92,16 +92,19 @@ class WaitingLine:
         return self.length >= self._config.max_queue
 
     def refusal(self) -> CapacityExceeded:
-        """What a request is told that finds the line full."""
+        """The error for a request that arrives when the line is full."""
         return CapacityExceeded(
-            f"queue: {self._config.max_queue} requests wait already (router.max_queue); try again later",
+            f"queue: {self._config.max_queue} requests are waiting (router.max_queue); try again later",
             retry_after_s=self._retry_after_s(),
         )
 
     async def wait(self, waiting: Waiting) -> Assignment:
-        """Wait for a free worker. Raises `CapacityExceeded` when no worker can hold the request or too many wait
-        already, and, unless it is patient, `NotReady` or `LayoutMismatch` when no worker can be free as things are:
-        at once if none ever could, else after ``router.patience_s``."""
+        """Wait for free workers.
+
+        Raises `CapacityExceeded` if no worker can hold the request, or the line is full. Raises `NotReady` or
+        `LayoutMismatch` if workers are missing and the request is not patient: at once if they were never there, else
+        after ``router.patience_s``.
+        """
         mode = waiting.needs.mode
         line = self._lines[mode]
         decision = place(waiting.needs, self._registry.view())
@@ -126,7 +129,7 @@ class WaitingLine:
                 waiting.placed.cancel()
                 line.left()
             elif waiting.placed.exception() is None:
-                # The place was given in the very moment the wait was cancelled: hand it back.
+                # The request was placed just before the wait was cancelled.
                 waiting.placed.result().end()
             raise
 
@@ -136,7 +139,7 @@ class WaitingLine:
 
     def _serve(self) -> None:
         """Place as many as possible, oldest first. Requests of one mode never overtake each other."""
-        if self._serving:  # placing changes the registry, which calls here again
+        if self._serving:  # placing changes the registry, which calls this method again
             return
         self._serving = True
         try:
@@ -155,10 +158,10 @@ class WaitingLine:
         finally:
             self._serving = False
 
-    # --- those that cannot be placed ---------------------------------------------------------------------------------
+    # --- requests that cannot be placed -------------------------------------------------------------------------------
 
     def _refuse(self, mode: WaitMode, line: _Line, error: NotReady | LayoutMismatch | None) -> None:
-        """Refuse those that have waited long enough for a worker to be ready, if that is what they wait for."""
+        """Refuse the requests that have waited too long for a missing worker, if ``error`` says that one is missing."""
         now_s = self._clock.now()
         if error is None:
             line.unavailable_since_s = None
@@ -183,11 +186,11 @@ class WaitingLine:
             asyncio.get_running_loop().call_later(next_s - now_s + 0.001, self._serve)
 
     def _may_come_back(self, mode: WaitMode, error: NotReady | LayoutMismatch) -> bool:
-        """Whether waiting may help: workers that were ready may come back; a layout mismatch does not go away."""
+        """Whether waiting may help: missing workers may come back, but a layout mismatch stays."""
         return self._registry.was_available(mode) and not isinstance(error, LayoutMismatch)
 
     def _retry_after_s(self) -> float:
-        """Seconds until a quarter of the line has left, at the rate at which requests leave it now."""
+        """Seconds until a quarter of the line has left, at the current rate."""
         if not self._placed_s:
             return 1.0
         rate = len(self._placed_s) / max(self._clock.now() - self._placed_s[0], 1e-3)

@@ -1,4 +1,4 @@
-"""One worker's outputs for one request: read as they arrive, kept until the client's side takes them."""
+"""The outputs of one worker for one request, buffered until the client reads them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from router.request_record import Deadline
 
 
 class Arrival(NamedTuple):
-    """An output and when it reached the router (seconds of the gateway's clock)."""
+    """An output, and the time it reached the router in seconds of the gateway's clock."""
 
     output: TokenOutput
     time_s: float
 
 
 class ReaderStalled(Exception):
-    """The client has left ``max_unread`` outputs unread; the worker's next ones were not taken."""
+    """Reading has ended because the client left ``max_unread`` outputs unread."""
 
 
 class WorkerStream:
-    """Reads a handle's iterator in a task of its own, so that an arrival is timed and counted when it happens, not when
-    the client takes it. Outputs wait while a burst of requests is taken in (`router.arrivals`).
+    """Reads ``outputs`` in its own task, so that arrivals are timed independently of the client. Outputs wait while a
+    burst of requests is accepted (`router.arrivals`).
 
-    ``on_arrival`` is called for each output. When ``max_unread`` outputs wait, reading ends: ``on_stall`` is called,
-    and `next` raises `ReaderStalled` after the last of them.
+    ``on_arrival`` is called for each output. When ``max_unread`` outputs are unread, reading ends: ``on_stall`` is
+    called, and `next` raises `ReaderStalled` after the last of them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WorkerStream:
         self._on_arrival = on_arrival
         self._on_stall = on_stall
         self._unread: deque[Arrival] = deque()
-        self._end: Exception | None = None  # why no more outputs will come
+        self._end: Exception | None = None  # the reason why no more outputs will come
         self._changed = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
 
@@ -67,37 +67,39 @@ class WorkerStream:
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing more will come, and nothing is unread."""
+        """Whether no more outputs will come and none is unread."""
         return self._end is not None and not self._unread
 
     async def wait_changed(self) -> None:
-        """Return when there is something that `next` has not given yet: an output, or why there is none."""
+        """Wait until `next` can return or raise at once."""
         while not self._unread and self._end is None:
             self._changed.clear()
             await self._changed.wait()
 
     async def next(self) -> Arrival:
-        """The next output. `WorkerLost` if the stream ends without saying how, `DeadlineExceeded` in time,
-        `ReaderStalled` after the outputs that were left unread too long, or what the worker raised."""
+        """The next output. Raises the worker's error, `WorkerLost` if the stream ends without a finish reason,
+        `DeadlineExceeded`, or `ReaderStalled` after the last buffered output."""
         if not self._unread and self._end is None:
             await self._deadline.bound(self.wait_changed(), f"waiting for worker {self.worker.worker_id}")
         if self._unread:
             return self._unread.popleft()
-        assert self._end is not None, "a change is an output or an end"
+        assert self._end is not None, "wait_changed returned without a change"
         raise self._end
 
     def cancel(self) -> None:
-        """Stop reading; `close` then waits for it."""
-        if not self._reading.done() and not self._reading.cancelling():  # twice would break off its own clean-up
+        """Stop reading. `close` waits for the end."""
+        if (
+            not self._reading.done() and not self._reading.cancelling()
+        ):  # a second cancellation would interrupt its clean-up
             self._reading.cancel()
 
     async def close(self) -> None:
-        """Stop reading (the worker goes on until it is told to abort)."""
+        """Stop reading. The worker continues until it gets an abort."""
         self.cancel()
         await asyncio.wait({self._reading})
         aclose = getattr(self._outputs, "aclose", None)
         if aclose is not None:
-            with contextlib.suppress(RuntimeError):  # a reader that is still being cancelled closes it itself
+            with contextlib.suppress(RuntimeError):  # the reading task is closing it
                 await aclose()
         if not self._reading.cancelled():
             self._reading.result()
@@ -117,7 +119,7 @@ class WorkerStream:
                     self._end = ReaderStalled(f"{self._max_unread} outputs are unread")
                     self._on_stall()
                     return
-            self._end = WorkerLost(f"worker {self.worker.worker_id} ended the request without saying how")
+            self._end = WorkerLost(f"worker {self.worker.worker_id} ended the stream without a finish reason")
         except PdserveError as error:
             self._end = error
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Which of a host's addresses KV travels over: what `transfer.interface` means on the host that reads it."""
+"""The address of a host that KV travels over: resolves `transfer.interface` on the host it runs on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """An address of this host and the device that has it (empty if none says so, as for a name of many hosts).
-    ``mbits`` is the device's own claim (0: it makes none), ``is_up`` whether it has a carrier."""
+    """An address of this host and its network device (empty if unknown). ``mbits`` is the speed that the device reports
+    (0: none), ``is_up`` whether it has a carrier."""
 
     address: str
     device: str
@@ -25,7 +25,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """This host's addresses, by device; link-local ones of IPv6 are left out."""
+    """This host's addresses, sorted by device, without link-local IPv6 addresses."""
     states = psutil.net_if_stats()
     return [
         Interface(each.address, device, states[device].speed, states[device].isup)
@@ -36,13 +36,13 @@ def interfaces() -> list[Interface]:
 
 
 def resolve_interface(wanted: str | None, host: str) -> Interface:
-    """The address that ``wanted`` (a device, a network as 10.1.0.0/16, an address or a name; None: ``host``) means
-    here. ConfigError that lists what there is if it means none of this host's."""
+    """The address of this host that ``wanted`` names: a device, a network such as 10.1.0.0/16, an address, or a host
+    name. None means ``host``. ConfigError, which lists this host's addresses, if none of them matches."""
     present = interfaces()
     if wanted is None:
         return next((each for each in present if each.address == host), Interface(host, ""))
     by_device = [each for each in present if each.device == wanted]
-    if by_device:  # IPv4 first: that is what Ray and NCCL take by default
+    if by_device:  # IPv4 first, as Ray and NCCL do by default
         return min(by_device, key=lambda each: ":" in each.address)
     if "/" in wanted:
         try:

@@ -1,4 +1,4 @@
-"""The gateway's side of a worker: owns the stubs and the control stream, satisfies `router.handles.WorkerHandle`."""
+"""The gateway's connection to a worker: its control stream and its clock. Implements `router.handles.WorkerHandle`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Item = TokenOutput | PdserveError
 
 
 class WorkerClient:
-    """A connected worker. Made by `connect`; `aclose` (or the worker's death) ends it for good."""
+    """A connected worker, created by `connect`. It cannot be used again after `aclose` or the worker's death."""
 
     def __init__(self, info: WorkerInfo, *, clock: Clock | None = None) -> None:
         self.info = info
@@ -71,8 +71,8 @@ class WorkerClient:
         clock: Clock | None = None,
         timeout_s: float = 5.0,
     ) -> WorkerClient:
-        """Open the control stream and measure the clock; WorkerLost or DeadlineExceeded if the worker does not answer
-        within ``timeout_s``."""
+        """Open the control stream and measure the clock offset. WorkerLost or DeadlineExceeded if the worker does not
+        answer within ``timeout_s``."""
         client = cls(info, clock=clock)
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
@@ -90,7 +90,7 @@ class WorkerClient:
         await self._closed.wait()
 
     async def aclose(self) -> None:
-        """End the stream; the worker aborts what came over it. Never raises; closing twice is fine."""
+        """End the stream, whose requests the worker then aborts. Never raises. Further calls have no effect."""
         self._lose("the gateway closed the connection")
         for task in self._tasks:
             task.cancel()
@@ -100,7 +100,7 @@ class WorkerClient:
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
     async def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
-        """Run the prompt here, push its blocks to ``peer``, give one token."""
+        """Prefill on this worker, and push the KV to ``peer``. Yields one token."""
         async with contextlib.aclosing(self._outputs(Push(request, peer))) as outputs:
             async for output in outputs:
                 yield output
@@ -108,28 +108,28 @@ class WorkerClient:
                     return
 
     def receive(self, request: Request, peer: KVPeer, tell_ready: bool = False) -> AsyncIterator[TokenOutput]:
-        """Receive the prompt's KV from ``peer``, and decode from token 2 on."""
+        """Receive the prompt's KV from ``peer``, and decode on this worker. Yields token 2 and the following ones."""
         return self._outputs(Receive(request, peer, tell_ready))
 
     def run(self, request: Request) -> AsyncIterator[TokenOutput]:
-        """Prefill and decode here."""
+        """Prefill and decode on this worker. Yields all tokens."""
         return self._outputs(Run(request))
 
     async def abort(self, attempt_id: str) -> None:
-        """Drop the request in whatever state it is in; never raises for one that is gone or a worker that is."""
+        """Abort a request in any state. Never raises, even if the request or the worker is gone."""
         self._queues.pop(attempt_id, None)
         with contextlib.suppress(PdserveError):
             await self._call(Abort(self._next_id(), attempt_id), ABORT_TIMEOUT_S)
 
     def beat_now(self) -> None:
-        """Have the worker report at once. Never raises."""
+        """Have the worker send its next heartbeat at once. Never raises."""
         with contextlib.suppress(WorkerLost):
             self._send(to_frame(BeatNow()))
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
     async def _outputs(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
-        """Send the request, then what comes of it. Raises what it fails with."""
+        """Send the request, then yield its outputs. Raises the error that ends it."""
         attempt_id = work.request.attempt_id
         queue: asyncio.Queue[Item] = asyncio.Queue()
         self._queues[attempt_id] = queue
@@ -153,7 +153,7 @@ class WorkerClient:
         if self._lost:
             raise WorkerLost(f"worker {self.info.worker_id} is lost")
         if (size := len(frame.data)) > MAX_CONTROL_BYTES:
-            # Queued, it would break the stream, and with it all other requests of this worker.
+            # Sent, it would break the stream and fail all other requests on this worker.
             raise InvalidRequest(
                 f"request: {size} bytes are more than a control stream carries ({MAX_CONTROL_BYTES}); send a shorter "
                 "prompt or fewer stop ids and biases"
@@ -221,7 +221,7 @@ class WorkerClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may be waiting any more
+                future.exception()  # marks it as retrieved, as the caller may have stopped waiting
         self._calls.clear()
         for queue in self._queues.values():
             queue.put_nowait(error)
@@ -235,7 +235,7 @@ class WorkerClient:
         return bool(self.info.clock_id) and self.info.clock_id == clock_id()
 
     async def _keep_time(self) -> None:
-        """Ping for as long as the stream lives: measures the clock, and notices a worker that hangs."""
+        """Ping until the stream ends, to measure the clock offset and to detect a worker that hangs."""
         with contextlib.suppress(WorkerLost):
             while not self._lost:
                 await asyncio.sleep(PING_EVERY_S)
@@ -245,7 +245,8 @@ class WorkerClient:
                     self._lose(f"no answer for {PING_TIMEOUT_S:.0f} s")
 
     async def _ping(self) -> None:
-        """NTP style: half the round trip bounds the error, and the shortest of the window's round trips counts."""
+        """Measure the clock offset as NTP does. Half the round trip bounds the error; the shortest round trip of the
+        last `PING_WINDOW` counts."""
         sent_s = self._time.now()
         reply = await self._call(Ping(self._next_id()), PING_TIMEOUT_S)
         arrived_s = self._time.now()

@@ -1,8 +1,8 @@
-"""Divides a host's cores: every engine claims cores of its own, and worker processes keep off all of them.
+"""Divides a host's cores: every engine claims cores of its own, and worker processes avoid all claimed cores.
 
-A claim on a core is a socket with an abstract name. The kernel lets one process have a name and frees it with that
-process, so claims are exclusive and never outlive their worker. Names are those of a network namespace: all users and
-services of a host see each other's claims; containers with networks of their own do not.
+A claim on a core is a socket with an abstract name. The kernel gives a name to one process only and frees it when that
+process ends, so claims are exclusive and never outlive their worker. Names are per network namespace: all users and
+services of a host see each other's claims, but containers with networks of their own do not.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ class CoreHolder:
 
 
 class CoreClaim:
-    """The claims of one worker, held until `close` or the end of the process. ``others`` are the workers that had
-    claimed some of the same cores before."""
+    """The claims of one worker, held until `close` or the end of the process. ``others`` are the workers that already
+    had claims on some of the same cores."""
 
     def __init__(self, sockets: Sequence[socket.socket], others: Sequence[CoreHolder]) -> None:
         self._sockets = sockets
         self.others = tuple(others)
 
     def close(self) -> None:
-        """Give the cores back."""
+        """Release the cores."""
         for each in self._sockets:
             each.close()
 
 
 def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple[WorkerSpec, CoreClaim]:
-    """The spec with cores for its engine, of those ``allowed`` (default: that this process may use): the first that
-    have no engine, then those that have the fewest. None on a GPU, where engines are not bound. OSError without
-    abstract sockets."""
+    """Claim cores for the engine of ``spec``. Returns the spec with these cores, and the claim.
+
+    Takes cores from ``allowed`` (default: all that this process may use): first those without an engine, then those
+    with the fewest. On a GPU, engines are not bound and no core is claimed. OSError if the host has no abstract
+    sockets."""
     if spec.device != "cpu":
         return spec, CoreClaim((), ())
     allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
@@ -76,13 +78,13 @@ def claim_cores(spec: WorkerSpec, allowed: Sequence[int] | None = None) -> tuple
         if len(claims) == width:
             break
     others = [each for each in core_holders() if each.core in claims]
-    told = [_bind(_holder_name(spec, core)) for core in claims]
+    announced = [_bind(_holder_name(spec, core)) for core in claims]
     claimed = replace(spec, cores=tuple(sorted(claims)))
-    return claimed, CoreClaim([*claims.values(), *(each for each in told if each is not None)], others)
+    return claimed, CoreClaim([*claims.values(), *(each for each in announced if each is not None)], others)
 
 
 def core_holders() -> list[CoreHolder]:
-    """The claims on this host's cores, by core."""
+    """The claims on this host's cores, sorted by core."""
     found = []
     for name in _names():
         if match := _HOLDER.search(name):
@@ -97,8 +99,8 @@ def is_of_service(holder: CoreHolder, spec: WorkerSpec) -> bool:
 
 
 def sharing_notes(spec: WorkerSpec, others: Collection[CoreHolder]) -> list[str]:
-    """What the user has to know of ``others``, who have cores of ``spec`` too. Workers of one service may share cores
-    if it is oversubscribed."""
+    """A note for the user about each of ``others``, the workers that share cores with ``spec``. Workers of one
+    oversubscribed service are expected to share cores and get no note."""
     notes = []
     for holder in others:
         own = is_of_service(holder, spec)
@@ -114,20 +116,20 @@ def sharing_notes(spec: WorkerSpec, others: Collection[CoreHolder]) -> list[str]
 
 def leave_engine_cores(spec: WorkerSpec, holders: Collection[CoreHolder] | None = None) -> None:
     """Bind this process, with all its threads, to the cores that no engine of this host binds to, so that control and
-    transfers never take a step's time; without effect if there are none, as when every core has an engine.
-    ``holders`` are the claims (default: those of this host)."""
+    transfers never delay a step. Has no effect if every core has an engine. ``holders`` are the claims (default: all
+    claims on this host)."""
     if spec.device != "cpu":
         return
     allowed = sorted(os.sched_getaffinity(0))
     if spare := spare_cores(spec, allowed, core_holders() if holders is None else holders):
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has just ended
                 os.sched_setaffinity(int(thread), spare)
 
 
 def spare_cores(spec: WorkerSpec, allowed: Sequence[int], holders: Collection[CoreHolder]) -> list[int]:
-    """Those of ``allowed`` that no engine binds to: neither ``holders``' nor those that the workers that are expected
-    here will claim."""
+    """The cores in ``allowed`` that no engine binds to: not claimed by ``holders``, and not going to be claimed by the
+    workers that are expected on this host."""
     of_others = {holder.core for holder in holders if not is_of_service(holder, spec)}
     free = [core for core in allowed if core not in of_others]
     expected = free[: spec.num_slots * spec.config.cluster.cores_per_worker]
@@ -140,7 +142,7 @@ def _names() -> list[str]:
 
 
 def _first_free(prefix: str, count: int) -> socket.socket | None:
-    """The first of ``count`` numbered names that nobody has; None if all are taken."""
+    """A socket bound to the first free one of ``count`` numbered names; None if all are taken."""
     return next((claim for number in range(count) if (claim := _bind(f"{prefix}-{number}")) is not None), None)
 
 

@@ -1,6 +1,5 @@
-"""Tells the gateway, again and again, that this worker is there: registration and heartbeat are the same call.
-
-So neither side keeps state about the other's start: a gateway that comes back learns of all workers within a beat.
+"""Reports a worker to the gateway periodically. Registration and heartbeat are the same call, so a restarted gateway
+knows all workers after one heartbeat interval.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class ReportingWorker(Protocol):
-    """The worker, as its heartbeat sees it."""
+    """The part of a worker that its heartbeat needs."""
 
     def report(self) -> Beat:
-        """What it is now, and how it is doing."""
+        """The worker's current info, load, and links. NotReady before its first engine is ready."""
         ...
 
     def on_answer(self, answer: BeatAnswer) -> None:
-        """Do what the gateway wants of it."""
+        """Act on the gateway's answer."""
         ...
 
 
@@ -41,16 +40,16 @@ class Heartbeat:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin; starting twice is fine."""
+        """Start the heartbeats. Has no effect if they are running."""
         if self._task is None:
             self._task = asyncio.create_task(self._beat())
 
     def wake(self) -> None:
-        """Something changed that the gateway should know now."""
+        """Send the next heartbeat at once."""
         self._wake.set()
 
     async def stop(self) -> None:
-        """End."""
+        """Stop the heartbeats."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -63,7 +62,7 @@ class Heartbeat:
         async with grpc.aio.insecure_channel(self._registry_address, options=CONTROL_OPTIONS) as channel:
             registry: worker_pb2_grpc.RegistryAsyncStub = worker_pb2_grpc.RegistryStub(channel)  # type: ignore[assignment]
             while True:
-                self._wake.clear()  # what changes from now on, the report may not have
+                self._wake.clear()  # the report may lack changes that happen from here on
                 try:
                     answer = await registry.Heartbeat(
                         to_frame(worker.report()),

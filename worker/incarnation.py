@@ -1,6 +1,5 @@
-"""One engine's life on a worker: the process, its pool, the KV ends over that pool, and the epoch that names them all.
-
-When the engine dies all of it is gone at once, and the worker begins another incarnation.
+"""An incarnation of a worker: one engine process, its KV pool, the KV ends over that pool, and the epoch that
+identifies them. When the engine dies, the whole incarnation ends and the worker begins another one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Incarnation:
-    """Made by `start`, over by `stop`. ``load`` is what the engine last said of itself."""
+    """Created by `start` and ended by `stop`. ``load`` is the load that the engine reported last."""
 
     def __init__(
         self,
@@ -57,12 +56,12 @@ class Incarnation:
 
     @classmethod
     async def start(cls, spec: WorkerSpec, clock: Clock) -> Self:
-        """Start an engine and its KV ends. Raises what kept them from starting; nothing is left running then."""
+        """Start an engine and its KV ends. Raises PdserveError if that fails; nothing is left running then."""
         transfer = spec.config.transfer
         if transfer.transport == "torch_dist" and spec.device.startswith("cuda") and spec.device_share < 1:
-            # Asked for by name, NCCL is to be had on a shared GPU too: over sockets, as between hosts.
+            # If it is configured explicitly, NCCL is used on a shared GPU as well: over sockets, as between hosts.
             os.environ.setdefault("NCCL_HOSTID", spec.worker_id)
-        # An explicit transport that cannot work is told before a model is loaded for it.
+        # A configured transport that cannot work is an error before the model is loaded.
         names = await in_thread(
             "kv-offered",
             lambda: offered_transports(transfer.transport, device=spec.device, shared_device=spec.device_share < 1),
@@ -93,7 +92,7 @@ class Incarnation:
                 raise LaunchError(
                     f"worker {spec.worker_id}: {error}; see transfer.interface and cluster.port_base"
                 ) from None
-            # The engine's silence counts only while this process reads its answers.
+            # The engine's silence counts only while this process can read its answers.
             watchdog = Watchdog(engine, spec.worker_id, awake_clock(), spec.config.engine.hang_timeout_s)
         except BaseException:
             if kv is not None:
@@ -109,7 +108,7 @@ class Incarnation:
         return cls(engine, kv, ready, epoch, endpoints, watchdog, transfer)
 
     async def stop(self) -> None:
-        """End the KV ends, then the engine."""
+        """Close the KV ends, then stop the engine."""
         try:
             await self.kv.aclose()
         finally:

@@ -1,8 +1,7 @@
-"""The worker's KV thread: an event loop of its own, so that no bulk copy ever delays control, and the hand-offs on it.
+"""The worker's KV thread, which runs hand-offs on an event loop of its own, so that copies never delay control.
 
-The engine's KV events come straight to this thread, and what it has verified goes straight to the engine. The control
-loop begins hand-offs (`KVThread.begin`) and awaits their ends. When the engine dies its pool is gone, and so is this
-thread: the worker begins another, with a new epoch, over the new pool.
+The thread exchanges events and commands with the engine directly. The control loop begins hand-offs (`KVThread.begin`)
+and awaits their results. Each incarnation of the worker has its own KV thread over its own pool.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.messages import Command, KVEvent, Progress, Reserved
-from engine.process.client import EngineClient, KVEventReader
+from engine.process.client import EngineClient, EventReader
 from kv_transfer.base import KVTransport
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
@@ -34,67 +33,69 @@ T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 
 CLOSE_TIMEOUT_S = 60.0
-"""Above every bound that the ends and their transport have of their own: only a bug gets here."""
+"""Longer than all timeouts of the KV ends and their transports; only a bug can exceed it."""
 JOIN_TIMEOUT_S = 5.0
 
 
 class KVEnds:
-    """What a hand-off works with, all of it on the KV loop: the two ends over the pool, and the engine's commands."""
+    """The resources of a hand-off, used on the KV loop only: both KV ends of the pool, and the engine's commands."""
 
     def __init__(self, sender: KVSender, receiver: KVReceiver, engine: EngineClient) -> None:
         self.sender, self.receiver = sender, receiver
         self._engine = engine
 
     def command(self, command: Command) -> None:
-        """Tell the engine."""
+        """Send a command to the engine."""
         self._engine.send(command)
 
 
 class KVHandoff(Protocol[R_co]):
-    """One request's hand-off at one end. Everything happens on the KV loop."""
+    """One end of a request's hand-off. All methods run on the KV loop."""
 
     @property
     def attempt_id(self) -> str:
-        """The request's name here."""
+        """The id of the attempt."""
         ...
 
     def begin(self, ends: KVEnds) -> None:
-        """The beginning, before any event."""
+        """Begin the hand-off. Called once, before any event."""
         ...
 
     def on_event(self, event: Reserved | Progress) -> None:
-        """The engine has done something with the request's blocks. Events come in order."""
+        """Handle an event of the engine about the request's blocks. Events come in order."""
         ...
 
     async def run(self) -> R_co:
-        """All the rest. However it ends, nothing reads or writes the hand-off's blocks afterwards."""
+        """Run the hand-off, and return its result. Nothing accesses its blocks after this has ended, in whichever
+        way."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A hand-off on the KV loop. ``error`` overrides what its task ends with."""
+    """A hand-off on the KV loop. ``error`` replaces the result of its task."""
 
     handoff: KVHandoff[Any]
     task: asyncio.Task[Any]
     error: PdserveError | None = None
 
     def end(self) -> None:
-        """Cancel it, unless that is under way: it may still be giving things back."""
+        """Cancel the task, unless it is being cancelled already and may be releasing resources."""
         if not self.task.cancelling():
             self.task.cancel()
 
 
 class RunningHandoff(Generic[T]):
-    """The control loop's hold on a hand-off; leaving the context ends it and waits until its blocks are at rest.
+    """The control loop's handle of a hand-off. Leaving the context ends the hand-off, and waits until nothing accesses
+    its blocks.
 
-    ``done`` has the result, or the `PdserveError` that ended it.
+    ``done`` has the result, or the PdserveError that ended the hand-off.
     """
 
     def __init__(self, thread: KVThread, handoff: KVHandoff[T]) -> None:
         self._thread, self._handoff = thread, handoff
         self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.done.add_done_callback(_look)
+        self.done.add_done_callback(_mark_retrieved)
 
     async def __aenter__(self) -> RunningHandoff[T]:
         self._thread._open(self._handoff, self.done)
@@ -103,7 +104,7 @@ class RunningHandoff(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self.done.done() or self.done.cancelled():  # who awaits it may have been cancelled
+        if not self.done.done() or self.done.cancelled():  # cancelling its awaiter cancels it
             await self._thread._end(self._handoff.attempt_id)
 
 
@@ -148,7 +149,7 @@ class KVThread:
             eos_token_ids=eos_token_ids,
         )
         self._ends = KVEnds(self._sender, self._receiver, engine)
-        self._events: KVEventReader = engine.take_kv_events()
+        self._events: EventReader[KVEvent] = engine.take_kv_events()
         self._running: dict[str, _Running] = {}
         # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.
         self._starting: dict[str, Callable[[], None]] = {}
@@ -158,32 +159,32 @@ class KVThread:
     # --- called on the control loop ----------------------------------------------------------------------------------
 
     async def start(self, host: str, port: int = 0) -> tuple[KVEndpoint, ...]:
-        """Listen for peers on ``host``, from ``port`` on (0: where the system likes); returns where, for each
-        transport."""
+        """Start the thread and listen for peers on ``host``, on consecutive ports from ``port`` (0: any free ports).
+        Returns the endpoint of each transport. PeerLost if a port is taken."""
         self._thread.start()
         return await self._on_loop(self._listen(host, port))
 
     def begin(self, handoff: KVHandoff[T]) -> RunningHandoff[T]:
-        """A hand-off, to be used as a context manager. It begins on entry, before any event of a request that is
+        """A context manager that runs a hand-off. The hand-off begins on entry, before any event of a request that is
         submitted to the engine afterwards."""
         return RunningHandoff(self, handoff)
 
     async def connect(self, peer: KVPeer) -> None:
-        """Shake hands with a decode worker; ConfigError, LayoutMismatch, TransferTimeout or PeerLost if that fails."""
+        """Open a link to a decode worker. ConfigError, LayoutMismatch, TransferTimeout or PeerLost if that fails."""
         await self._on_loop(self._sender.connect(peer.worker_id, peer.epoch, peer.endpoints))
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
-        """To the workers this one has shaken hands with."""
+        """The open links to decode workers."""
         return self._sender.links()
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """How many messages were refused here, by reason."""
+        """The number of messages that the receiver has refused, by reason."""
         return self._receiver.refused
 
     async def aclose(self) -> None:
-        """End every hand-off, the thread, and the mapping of the pool. Closing twice is fine."""
+        """End all hand-offs and the thread, and unmap the pool. Further calls have no effect."""
         if self._closed:
             return
         self._closed = True
@@ -208,7 +209,7 @@ class KVThread:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and not task.cancelling():  # not we were cancelled, but the work on the closing loop
+            if task is not None and not task.cancelling():  # the closing loop cancelled the work
                 raise _gone() from None
             raise
 
@@ -228,7 +229,7 @@ class KVThread:
                 await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
         else:
             self._events.close()
-        if not self._thread.is_alive():  # one that does not end keeps its loop; it is a daemon
+        if not self._thread.is_alive():  # else the daemon thread keeps its loop
             self._loop.close()
 
     # --- on the KV loop ----------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ class KVThread:
 
         try:
             handoff.begin(self._ends)
-        except Exception as error:  # a bug, for which the request must not wait until its deadline
+        except Exception as error:  # a bug; the request must not wait for its deadline
             log.exception("the hand-off of %s cannot begin", attempt_id)
             tell(from_wire(*to_wire(error)))
             return
@@ -277,12 +278,12 @@ class KVThread:
             try:
                 running.handoff.on_event(event)
             except TransferEnded:
-                return  # it has just ended: its result says how
-            except Exception as error:  # a bug, which must not leave the hand-off open until its deadline
+                return  # the result of the hand-off has the reason
+            except Exception as error:  # a bug; the hand-off must not stay open until its deadline
                 log.exception("the blocks of %s cannot be handed over", event.attempt_id)
                 why = f"the KV hand-off of {event.attempt_id} failed: {type(error).__name__}: {error}"
                 running.error = TransferError(why)
-                self._loop.call_soon(running.end)  # its task has begun by then, and gives everything back
+                self._loop.call_soon(running.end)  # by then the task has begun, so that it can release its resources
 
     async def _cancel(self, attempt_id: str) -> None:
         if (running := self._running.get(attempt_id)) is not None:
@@ -305,7 +306,7 @@ def _gone() -> WorkerLost:
 
 
 def _pass_on(attempt_id: str, outcome: T | BaseException, done: asyncio.Future[T]) -> None:
-    """On the control loop: what became of a hand-off."""
+    """Set the result of a hand-off. Runs on the control loop."""
     if done.done():
         return
     if not isinstance(outcome, BaseException):
@@ -317,7 +318,7 @@ def _pass_on(attempt_id: str, outcome: T | BaseException, done: asyncio.Future[T
         done.set_exception(from_wire(*to_wire(outcome)))
 
 
-def _look(done: asyncio.Future[Any]) -> None:
-    """Note that the error was seen: a request that has all its tokens does not ask."""
+def _mark_retrieved(done: asyncio.Future[Any]) -> None:
+    """Mark the error as retrieved, because a request that has all its tokens does not await the result."""
     if not done.cancelled():
         done.exception()

@@ -1,4 +1,4 @@
-"""Keeps a worker's KV links as the gateway wants them: desired state in, what has come of it out."""
+"""Opens the KV links that the gateway wants a worker to have, and reports their states."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class LinkKeeper:
-    """The links of one incarnation of a worker. `want` names those it should have, `states` tells what it has.
+    """The links of one incarnation of a worker. `want` sets the desired links, `states` gives the actual ones.
 
-    ``connect`` opens a link, and does nothing if it is open; ``open_links`` are those that are open. ``changed`` is
-    called when a link has been opened, or could not be for the first time.
+    ``connect`` opens a link (no effect if it is open), and ``open_links`` gives the open links. ``changed`` is called
+    when the outcome of an attempt to open a link differs from that of the previous attempt.
     """
 
     def __init__(
@@ -30,11 +30,12 @@ class LinkKeeper:
         self._connect = connect
         self._open_links = open_links
         self._changed = changed
-        self._outcomes: dict[WorkerEpoch, Failure | None] = {}  # None: it was opened
+        self._outcomes: dict[WorkerEpoch, Failure | None] = {}  # None: the link was opened
         self._connecting: dict[WorkerEpoch, asyncio.Task[None]] = {}
 
     def want(self, peers: Sequence[KVPeer]) -> None:
-        """Have links to these: open those that are missing, also those that failed or broke, and forget the others."""
+        """Set the desired links to ``peers``. Opens missing, failed, and broken ones, and forgets links to other
+        workers."""
         wanted = {(peer.worker_id, peer.epoch): peer for peer in peers}
         for key in self._outcomes.keys() - wanted.keys():
             del self._outcomes[key]
@@ -45,8 +46,7 @@ class LinkKeeper:
             self._connecting[key] = asyncio.create_task(self._open(key, wanted[key]))
 
     def states(self) -> list[LinkState]:
-        """What has come of the links that are wanted; those being opened for the first time, or again after they
-        broke, are left out."""
+        """The states of the desired links, without those that are being opened for the first time or after a break."""
         links = {link.worker_id: link for link in self._open_links()}
         return [
             LinkState(worker_id, epoch, failure or links[worker_id])
@@ -55,7 +55,7 @@ class LinkKeeper:
         ]
 
     async def aclose(self) -> None:
-        """Open no more; links that are open stay so."""
+        """Stop opening links. Open links stay open."""
         tasks = list(self._connecting.values())
         self._connecting.clear()
         for task in tasks:
@@ -71,7 +71,7 @@ class LinkKeeper:
                 log.exception("unexpected error while a KV link is opened")
             failure = Failure.of(error)
         if self._connecting.get(key) is not asyncio.current_task():
-            return  # it is wanted no more
+            return  # the link is no longer wanted
         del self._connecting[key]
         is_new = key not in self._outcomes or (self._outcomes[key] is None) != (failure is None)
         self._outcomes[key] = failure

@@ -1,7 +1,7 @@
-"""The control protocol: what gateway and worker say to each other over the control stream, what a worker reports of
-itself, and the options of the gRPC channels between them.
+"""The control protocol: the messages between gateway and worker on the control stream, the heartbeats, and the options
+of the gRPC channels that carry them.
 
-Every message is a struct here, travels as msgpack inside a gRPC `Frame`, and is decoded strictly.
+Each message is a struct that is sent as msgpack in a gRPC `Frame` and decoded strictly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdserve.core.worker import Links, TokenOutput, WorkerInfo, WorkerLoad
 from pdserve.pb import worker_pb2 as pb
 
 MAX_CONTROL_BYTES = 64 * 2**20
-"""Of one message: requests are bounded far below it, a step's outputs by the batch."""
+"""Size limit of one message. Validated requests and the outputs of one step are far smaller."""
 
 CONTROL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -33,26 +33,26 @@ CONTROL_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
 )
-"""Of channels and servers: no proxies, quick reconnects, and a dead peer noticed."""
+"""Options of channels and servers: no proxies, quick reconnects, and detection of dead peers."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """On the wire a list of its class's name and its fields, in the order they stand in."""
+    """Base of all messages. Encoded as a list of the class's name and its fields, in order."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error: `pdserve.core.errors.to_wire` of it."""
+    """An error in the form of `pdserve.core.errors.to_wire`."""
 
     kind: str
     message: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The failure that ``error`` is."""
+        """The failure for ``error``."""
         return cls(*to_wire(error))
 
     def error(self) -> PdserveError:
-        """The error again."""
+        """The error that this failure describes."""
         return from_wire(self.kind, self.message)
 
 
@@ -60,20 +60,21 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(Message, frozen=True):
-    """Prefill and decode here. `Outputs` follow; there is no `Reply`."""
+    """Prefill and decode on this worker. Answered by `Outputs`, without a `Reply`."""
 
     request: Request
 
 
 class Push(Message, frozen=True):
-    """Prefill here, give token 1, push the KV to ``peer``, which tells over its KV link where it goes."""
+    """Prefill on this worker, output token 1, and push the KV to ``peer``, which announces its destination over the KV
+    link."""
 
     request: Request
     peer: KVPeer
 
 
 class Receive(Message, frozen=True):
-    """Make room for the prompt's KV, tell ``peer`` over its KV link where it goes, decode from token 2 on. With
+    """Allocate blocks for the prompt's KV, announce them to ``peer`` over the KV link, and decode from token 2 on. With
     ``tell_ready``, an output without a token says when all KV is there."""
 
     request: Request
@@ -82,20 +83,20 @@ class Receive(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Drop a request in whatever state it is in. The `Reply` comes once everything it held is given back."""
+    """Abort a request in any state. The `Reply` is sent when its resources are released."""
 
     call_id: int
     attempt_id: str
 
 
 class Ping(Message, frozen=True):
-    """The `Reply` tells the worker's clock."""
+    """Asks for the worker's clock, which the `Reply` has."""
 
     call_id: int
 
 
 class BeatNow(Message, frozen=True):
-    """Send the next heartbeat at once: its answer has news. There is no `Reply`."""
+    """Asks for a heartbeat at once, because its answer will name new peers. There is no `Reply`."""
 
 
 Work = Run | Push | Receive
@@ -115,8 +116,8 @@ class Reply(Message, frozen=True):
 
 
 class Outputs(Message, frozen=True):
-    """Everything one step made, for all requests of the stream, and requests that have ended in an error; by
-    attempt id."""
+    """The tokens of one step for all requests of the stream, and the errors that ended requests. Each entry begins with
+    the attempt id."""
 
     outputs: list[tuple[str, TokenOutput]]
     failures: list[tuple[str, Failure]] = []
@@ -126,7 +127,7 @@ class Outputs(Message, frozen=True):
 
 
 class LinkState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What has come of the link to one incarnation of a decode worker."""
+    """The link to one incarnation of a decode worker, or the error that kept it from being opened."""
 
     worker_id: str
     epoch: str
@@ -134,8 +135,8 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Beat(Message, frozen=True):
-    """A worker is there. The first one registers it. ``link_states`` are those that were named to a prefill worker in
-    an earlier answer, without those still being opened."""
+    """A heartbeat. The first one registers the worker. ``link_states`` are the states of the links that an earlier
+    answer asked for, without those that are still being opened."""
 
     info: WorkerInfo
     load: WorkerLoad
@@ -143,7 +144,7 @@ class Beat(Message, frozen=True):
 
     @property
     def links(self) -> Links:
-        """The same, by incarnation."""
+        """``link_states`` by incarnation."""
         return {
             (state.worker_id, state.epoch): state.outcome.error()
             if isinstance(state.outcome, Failure)
@@ -153,8 +154,8 @@ class Beat(Message, frozen=True):
 
 
 class BeatAnswer(Message, frozen=True):
-    """``superseded``: another incarnation has taken this worker's place, or it was retired; it has to end. ``peers``
-    are the decode workers that this (prefill) worker should have links to, all of them and no others."""
+    """The answer to a heartbeat. A ``superseded`` worker has to end: another one has taken its name, it was retired, or
+    it belongs to another service. ``peers`` are all decode workers that a prefill worker should have links to."""
 
     gateway_epoch: str
     superseded: bool
@@ -166,18 +167,18 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(message: Message) -> pb.Frame:
-    """The message as gRPC carries it."""
+    """Encode a message."""
     return pb.Frame(data=_encoder.encode(message))
 
 
 class FrameDecoder(Generic[M]):
-    """Reads messages of the types ``kinds``, a struct or a union of them."""
+    """Decodes messages of the types ``kinds``, a struct or a union of structs."""
 
     def __init__(self, kinds: type[M]) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds)
 
     def decode(self, frame: pb.Frame) -> M:
-        """The message in ``frame``; PdserveError if it is none of these."""
+        """The message in ``frame``. PdserveError if it is malformed or of another type."""
         try:
             return self._decoder.decode(frame.data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:  # not UTF-8; nested too deep

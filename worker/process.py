@@ -1,6 +1,6 @@
-"""A worker as the content of a process: of a Ray actor, or of one started by hand (`python -m prefill_worker`).
+"""Runs a worker in this process: in a Ray actor, or without Ray (`python -m prefill_worker`).
 
-Ray itself is known to the two `actor.py` files alone: it adds placement and supervision to what is here.
+This module does not import Ray; the two `actor.py` files do.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ log = logging.getLogger(__name__)
 
 END_PAUSE_S = 1.0
 SWITCH_INTERVAL_S = 0.0005
-"""Python's thread switch interval here: control must not wait 5 ms for a thread that copies KV."""
+"""Python's thread switch interval in this process. With the default of 5 ms, control would wait that long for a thread
+that copies KV."""
 
 
 class WorkerThread:
-    """A worker on a thread with an event loop of its own. The thread starts at once; `wait_ready` tells how that went.
-    ``on_end`` is called when the worker fails later, or (``restarted``: `wait_ready` is not called) at its first start,
-    a pause later."""
+    """A worker on a thread with an event loop of its own. The thread starts at once.
+
+    ``on_end`` is called `END_PAUSE_S` after the worker has failed. A failure before the worker is ready is raised by
+    `wait_ready` instead, unless ``restarted`` says that `wait_ready` will not be called."""
 
     def __init__(
         self,
@@ -72,11 +74,11 @@ class WorkerThread:
         try:
             await worker.run()
         except Exception as error:
-            nobody_asks = self._restarted or (worker.started.done() and worker.started.exception() is None)
+            was_ready = worker.started.done() and worker.started.exception() is None
             log.log(
                 logging.ERROR, "%s ends: %s", self._spec.worker_id, error, exc_info=not isinstance(error, PdserveError)
             )
-            if nobody_asks and self._on_end is not None:
+            if (self._restarted or was_ready) and self._on_end is not None:
                 await asyncio.sleep(END_PAUSE_S)
                 self._on_end()
         finally:
@@ -91,27 +93,27 @@ class WorkerThread:
             self._ready.set_result(started.result())
 
     def wait_ready(self, timeout_s: float) -> WorkerInfo:
-        """The worker's info once its first engine is ready; what kept it from starting otherwise. LaunchError after
-        ``timeout_s``."""
+        """Wait until the first engine is ready, and return the worker's info. Raises the error that kept it from
+        starting, or LaunchError after ``timeout_s``."""
         try:
             return self._ready.result(timeout_s)
         except concurrent.futures.TimeoutError:
             raise LaunchError(f"worker {self._spec.worker_id} was not ready within {timeout_s:.0f} s") from None
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End worker and engine; returns when both are gone or after ``timeout_s``."""
+        """End worker and engine. Returns when both have ended, or after ``timeout_s``."""
         if self._thread.is_alive():
             task = self._task
             if task is not None:
-                with contextlib.suppress(RuntimeError):  # the loop may close at this very moment
+                with contextlib.suppress(RuntimeError):  # the loop has just closed
                     self._loop.call_soon_threadsafe(task.cancel)
             self._thread.join(timeout_s)
 
 
 class WorkerProcess:
-    """A worker whose process this is: it claims cores for its engine, keeps off those of all engines, and ends the
-    process when it fails. ``restarted``: its process died before and was started again, perhaps on another host, and
-    `wait_ready` is not called. ``notes`` is what its user has to know."""
+    """A worker that owns this process: claims cores for its engine, binds the process to cores without an engine, and
+    ends the process when the worker fails. ``restarted`` says that an earlier process of this worker died, and that
+    `wait_ready` will not be called. ``notes`` are messages for the user."""
 
     def __init__(self, spec: WorkerSpec, roles: Mapping[type[messages.Work], Role], *, restarted: bool = False) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -124,18 +126,18 @@ class WorkerProcess:
         self._worker = WorkerThread(spec, roles, on_end=lambda: os._exit(1), restarted=restarted)
 
     def wait_ready(self) -> None:
-        """Return once the engine is ready; raises what kept it from starting."""
+        """Wait until the engine is ready. Raises the error that kept it from starting."""
         self._worker.wait_ready(self._start_timeout_s)
 
     def stop(self) -> None:
-        """End worker and engine, in order."""
+        """End the worker, then its engine."""
         self._worker.stop()
         self._claim.close()
 
 
 class ActorBody:
-    """What both Ray actors are made of: a `WorkerProcess`, and answers that survive a trip through Ray. ``node`` is the
-    address that Ray knows this host by."""
+    """The base class of both Ray actors: a `WorkerProcess` whose answers are plain values. ``node`` is Ray's address of
+    this host."""
 
     def __init__(
         self, spec: dict[str, Any], roles: Mapping[type[messages.Work], Role], *, node: str, restarted: bool
@@ -144,7 +146,7 @@ class ActorBody:
         self._process = WorkerProcess(replace(parsed, host=parsed.host or node, node=node), roles, restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
-        """``{"notes": [what its user has to know]}`` once the engine is ready, or ``{"error": (kind, message)}``."""
+        """``{"notes": [messages for the user]}`` once the engine is ready, or ``{"error": (kind, message)}``."""
         try:
             self._process.wait_ready()
         except PdserveError as error:
@@ -152,7 +154,7 @@ class ActorBody:
         return {"notes": self._process.notes}
 
     def stop(self) -> None:
-        """End worker and engine, in order."""
+        """End the worker, then its engine."""
         self._process.stop()
 
 

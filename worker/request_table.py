@@ -1,4 +1,5 @@
-"""The requests on a worker. Each is one coroutine (a `Role`), which reads as the request's life from top to bottom."""
+"""The requests on a worker. Each is served by one coroutine (a `Role`), which reads from top to bottom as the request
+proceeds."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 DEADLINE_GRACE_S = 1.0
-"""The gateway aborts at the deadline; a worker whose gateway does not gives the blocks back this much later."""
+"""How long after its deadline a worker fails a request that the gateway has not aborted."""
 
 
 class Commands(Protocol):
-    """The engine, as far as requests need it."""
+    """The part of an engine client that requests need."""
 
     def send(self, command: Command) -> None:
-        """Hand a command over; ignored once the engine is gone."""
+        """Send a command; ignored once the engine has ended."""
         ...
 
 
 class EngineResources(NamedTuple):
-    """What the requests of one engine's life share."""
+    """What all requests of one incarnation share."""
 
     engine: Commands
     kv: KVThread
@@ -46,15 +47,15 @@ class EngineResources(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A token, and the step that made it."""
+    """A token, and the step that sampled it."""
 
     token: TokenOut
     step: Step
 
 
 class ServedRequest:
-    """One request, as its coroutine sees it. ``received_s`` is when its call was there, by the worker's clock;
-    ``peer`` is the worker at the other end of its hand-off, if it has one."""
+    """One request, for the coroutine that serves it. ``received_s`` is the time at which its call arrived, on the
+    worker's clock; ``peer`` is the worker at the other end of its hand-off (None: no hand-off)."""
 
     def __init__(
         self,
@@ -81,21 +82,21 @@ class ServedRequest:
 
     @property
     def peer(self) -> KVPeer:
-        """The worker at the other end."""
+        """The worker at the other end of the hand-off."""
         assert self._peer is not None, "this request has no hand-off"
         return self._peer
 
     @property
     def deadline_s(self) -> float:
-        """When the request must be over, by the worker's clock."""
+        """The time by which the request must end, on the worker's clock."""
         return self.received_s + self.request.timeout_s
 
     def submit(self, kv_role: KVRole) -> None:
-        """Hand the request to the engine."""
+        """Submit the request to the engine."""
         self.resources.engine.send(Submit(self.request, kv_role))
 
     async def sampled(self) -> Sampled:
-        """The next token the engine makes for it. Raises what the request fails with."""
+        """Wait for the next token of this request. Raises the error that ends the request."""
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -108,7 +109,7 @@ class ServedRequest:
         return item
 
     async def forward_rest(self) -> None:
-        """Pass every further token on as it comes; returns after the last."""
+        """Forward all further tokens to the gateway as they come. Returns after the last one."""
         while self._arrived:
             if self._forward((await self.sampled()).token):
                 return
@@ -122,18 +123,18 @@ class ServedRequest:
         finish_reason: FinishReason | None = None,
         **more: Any,
     ) -> None:
-        """Pass a token on to the gateway, with ``events`` and further fields of `TokenOutput`."""
+        """Send a token to the gateway, with ``events`` and further fields of `TokenOutput`."""
         token = sampled.token
         self.outbox.output(
             self.attempt_id, TokenOutput(token.token_id, finish_reason, events, logprobs=token.logprobs, **more)
         )
 
     def event(self, kind: EventKind, time_s: float) -> Event:
-        """Something happened here."""
+        """An event of this worker at ``time_s`` of its clock."""
         return Event(kind, self.worker_id, time_s)
 
     def prefill_events(self, first: Sampled) -> tuple[Event, ...]:
-        """What the worker that computed the prompt knows when token 1 is there."""
+        """The events of the prefill, once token 1 has been sampled."""
         return (
             self.event(EventKind.PREFILL_RECEIVED, self.received_s),
             self.event(EventKind.PREFILL_SCHEDULED, first.token.first_scheduled_s),
@@ -143,17 +144,17 @@ class ServedRequest:
     # --- for the table and for hand-offs -----------------------------------------------------------------------------
 
     def on_token(self, token: TokenOut, step: Step) -> None:
-        """A step made a token."""
+        """Take a token of a step."""
         if not self._forwards or self._forward(token):
             self._put(Sampled(token, step))
 
     def on_handoff_end(self, done: asyncio.Future[Any]) -> None:
-        """The hand-off has ended; its error comes out of `sampled`."""
+        """Have `sampled` raise the error of a hand-off that has ended."""
         if not done.cancelled() and isinstance(error := done.exception(), PdserveError):
             self.on_error(error)
 
     def on_error(self, error: PdserveError) -> None:
-        """Have `sampled` raise ``error`` after the tokens that are there."""
+        """Have `sampled` raise ``error`` after the tokens that have arrived."""
         self._put(error)
 
     def _put(self, item: Sampled | PdserveError) -> None:
@@ -162,18 +163,18 @@ class ServedRequest:
             self._waiter.set_result(None)
 
     def _forward(self, token: TokenOut) -> bool:
-        """Pass a token on; whether it was the last."""
+        """Send a token to the gateway. Returns whether it was the last one."""
         reason = finish_reason(token)
         self.outbox.output(self.attempt_id, TokenOutput(token.token_id, reason, logprobs=token.logprobs))
         return reason is not None
 
 
 Role = Callable[[ServedRequest], Coroutine[Any, Any, None]]
-"""A way of serving a request. It raises the `PdserveError` that the request fails with."""
+"""A coroutine that serves a request. It raises the PdserveError that ends the request."""
 
 
 async def run(served: ServedRequest) -> None:
-    """Prefill and decode in place: the role that every worker has. It serves colocated requests, and those that want a
+    """Prefill and decode on this worker. Every worker has this role; it serves colocated requests and requests for a
     single token."""
     served.submit(KVRole.LOCAL)
     first = await served.sampled()
@@ -194,17 +195,17 @@ async def run(served: ServedRequest) -> None:
 
 
 class RequestTable:
-    """All requests of a worker, by attempt id. Every one ends in its last token, an error told to the gateway, or an
-    abort, and then holds nothing."""
+    """All requests of a worker, by attempt id. Each ends with its last token, an error that is sent to the gateway, or
+    an abort, and then releases its resources."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._requests: dict[str, ServedRequest] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # of requests that are over too, until they hold nothing
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # includes ended requests until their resources are released
 
     def __contains__(self, attempt_id: str) -> bool:
-        """Whether the request is served, or still holds something."""
+        """Whether the request is being served, or still holds resources."""
         return attempt_id in self._tasks
 
     def begin(self, served: ServedRequest, role: Role) -> None:
@@ -216,7 +217,7 @@ class RequestTable:
             served.request.timeout_s + DEADLINE_GRACE_S,
             self.fail,
             served,
-            DeadlineExceeded(f"request {attempt_id} outlived its deadline on worker {self._worker_id}"),
+            DeadlineExceeded(f"request {attempt_id} exceeded its deadline on worker {self._worker_id}"),
         )
         task = self._tasks[attempt_id] = loop.create_task(self._serve(served, role))
         task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
@@ -237,7 +238,8 @@ class RequestTable:
             self._forget(served)
 
     def fail(self, served: ServedRequest, error: PdserveError) -> None:
-        """End a request because of ``error``: the gateway is told at once, and its coroutine gives everything back."""
+        """End a request with ``error``. The gateway gets the error at once, and the coroutine releases the
+        resources."""
         if self._requests.get(served.attempt_id) is not served:
             return
         self._tell(served, error)
@@ -250,39 +252,39 @@ class RequestTable:
             self.fail(served, error())
 
     async def abort(self, attempt_id: str) -> None:
-        """Drop a request; unknown ids are fine. Returns when everything it held is given back, whatever other requests
-        still have to give back."""
+        """Abort a request. Returns when its resources are released, or after `CLOSE_TIMEOUT_S`. Unknown ids are
+        ignored."""
         if (served := self._requests.get(attempt_id)) is not None:
             self.fail(served, RequestAborted(f"request {attempt_id} was aborted"))
         if (task := self._tasks.get(attempt_id)) is not None:
             await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
 
     def abort_all(self, outbox: Outbox) -> None:
-        """The gateway behind ``outbox`` is gone: drop everything it asked for."""
+        """Abort all requests that came over the stream of ``outbox``, because the stream has ended."""
         for served in [each for each in self._requests.values() if each.outbox is outbox]:
             self.fail(served, RequestAborted("the gateway's control stream ended"))
 
     async def settled(self) -> None:
-        """Return once no coroutine runs any more (bounded). New requests must not come meanwhile."""
+        """Wait until no coroutine runs, at most `CLOSE_TIMEOUT_S`. No new requests may begin meanwhile."""
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=CLOSE_TIMEOUT_S)
 
     # --- engine events -----------------------------------------------------------------------------------------------
 
     def on_step(self, step: Step) -> None:
-        """Tokens were made."""
+        """Pass a step's tokens to their requests."""
         for token in step.tokens:
             if (served := self._requests.get(token.attempt_id)) is not None:
                 served.on_token(token, step)
 
     def on_rejected(self, rejected: Rejected) -> None:
-        """The engine will not take a request."""
+        """Fail a request that the engine refuses."""
         if (served := self._requests.get(rejected.attempt_id)) is not None:
             self.fail(served, from_wire(rejected.kind, rejected.message))
 
     def on_finished(self, finished: Finished) -> None:
-        """The engine ended a request by a token that it did not sample. Unless prefill has ended it by the same token,
-        the two workers go by other end ids, and the request fails."""
+        """Fail a request that the engine ended because of token 1, which it did not sample. The prefill worker would
+        have ended the request by this token, so the end-of-sequence ids of the two workers differ."""
         if (served := self._requests.get(finished.attempt_id)) is not None:
             why = f"request {finished.attempt_id}: token 1 ends it on worker {self._worker_id}"
             served.on_error(

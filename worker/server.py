@@ -1,7 +1,7 @@
-"""The control server of a worker: one long-lived stream per gateway, calls in, replies and step outputs out.
+"""The control server of a worker: one long-lived stream per gateway that carries calls in, and replies and outputs out.
 
-Only control travels here. A call that has to wait never delays the next: each runs as a task of its own. When the
-stream ends, everything asked for over it is aborted: that is the gateway's lease.
+The stream carries no KV. Calls that have to wait run as tasks of their own, so that they do not delay later calls. When
+a stream ends, all requests that came over it are aborted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import grpc
 
+from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
 from pdserve.core.worker import TokenOutput
@@ -24,8 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """What waits to go out on one control stream: replies one by one, outputs batched (a whole step's in one message).
-    Filled by requests and calls, emptied by the stream's writer."""
+    """Queues the messages of one control stream. Outputs are batched: all outputs of a step are sent as one message."""
 
     def __init__(self) -> None:
         self._replies: list[Reply] = []
@@ -35,27 +35,27 @@ class Outbox:
         self.closed = False
 
     def reply(self, reply: Reply) -> None:
-        """Answer a call."""
+        """Queue the answer to a call."""
         self._replies.append(reply)
         self._filled.set()
 
     def output(self, attempt_id: str, output: TokenOutput) -> None:
-        """Tell of a token (or a last message without one)."""
+        """Queue a token, or a final output without a token."""
         self._outputs.append((attempt_id, output))
         self._filled.set()
 
     def error(self, attempt_id: str, error: PdserveError) -> None:
-        """Tell that a request is over because of ``error``, after its outputs."""
+        """Queue the error that ended a request. It is sent after the request's outputs."""
         self._failures.append((attempt_id, Failure.of(error)))
         self._filled.set()
 
     def close(self) -> None:
-        """Nothing more will be read."""
+        """Stop sending; queued messages are dropped."""
         self.closed = True
         self._filled.set()
 
     async def take(self) -> list[pb.Frame]:
-        """Everything that waits, as few messages as possible; waits for something. Empty once closed."""
+        """Wait for messages, and return all queued ones as few frames. Empty once closed."""
         await self._filled.wait()
         self._filled.clear()
         if self.closed:
@@ -68,18 +68,18 @@ class Outbox:
 
 
 class ControlledWorker(Protocol):
-    """The worker, as its control server sees it."""
+    """The part of a worker that its control server needs."""
 
     def begin(self, work: Work, outbox: Outbox, received_s: float) -> None:
-        """Take a request on. PdserveError if it cannot be."""
+        """Begin to serve a request. PdserveError if the worker refuses it."""
         ...
 
     async def abort(self, attempt_id: str) -> None:
-        """Drop a request; returns once it holds nothing."""
+        """Abort a request. Returns when its resources are released."""
         ...
 
     def abort_all(self, outbox: Outbox) -> None:
-        """Drop all requests that came over a stream."""
+        """Abort all requests that came over a stream."""
         ...
 
     def beat_now(self) -> None:
@@ -96,22 +96,21 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
         self.address = ""
 
     async def start(self, host: str, port: int) -> None:
-        """Listen on ``host`` and ``port`` (0: one that is free). LaunchError if that cannot be."""
+        """Listen on ``host`` and ``port`` (0: any free port). LaunchError if that fails."""
         self._server = grpc.aio.server(options=CONTROL_OPTIONS)
         worker_pb2_grpc.add_WorkerControlServicer_to_server(self, self._server)
-        bracketed = f"[{host}]" if ":" in host else host
         try:
-            port = self._server.add_insecure_port(f"{bracketed}:{port}")
+            port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:
             raise LaunchError(
-                f"worker {self._worker_id}: cannot listen on {bracketed}:{port}: the port is in use there, "
+                f"worker {self._worker_id}: cannot listen on {join_address(host, port)}: the port is in use there, "
                 "or the address is not that host's; cluster.port_base chooses others"
             ) from None
-        self.address = f"{bracketed}:{port}"
+        self.address = join_address(host, port)
         await self._server.start()
 
     async def stop(self) -> None:
-        """End all streams and free the port."""
+        """End all streams and close the port."""
         if self._server is not None:
             await self._server.stop(grace=0.2)
             self._server = None
@@ -121,7 +120,7 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
         request_iterator: AsyncIterator[pb.Frame],
         context: grpc.aio.ServicerContext[pb.Frame, pb.Frame],
     ) -> AsyncIterator[pb.Frame]:
-        """One gateway's stream."""
+        """Serve one gateway's stream."""
         outbox = Outbox()
         tasks: set[asyncio.Task[None]] = set()
         reader = asyncio.create_task(self._read(request_iterator, outbox, tasks))
@@ -161,7 +160,7 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
         except PdserveError as error:
             outbox.error(work.request.attempt_id, error)
         except Exception as error:  # a bug must not end the stream, and all other requests with it
-            log.exception("unexpected error in a request's beginning")
+            log.exception("unexpected error while a request began")
             outbox.error(work.request.attempt_id, from_wire(*to_wire(error)))
 
     async def _abort(self, call: Abort, outbox: Outbox, received_s: float) -> None:

@@ -1,9 +1,9 @@
-"""Everything a worker needs to know to start, as plain values that survive a trip through Ray."""
+"""Everything that a worker needs to start, in a form that can be sent through Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.spec import ENGINE_MODULE
@@ -13,16 +13,16 @@ from pdserve.core.worker import Role
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker: who it is, where it listens, which cores are its own, and the service's configuration.
+    """The identity of a worker, its addresses, its cores, and the configuration of the service.
 
-    ``host`` is the address peers and gateway reach it under, ``node`` the one that Ray knows the host by; empty until
-    the worker is on a host, which may be another after a restart. ``device`` is ``cpu`` or ``cuda`` (never ``auto``).
-    ``registry_address`` is the gateway's internal ``host:port``, ``service`` the id of the service, which the gateway
-    has too. ``port`` is the first of its own ports: control, then
-    one for each KV transport (0: the system picks). ``device_share`` below 1 says that its device slot is shared.
-    ``num_slots`` workers of the service, at least, are expected on its host. ``cores`` are what its engine binds to:
-    empty until they are claimed there (`worker.cores.claim_cores`), and on a GPU, where engines are not bound.
-    ``engine_module`` is what its engine process runs.
+    ``host`` is the address at which peers and the gateway reach the worker, and ``node`` Ray's address of its host;
+    both may be empty until the worker is on a host. ``device`` is ``cpu`` or ``cuda``, never ``auto``.
+    ``registry_address`` is the gateway's internal ``host:port``. ``service`` is the service's id, which its gateway
+    checks. ``port`` is the control port, and the following ports belong to the KV transports (0: the system chooses all
+    of them). ``device_share`` is the worker's share of its device slot (1: all of it). ``num_slots`` is the least
+    number of the service's workers that are expected on its host. ``cores`` are the cores that its engine binds to:
+    empty until they are claimed (`worker.cores.claim_cores`), and on GPUs. ``engine_module`` is the module that its
+    engine process runs.
     """
 
     worker_id: str
@@ -42,31 +42,17 @@ class WorkerSpec:
 
     @property
     def kv_port(self) -> int:
-        """The first port of its KV transports; 0: the system picks."""
+        """The first port of its KV transports; 0 if the system chooses them."""
         return self.port + 1 if self.port else 0
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "worker_id": self.worker_id,
-            "role": str(self.role),
-            "host": self.host,
-            "node": self.node,
-            "device": self.device,
-            "registry_address": self.registry_address,
-            "version": self.version,
-            "service": self.service,
-            "port": self.port,
-            "device_share": self.device_share,
-            "config": self.config.model_dump(mode="json"),
-            "num_slots": self.num_slots,
-            "cores": list(self.cores),
-            "engine_module": self.engine_module,
-        }
+        """Plain values, which JSON can carry."""
+        config = self.config.model_dump(mode="json")
+        return {**asdict(self), "role": str(self.role), "cores": list(self.cores), "config": config}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> WorkerSpec:
-        """The spec that `to_wire` described."""
+        """The spec from the values of `to_wire`. ConfigError if the configuration is invalid."""
         return cls(
             **{
                 **data,

@@ -1,9 +1,9 @@
-"""Notices an engine that hangs: alive as a process, but neither answering nor computing.
+"""Detects an engine that hangs: its process is alive, but neither answers nor computes.
 
-Every second the engine is pinged; it answers between steps. A step may rightly take long, so that a late answer proves
-nothing by itself: an engine is silent while it owes an answer *and* uses no processor time. After half of ``timeout_s``
-its worker is told, so that requests leave it; after ``timeout_s`` it is killed, and the worker goes on as after any
-death of an engine.
+The engine is pinged every second and answers between steps. A step may take long, so a late answer alone proves
+nothing: an engine is *silent* while it owes an answer and uses no processor time. After half of ``timeout_s`` the
+worker fails the engine's requests, so that they can continue elsewhere. After ``timeout_s`` the engine is killed, and
+the worker begins a new incarnation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ PING_EVERY_S = 1.0
 
 
 class Watchdog:
-    """Watches one engine; call ``pong`` for each `Pong`. ``is_silent``: nothing came for half of ``timeout_s``."""
+    """Watches one engine. Call `pong` for each `Pong`. ``is_silent`` says whether the engine has been silent for half
+    of ``timeout_s``."""
 
     def __init__(self, engine: EngineClient, worker_id: str, clock: Clock, timeout_s: float) -> None:
         self.is_silent = False
@@ -38,12 +39,12 @@ class Watchdog:
         self._alive_s = clock.now()
 
     def pong(self) -> None:
-        """The engine has answered."""
+        """Note that the engine has answered."""
         self._owed = 0
         self._alive_s = self._clock.now()
 
     async def run(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Ping until cancelled, or until the engine is gone or had to be killed. ``on_change`` is called whenever
+        """Ping until cancelled, or until the engine has ended or was killed. ``on_change`` is called whenever
         `is_silent` has changed."""
         pause_s = min(PING_EVERY_S, self._timeout_s / 6)
         try:

@@ -1,7 +1,7 @@
-"""What every worker is made of: an engine with its KV ends (an `Incarnation`), and the requests on it.
+"""A worker: an `Incarnation` (an engine with its KV ends), and the requests on it.
 
-`run` serves until the engine dies, fails what was on it with WorkerLost, and begins a new incarnation with a new epoch:
-the gateway sees the epoch change, and has links to it opened anew.
+When the engine dies, `Worker.run` fails its requests with WorkerLost and begins a new incarnation with a new epoch. The
+gateway sees the new epoch in the next heartbeat, and has links to this worker opened again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ RESTART_PAUSE_S = 1.0
 
 
 class Worker:
-    """One worker process's whole content. ``roles`` says which ways of serving a request this worker has.
+    """One worker. ``roles`` maps each kind of request that it serves to the coroutine that serves it.
 
-    ``started`` is done when the first engine is ready, or with what kept it from being so.
+    ``started`` has the worker's info once the first engine is ready, or the error that kept the engine from starting.
     """
 
     def __init__(self, spec: WorkerSpec, roles: Mapping[type[messages.Work], Role], clock: Clock | None = None) -> None:
@@ -56,8 +56,8 @@ class Worker:
     # --- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises what kept the very first engine from starting; later failures are retried,
-        except when the model itself is at fault."""
+        """Serve until cancelled. Raises the error that kept the first engine from starting. Later failures are retried,
+        except for ModelError. WorkerLost if the gateway has superseded this worker."""
         try:
             await self._server.start(self.spec.host, self.spec.port)
             while True:
@@ -75,8 +75,8 @@ class Worker:
                 await asyncio.sleep(RESTART_PAUSE_S)
         except Exception as error:
             if not self.started.done():
-                told = error if isinstance(error, PdserveError) else LaunchError(f"{type(error).__name__}: {error}")
-                self.started.set_exception(told)
+                failure = error if isinstance(error, PdserveError) else LaunchError(f"{type(error).__name__}: {error}")
+                self.started.set_exception(failure)
             raise
         finally:
             await self._heartbeat.stop()
@@ -129,7 +129,8 @@ class Worker:
             following.cancel()
 
     def _on_silence(self, incarnation: Incarnation) -> None:
-        """The engine has been silent for some time, or has come back: its requests need not wait until it is killed."""
+        """Report a change of the engine's silence. If the engine is silent, fail its requests now, before it is
+        killed."""
         self._heartbeat.wake()
         if incarnation.watchdog.is_silent:
             self._table.fail_all(lambda: WorkerLost(f"the engine of worker {self.spec.worker_id} does not answer"))
@@ -139,7 +140,7 @@ class Worker:
             self._on_event(event, incarnation)
 
     async def _end_incarnation(self) -> None:
-        """The engine is gone or has to go: everything on it is lost, its pool and epoch too."""
+        """End the incarnation: fail its requests and links, then stop its KV ends and engine."""
         incarnation, self._incarnation = self._incarnation, None
         links, self._links = self._links, None
         if incarnation is not None:
@@ -155,12 +156,12 @@ class Worker:
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
     def report(self) -> messages.Beat:
-        """What the gateway is told with every heartbeat."""
+        """The content of the next heartbeat. NotReady before the first engine is ready."""
         return messages.Beat(self.info, self.load, [] if self._links is None else self._links.states())
 
     def on_answer(self, answer: messages.BeatAnswer) -> None:
-        """Do what the gateway wants. A superseded worker (another has taken its name while it was cut off, it was
-        retired, or it belongs to another service) ends: `run` raises WorkerLost."""
+        """Act on the gateway's answer to a heartbeat. A superseded worker ends: another worker has taken its name, it
+        was retired, or it belongs to another service. `run` then raises WorkerLost."""
         if self._links is not None:
             self._links.want(answer.peers)
         if answer.superseded and not self._superseded.done():
@@ -173,7 +174,7 @@ class Worker:
 
     @property
     def info(self) -> WorkerInfo:
-        """This worker, as it is now; NotReady before its first engine is ready."""
+        """This worker's current info. NotReady before the first engine is ready."""
         if self._info is None:
             raise NotReady(f"worker {self.spec.worker_id} has never been ready")
         ready = self._incarnation is not None and not self._incarnation.watchdog.is_silent
@@ -181,7 +182,7 @@ class Worker:
 
     @property
     def load(self) -> WorkerLoad:
-        """How full the engine is, and what its KV end has refused."""
+        """The load of the engine, and the messages that the KV end has refused."""
         if self._incarnation is None:
             return WorkerLoad()
         return replace(self._incarnation.load, kv_refused=self._incarnation.kv.refused)
@@ -190,13 +191,14 @@ class Worker:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The engine and KV ends there are now; NotReady while there are none."""
+        """The current incarnation. NotReady while the engine starts."""
         if self._incarnation is None:
             raise NotReady(f"worker {self.spec.worker_id} is starting its engine")
         return self._incarnation
 
     def begin(self, work: messages.Work, outbox: Outbox, received_s: float) -> None:
-        """Take a request on. Raises InvalidRequest or NotReady; what it fails with later is told over ``outbox``."""
+        """Begin to serve a request, which was received at ``received_s`` of this worker's clock. Raises InvalidRequest
+        or NotReady; later errors are sent over ``outbox``."""
         role, worker_id, request = self._roles.get(type(work)), self.spec.worker_id, work.request
         if role is None:
             what = type(work).__name__.lower()
@@ -218,11 +220,11 @@ class Worker:
         self._table.begin(served, role)
 
     async def abort(self, attempt_id: str) -> None:
-        """Drop a request; unknown ids are fine. Returns when everything it held is given back."""
+        """Abort a request. Returns when its resources are released. Unknown ids are ignored."""
         await self._table.abort(attempt_id)
 
     def abort_all(self, outbox: Outbox) -> None:
-        """The gateway behind ``outbox`` is gone: drop everything it asked for."""
+        """Abort all requests that came over the stream of ``outbox``, because the stream has ended."""
         self._table.abort_all(outbox)
 
     # --- engine events -----------------------------------------------------------------------------------------------
@@ -238,8 +240,8 @@ class Worker:
             case Finished():
                 self._table.on_finished(event)
             case Failed():
-                log.error("%s: the engine gave up: %s: %s", self.spec.worker_id, event.kind, event.message)
+                log.error("%s: the engine failed: %s: %s", self.spec.worker_id, event.kind, event.message)
             case Pong():
                 incarnation.watchdog.pong()
             case Ready():
-                raise AssertionError("an engine is ready once")
+                raise AssertionError("an engine reports Ready only once")

@@ -1,9 +1,10 @@
-"""Attention on CPUs, tile by tile: a tile's keys and values are brought from their pages into a scratch buffer. Many
-decodes take several tiles of at most `TILE_BYTES`, which stay in the cache, so that the KV cache crosses the memory bus
-once per step. The context of one sequence is never split: where it alone is larger, so is its tile.
+"""Attention on CPUs, in tiles: the keys and values of a tile are copied from their pages into a scratch buffer.
 
-Decodes of similar context share a tile; a prompt chunk's context is one tile, over which its queries go in strips, so
-that no strip looks at more than the keys it may see. Query heads that share a KV head are rows of one product.
+Decodes of similar context share a tile of at most `TILE_BYTES`, which stays in the CPU's cache, so that the KV cache
+crosses the memory bus once per step. A larger context of one sequence is still one tile.
+
+The context of a prompt chunk is one tile. The queries of the chunk are processed in strips, so that no strip computes
+scores for keys it cannot see. Query heads that share a KV head are rows of one product.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from engine.model.attention import Attention, AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
 
-TILE_BYTES = 3 * 2**20  # keys and values of a decode tile: what the caches of one core hold
-SHORT_CONTEXT = 256  # up to this a single row is done faster by one call than by the products
+TILE_BYTES = 3 * 2**20  # keys and values of a decode tile, which fit into the caches of one core
+SHORT_CONTEXT = 256  # up to this context, one fused call is faster for a single row than two products
 SCORE_BYTES = 6 * 2**20  # scores of a strip
-STRIP_ROWS = 128  # higher ones compute more for nothing above the diagonal, lower ones make less of a product
+STRIP_ROWS = 128  # more rows waste more work above the diagonal; fewer rows make the products less efficient
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeTile:
-    """Rows ``begin`` to ``end`` of the step, one token each, all padded to the same number of blocks. All of them see
-    columns ``first`` to ``last`` of the tile; the masks tell who sees what beside them."""
+    """Rows ``begin`` to ``end`` of the step, one token each, padded to the same number of blocks. All rows see columns
+    ``first`` to ``last`` of the tile; ``masks`` cover the other columns."""
 
     begin: int
     end: int
@@ -49,7 +50,7 @@ class _DecodeTile:
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """Some of a chunk's rows: they see columns ``first`` to ``last`` of the chunk's tile."""
+    """Rows ``begin`` to ``end`` of a chunk, which see columns ``first`` to ``last`` of its tile."""
 
     begin: int
     end: int
@@ -60,14 +61,14 @@ class _Strip:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkTile:
-    """A prompt chunk: its context's pages (``[2 * kv_heads * blocks]``) and its rows in strips."""
+    """A prompt chunk: the pages of its context (``[2 * kv_heads * blocks]``), and its rows in strips."""
 
     pages: torch.Tensor
     strips: list[_Strip]
 
 
 class _Scratch:
-    """A buffer that only grows, by half at least; what it hands out is valid until the next call."""
+    """A buffer that only grows, by half at least. A tensor from it is valid until the next `take`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._buffer = torch.zeros(0, dtype=dtype)
@@ -83,10 +84,10 @@ class _Scratch:
 
 
 class CPUAttention(Attention):
-    """Attention over ``pool``, for layers with any of ``windows`` (None: no window) and ``num_heads`` query heads.
+    """Attention over ``pool``, for ``num_heads`` query heads and layers with any of ``windows`` (None: no window).
 
-    ``fused`` computes prompt chunks with PyTorch's fused attention, which is faster where the CPU has matrix tiles
-    (AMX) and slower where it has not; by default the CPU decides.
+    ``fused`` computes prompt chunks with PyTorch's fused attention, which is faster on CPUs with matrix tiles (AMX) and
+    slower on others. By default it depends on the CPU.
     """
 
     def __init__(
@@ -104,15 +105,15 @@ class CPUAttention(Attention):
         self._triangle = torch.full((STRIP_ROWS, STRIP_ROWS), -torch.inf, dtype=self._dtype).triu_(1)
 
     def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
-        """Zero the blocks that this step begins and does not fill: what nobody has written yet is multiplied by 0, and
-        0 times what an overflowed request has left there could be NaN."""
+        """Zero the blocks that this step starts but does not fill. Their unwritten slots are multiplied by 0, which
+        gives NaN for infinities that an earlier request may have left."""
         for seq in seqs:
             last, filled = divmod(seq.start + len(seq.token_ids), self.block_size)
             if filled and seq.start <= last * self.block_size:
                 self._pool.tensor[seq.block_ids[last]].zero_()
 
     def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
-        """Decodes by their context, then chunks."""
+        """Decodes, ordered by context, then chunks."""
         return sorted(seqs, key=lambda s: (len(s.token_ids) > 1, s.start))
 
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
@@ -124,7 +125,7 @@ class CPUAttention(Attention):
         return _CPUStep(self, self._slots(seqs), plans)
 
     def _slots(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
-        """The vectors that the step's keys and values go to: ``[rows * 2 * kv_heads]``."""
+        """The vectors (see `LayerKV`) that keys and values are written to: ``[rows * 2 * kv_heads]``."""
         size = self.block_size
         vectors = torch.tensor([
             s.block_ids[p // size] * self._pool.pages_per_block * size + p % size
@@ -133,7 +134,7 @@ class CPUAttention(Attention):
         return (vectors[:, None] + self._heads * size).flatten()
 
     def _pages(self, tables: list[list[int]]) -> torch.Tensor:
-        """The pages of blocks ``[rows][blocks]``, as ``[2, rows, kv_heads, blocks]`` flattened."""
+        """The pages of ``tables`` (``[rows][blocks]``), a flattened ``[2, rows, kv_heads, blocks]``."""
         blocks = torch.tensor(tables)[None, :, None, :] * self._pool.pages_per_block
         return (blocks + self._heads.view(2, 1, -1, 1)).flatten()
 
@@ -166,7 +167,7 @@ class CPUAttention(Attention):
         highs: list[int] = []
         for seq, (first, last) in zip(seqs, spans, strict=True):
             mine = list(seq.block_ids[first:last])
-            tables.append(mine + mine[:1] * (blocks - len(mine)))  # padded by a block of its own, which the mask hides
+            tables.append(mine + mine[:1] * (blocks - len(mine)))  # padded by one of its blocks, which the mask hides
             lows.append(0 if window is None else max(0, seq.start + 1 - window) - first * size)
             highs.append(seq.start + 1 - first * size)
         masks: list[_Mask] = []
@@ -225,11 +226,8 @@ class _CPUStep(AttentionStep):
         plans: dict[int | None, tuple[list[_DecodeTile], list[_ChunkTile]]],
     ) -> None:
         self._attention = attention
-        self._slots = slots
+        self.slots = slots
         self._plans = plans
-
-    def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
-        layer.vectors.index_copy_(0, self._slots, keys_values.reshape(-1, self._attention.head_dim))
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype)

@@ -1,7 +1,7 @@
-"""Attention on GPUs: Triton kernels that follow the block tables, so that no cache is ever gathered.
+"""Attention on GPUs: plans steps for Triton kernels that read pages in place, by the block tables.
 
-Rows of one token are decodes, whose contexts are split over the GPU; longer chunks go in tiles of query rows. What the
-kernels have to know of a step crosses the bus in one copy. With CPU tensors all of it runs in Triton's interpreter.
+Parts of one token are decodes, whose contexts are split over the GPU; longer chunks are cut into tiles of query rows.
+The plan of a step is copied to the GPU at once. With CPU tensors, Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.kernels.triton_decode import attend_decodes
-from engine.kernels.triton_layer import write
-from engine.kernels.triton_prefill import attend_chunks, tile_rows
+from engine.kernels.cuda_decode_attention import attend_decodes
+from engine.kernels.cuda_prefill_attention import attend_chunks, tile_rows
 from engine.model.attention import Attention, AttentionStep
 from engine.model.kv_pool import KVPool, LayerKV
 from engine.scheduling.batch import ScheduledSeq
 
-NO_SLOT = -1  # of a row that belongs to no token: its keys and values go nowhere
+NO_SLOT = -1  # slot of a row of padding: its keys and values are not written
 _NO_WINDOW = 2**30
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
@@ -28,11 +27,14 @@ _PROCESSORS_OF_INTERPRETER = 4
 
 @dataclass(frozen=True, slots=True)
 class CUDAStep(AttentionStep):
-    """Device tensors of one step, all int32. The first ``contexts.shape[0]`` rows are decodes, row i of sequence i.
+    """The plan of one step, in int32 tensors on the device. Row i of the first ``contexts.shape[0]`` rows is the decode
+    of sequence i.
 
-    ``slots`` (``[rows]``) are ``block * block_size + offset`` of each row's token, or `NO_SLOT`. ``contexts``
-    (``[decodes]``) are the tokens that a decode sees without a window, its own included; 0 is a row of padding.
-    ``tables`` is ``[sequences, blocks]``, ``tiles`` what `engine.kernels.triton_prefill.attend_chunks` takes.
+    ``slots``: ``[rows]``, ``block * block_size + offset`` of each row's token, or `NO_SLOT`.
+    ``contexts``: ``[decodes]``, tokens that a decode sees without a window, including its own; 0 for padding.
+    ``tables``: ``[sequences, blocks]``, the block tables.
+    ``tiles``: argument of `engine.kernels.cuda_prefill_attention.attend_chunks` (None: there are no chunks).
+    ``splits``: programs per decode.
     """
 
     slots: torch.Tensor
@@ -40,9 +42,6 @@ class CUDAStep(AttentionStep):
     tables: torch.Tensor
     tiles: torch.Tensor | None
     splits: int
-
-    def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
-        write(keys_values, self.slots, layer.k, layer.v)
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -65,20 +64,19 @@ class CUDAStep(AttentionStep):
 
 
 class CUDAAttention(Attention):
-    """Attention over ``pool`` for ``num_heads`` query heads and layers with any windows. ``processors`` are the
-    multiprocessors that decodes are split over, the device's own by default."""
+    """Attention over ``pool`` for ``num_heads`` query heads and layers with any windows."""
 
-    def __init__(self, pool: KVPool, num_heads: int, processors: int | None = None) -> None:
+    def __init__(self, pool: KVPool, num_heads: int) -> None:
         self.block_size = pool.layout.block_size
         self.device = pool.tensor.device
         self._kv_heads = pool.kv_heads
         self._tile_rows = tile_rows(pool.head_dim, pool.tensor.dtype, pool.tensor.device)
-        self._processors = processors or _processors(self.device)
+        self._processors = _processors(self.device)
         if num_heads % self._kv_heads:
-            raise ValueError(f"{num_heads} query heads cannot share {self._kv_heads} KV heads evenly")
+            raise ValueError(f"{num_heads} query heads are no multiple of {self._kv_heads} KV heads")
 
     def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
-        """Nothing: the kernels load no number that was not written."""
+        """Does nothing, because the kernels load only written slots."""
 
     def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
         """Decodes, then chunks."""
@@ -96,9 +94,11 @@ class CUDAAttention(Attention):
         return CUDAStep(parts[0], parts[1], parts[2], parts[3] if len(tiles) else None, self.splits(decodes))
 
     def splits(self, decodes: int) -> int:
-        """Programs that share one decode's context: enough of them in a step to fill the device, and always some, so
-        that one long context among short ones is not left to a single program. Few different numbers come of it, as
-        each is a kernel to compile: those of the powers of 2, which a ladder of graphs has compiled."""
+        """Number of programs that share the context of one decode, a power of 2.
+
+        A step has enough programs to fill the device, and at least `_MIN_SPLITS` per decode, so that no single program
+        processes a long context alone. There are few different numbers, because each needs a compiled kernel.
+        """
         rows = 1 << max(0, decodes - 1).bit_length()
         wanted = _PROGRAMS_PER_PROCESSOR * self._processors // (rows * self._kv_heads)
         splits = _MIN_SPLITS
@@ -120,18 +120,18 @@ class CUDAAttention(Attention):
                 for begin in range(0, rows, self._tile_rows)
             ]
             row += rows
-        tiles.sort(key=lambda tile: -tile[3])  # the longest work first, so that none of it is left for the end
+        tiles.sort(key=lambda tile: -tile[3])  # the longest contexts first, so that no long tile starts last
         return np.array(tiles, dtype=np.int32).reshape(-1, 4)
 
     def _to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """The arrays as device tensors, brought there by one copy that nobody waits for."""
+        """Copy the arrays to the device in one asynchronous copy."""
         sizes = [-(-array.size // 4) * 4 for array in arrays]  # each begins at a multiple of 16 bytes
         host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         begin = 0
         for array, size in zip(arrays, sizes, strict=True):
             host.numpy()[begin : begin + array.size] = array.ravel()
             begin += size
-        # PyTorch keeps the pinned memory until the copy is done, even if nobody else does.
+        # PyTorch keeps the pinned memory alive until the copy is done.
         parts = torch.split(host.to(self.device, non_blocking=True), sizes)
         return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 

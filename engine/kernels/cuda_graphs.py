@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: one launch for the whole model, at a ladder of batch sizes.
+"""Decode steps as CUDA graphs: one launch for the whole model, for a fixed set of batch sizes.
 
-A graph reads its inputs from fixed places and has a fixed size. A step is copied there and padded up to the next rung:
-rows of padding have no slot and no context, so that they read and write no block.
+A graph has a fixed size and reads its inputs from fixed addresses. The inputs of a step are copied there and padded to
+the next size. Rows of padding have no slot and no context, so they read and write no block.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _HEADER = 4  # rows of the inputs before the block tables: token ids, positions,
 
 
 def ladder(max_seqs: int) -> list[int]:
-    """Batch sizes up to ``max_seqs``, which is always the last: steps that grow with the size, so that padding stays
-    cheap and the graphs few."""
+    """The batch sizes of the graphs, up to and including ``max_seqs``. Their distance grows with the size, for little
+    padding and few graphs."""
     rungs = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32), *range(256, max_seqs, 64)]
     return [n for n in rungs if n < max_seqs] + [max_seqs]
 
 
 class DecodeGraphs:
-    """Pure decode steps of up to ``max_seqs`` requests with block tables of up to ``max_blocks`` blocks.
+    """Steps that only decode, of up to ``max_seqs`` requests with block tables of up to ``max_blocks`` blocks.
 
-    The inputs are one int32 array for all sizes. Of size n it is ``[4 + max_blocks, n]``: token ids, positions, slots
-    and contexts, then the block tables, a sequence in each column. So whatever a step needs of it is one run of memory,
-    and crosses the bus in one copy that is no longer than its longest context. Without `capture` a step runs the same
-    way, launch by launch.
+    All sizes share one int32 array for their inputs. For size n it is ``[4 + max_blocks, n]``: token ids, positions,
+    slots, contexts, then the block tables, with one sequence per column. So the inputs of a step are contiguous, and
+    one copy of the length of the longest context brings them to the GPU. Without `capture`, the same step runs launch
+    by launch.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class DecodeGraphs:
         self._inputs = torch.zeros((_HEADER + max_blocks) * max_seqs, dtype=torch.int32, device=self._device)
         self._steps = {size: self._step(size) for size in self.sizes}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits: torch.Tensor | None = None  # [max_seqs, vocabulary]: one place for the results of all graphs
+        self._logits: torch.Tensor | None = None  # [max_seqs, vocabulary]: the results of all graphs
 
     def fits(self, seqs: Sequence[ScheduledSeq]) -> bool:
-        """Whether this step is one for `logits`: decodes alone, all of which want a token."""
+        """Whether `logits` can run this step: it has only decodes, and all of them sample."""
         return 0 < len(seqs) <= self.sizes[-1] and all(
             len(s.token_ids) == 1 and s.sample and s.start < self._max_blocks * self._attention.block_size for s in seqs
         )
 
     @torch.inference_mode()
     def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
-        """Compute ``seqs``, their keys and values into the pool: ``[len(seqs), vocabulary]``, which the next step
-        overwrites."""
+        """Compute ``seqs`` and write their keys and values to the pool. Returns logits ``[len(seqs), vocabulary]``,
+        which the next step overwrites."""
         size = next(size for size in self.sizes if size >= len(seqs))
         self._load(seqs, size)
         if self._logits is None or size not in self._graphs:
@@ -72,8 +72,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record the graph of every size, with rows of padding alone, so that the pool stays as it is. All share one
-        memory pool; the largest goes first, so that the others find room in what it took."""
+        """Record the graph of every size, with padding only, so that the KV pool does not change. All graphs share the
+        memory of the largest, which is recorded first."""
         started_s = time.monotonic()
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -82,7 +82,9 @@ class DecodeGraphs:
             self._load([], size)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                logits = self._compute(size)  # compiles kernels and makes workspaces, which a capture must not
+                logits = self._compute(
+                    size
+                )  # compiles kernels and creates workspaces, which is not possible while recording
                 if self._logits is None:
                     self._logits = torch.empty_like(logits)
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -96,7 +98,7 @@ class DecodeGraphs:
         log.info("%d CUDA graphs in %.1f s, %.0f MiB", len(self.sizes), time.monotonic() - started_s, taken_mib)
 
     def _step(self, size: int) -> ModelStep:
-        """The step over the inputs of ``size``; nothing is read yet."""
+        """The step over the inputs of ``size``, which it reads when it runs."""
         inputs = self._inputs[: (_HEADER + self._max_blocks) * size].view(-1, size)
         token_ids, positions, slots, contexts = inputs[:_HEADER].unbind()
         tables = inputs[_HEADER:].t()
@@ -107,7 +109,7 @@ class DecodeGraphs:
         return self._model.logits(self._model.forward(self._steps[size], self._pool))
 
     def _load(self, seqs: Sequence[ScheduledSeq], size: int) -> None:
-        """Put ``seqs`` and the padding up to ``size`` where the step of that size reads them."""
+        """Copy ``seqs`` and padding to the inputs of ``size``."""
         block_size = self._attention.block_size
         blocks = max((s.start // block_size + 1 for s in seqs), default=0)
         pinned = self._device.type == "cuda"
@@ -121,5 +123,5 @@ class DecodeGraphs:
             inputs[:_HEADER, column] = (seq.token_ids[0], seq.start, slot, seq.start + 1)
             inputs[_HEADER : _HEADER + used, column] = seq.block_ids[:used]
             inputs[_HEADER + used :, column] = 0
-        # PyTorch keeps the pinned memory until the copy is done, even if nobody else does.
+        # PyTorch keeps the pinned memory alive until the copy is done.
         self._inputs[: host.numel()].copy_(host.view(-1), non_blocking=True)

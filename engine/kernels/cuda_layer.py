@@ -1,54 +1,195 @@
-"""The decoder layer as GPUs run it: one product for gate and up, and Triton kernels for what lies between products."""
+"""The decoder layer on GPUs: PyTorch's matrix products, with Triton kernels for norms, rope and SiLU between them."""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-from engine.kernels.cuda_attention import CUDAStep
-from engine.kernels.triton_layer import rms_norm, rotate_and_write, silu_times
+from engine.kernels.cuda_decode_attention import FUSED
 from engine.model.attention import AttentionStep
-from engine.model.decoder import DecoderLayer, LayerForm
+from engine.model.decoder import DecoderLayer
 from engine.model.kv_pool import LayerKV
 from engine.model.linear import PlainLinear
+from engine.model.shape import ModelShape
 from engine.model.weights import LayerWeights
+
+_HEADS = 8  # heads of one program of the rope kernel
+_SILU_COLUMNS = 1024
+
+
+@triton.jit
+def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    mask = columns < SIZE
+    numbers = tl.load(x + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / SIZE + eps)
+    numbers = numbers * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, numbers.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_times(x, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < SIZE
+    gate = tl.load(x + row * (2 * SIZE) + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * (2 * SIZE) + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _rotate_and_write(
+    qkv,  # [rows, heads + 2 * kv_heads, HEAD_DIM]
+    cos,  # [rows, HEAD_DIM]
+    sin,
+    norm,  # [heads + kv_heads, HEAD_DIM]
+    slots,  # [rows], int32
+    query,  # [rows, QUERY_HEADS, HEAD_DIM]
+    keys,  # [blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], the blocks ``block_stride`` apart
+    values,
+    eps,
+    block_stride,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, HALF)
+    half = HEAD_DIM // 2
+    rotated = QUERY_HEADS + KV_HEADS
+    mask = (heads < rotated + KV_HEADS)[:, None] & (dims < half)[None, :]
+    place = (row * (rotated + KV_HEADS) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    first = tl.load(qkv + place, mask=mask, other=0.0)
+    second = tl.load(qkv + place + half, mask=mask, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if NORMED:
+        scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)
+        normed = mask & (heads < rotated)[:, None]
+        weights = norm + heads[:, None] * HEAD_DIM + dims[None, :]
+        x = x * scale[:, None] * tl.load(weights, mask=normed, other=0.0).to(tl.float32)
+        y = y * scale[:, None] * tl.load(weights + half, mask=normed, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * HEAD_DIM + dims, mask=dims < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * HEAD_DIM + half + dims, mask=dims < half, other=0.0).to(tl.float32)[None, :]
+    turned_x = (x * c - y * s).to(first.dtype)
+    turned_y = (y * c + x * s).to(first.dtype)
+    is_query = mask & (heads < QUERY_HEADS)[:, None]
+    to = query + (row * QUERY_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to, turned_x, mask=is_query)
+    tl.store(to + half, turned_y, mask=is_query)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        base = (slot // BLOCK_SIZE).to(tl.int64) * block_stride + slot % BLOCK_SIZE * HEAD_DIM
+        is_key = mask & (heads >= QUERY_HEADS)[:, None] & (heads < rotated)[:, None]
+        to = keys + base + (heads - QUERY_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+        tl.store(to, turned_x, mask=is_key)
+        tl.store(to + half, turned_y, mask=is_key)
+        is_value = mask & (heads >= rotated)[:, None]
+        to = values + base + (heads - rotated)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+        tl.store(to, first, mask=is_value)
+        tl.store(to + half, second, mask=is_value)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row of ``x`` (``[rows, hidden]``, contiguous) by its root mean square, and multiply by ``weight``."""
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    columns = triton.next_power_of_2(size)
+    warps = 4 if columns <= 2048 else 8
+    _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, COLUMNS=columns, num_warps=warps, **FUSED)
+    return out
+
+
+def silu_times(x: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of each row of ``x`` (``[rows, 2 * size]``, contiguous) times the second half."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    columns = min(_SILU_COLUMNS, triton.next_power_of_2(size))
+    _silu_times[(rows, triton.cdiv(size, columns))](x, out, SIZE=size, COLUMNS=columns, num_warps=4, **FUSED)
+    return out
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Turn the queries and keys of ``qkv`` by the angles of their rows, and write keys and values to the pool.
+
+    ``qkv`` is ``[rows, heads + 2 * kv_heads, head_dim]`` and contiguous; ``cos`` and ``sin`` are those of
+    `engine.model.rope.rope_tables`. ``norm`` (``[heads + kv_heads, head_dim]``), if given, norms queries and keys
+    first. Row i goes to token ``slots[i] % block_size`` of block ``slots[i] // block_size`` of ``keys`` and ``values``
+    (`engine.model.kv_pool.LayerKV`); a row whose slot is -1 is not written. Returns the turned queries,
+    ``[rows, heads, head_dim]``.
+    """
+    rows, all_heads, head_dim = qkv.shape
+    _, kv_heads, block_size, _ = keys.shape
+    heads = all_heads - 2 * kv_heads
+    query = torch.empty((rows, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    _rotate_and_write[(rows, triton.cdiv(all_heads, _HEADS))](
+        qkv,
+        cos,
+        sin,
+        qkv if norm is None else norm,
+        slots,
+        query,
+        keys,
+        values,
+        eps,
+        keys.stride(0),
+        QUERY_HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        NORMED=norm is not None,
+        HEADS=_HEADS,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+        **FUSED,
+    )
+    return query
 
 
 class CUDALayer(DecoderLayer):
-    """One layer, ready to run with `cuda_decoder_layer`."""
+    """A decoder layer for steps of `engine.kernels.cuda_attention`. Gate and up are one product."""
 
-    def __init__(
-        self, weights: LayerWeights, heads: int, kv_heads: int, head_dim: int, window: int | None, eps: float
-    ) -> None:
-        super().__init__(weights, heads, kv_heads, head_dim, window, eps)
+    scales_queries = False
+
+    def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None) -> None:
+        super().__init__(weights, shape, window)
         self.sum_out = PlainLinear(weights.out, weights.out_bias)
         self.gate_up = PlainLinear(weights.gate_up, weights.gate_up_bias)
         self.sum_down = PlainLinear(weights.down, weights.down_bias)
 
-
-def cuda_decoder_layer(
-    x: torch.Tensor,
-    layer: DecoderLayer,
-    angles: tuple[torch.Tensor, torch.Tensor],
-    kv: LayerKV,
-    attention: AttentionStep,
-    wanted: torch.Tensor | None = None,
-    wanted_attention: AttentionStep | None = None,
-) -> torch.Tensor:
-    """`engine.model.decoder.decoder_layer` of a `CUDALayer` whose steps are `CUDAStep`. The residual stream is summed
-    in the products themselves: ``x`` is overwritten, and returned if all rows are asked for."""
-    if not isinstance(layer, CUDALayer) or not isinstance(attention, CUDAStep):
-        raise TypeError(f"this form runs no {type(layer).__name__} with a {type(attention).__name__}")
-    qkv = layer.qkv(rms_norm(x, layer.input_norm.weight, layer.eps)).view(x.shape[0], -1, layer.head_dim)
-    query = rotate_and_write(qkv, *angles, layer.qk_norm, layer.eps, attention.slots, kv.k, kv.v)
-    seen: AttentionStep = attention
-    if wanted is not None and wanted_attention is not None:
-        seen, query, x = wanted_attention, query[wanted], x[wanted]
-        if not x.shape[0]:
-            return x
-    layer.sum_out.add_to(x, seen.attend(query, kv, layer.window, layer.head_dim**-0.5))
-    normed = rms_norm(x, layer.post_norm.weight, layer.eps)
-    layer.sum_down.add_to(x, silu_times(layer.gate_up(normed)))
-    return x
-
-
-CUDA_FORM = LayerForm(CUDALayer, cuda_decoder_layer, spread=False)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv: LayerKV,
+        attention: AttentionStep,
+        wanted: torch.Tensor | None = None,
+        wanted_attention: AttentionStep | None = None,
+    ) -> torch.Tensor:
+        """As `DecoderLayer.__call__`. The products add to the residual stream in place: ``x`` is overwritten, and
+        returned if all rows are wanted."""
+        qkv = self.qkv(rms_norm(x, self.input_norm.weight, self.eps)).view(x.shape[0], -1, self.head_dim)
+        query = rotate_and_write(qkv, *angles, self.qk_norm, self.eps, attention.slots, kv.k, kv.v)
+        if wanted is not None and wanted_attention is not None:
+            attention, query, x = wanted_attention, query[wanted], x[wanted]
+            if not x.shape[0]:
+                return x
+        self.sum_out.add_to(x, attention.attend(query, kv, self.window, self.head_dim**-0.5))
+        normed = rms_norm(x, self.post_norm.weight, self.eps)
+        self.sum_down.add_to(x, silu_times(self.gate_up(normed)))
+        return x

@@ -1,7 +1,6 @@
-"""Attention over the paged KV pool, as a device does it: a step is planned once, and the plan then serves every layer.
+"""Attention over the paged KV pool: a step is planned once, and the plan serves every layer.
 
-This is the seam for native kernels: whatever implements `Attention` and `AttentionStep` can take the place of
-`engine.kernels.cpu_attention` or `engine.kernels.cuda_attention`.
+`engine.kernels.cpu_attention` and `engine.kernels.cuda_attention` implement it; other native kernels can too.
 """
 
 from __future__ import annotations
@@ -16,17 +15,20 @@ from engine.scheduling.batch import ScheduledSeq
 
 
 class AttentionStep(ABC):
-    """Where the rows of one step keep their keys and values, and what each attends to."""
+    """The plan of one step: where each row's keys and values go, and what the row attends to.
 
-    @abstractmethod
-    def write(self, keys_values: torch.Tensor, layer: LayerKV) -> None:
-        """Put ``keys_values`` (``[rows, 2 * kv_heads, head_dim]``: keys, then values) into the pool."""
+    ``slots`` are the places in the pool that the device's decoder layer writes keys and values to.
+    """
+
+    slots: torch.Tensor
 
     @abstractmethod
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
-        """What ``query`` (``[rows, heads, head_dim]``) makes of the pool, ``[rows, heads * head_dim]``. Each row sees
-        itself and what came before it, with a window of w only the last w of these. Scores are multiplied by
-        ``scale`` (1 if the queries come scaled)."""
+        """Attention of ``query`` (``[rows, heads, head_dim]``) over the pool: ``[rows, heads * head_dim]``.
+
+        Each row sees itself and the tokens before it, or only the last ``window`` of these. Scores are multiplied by
+        ``scale`` (1 if the queries are scaled already).
+        """
 
 
 class Attention(ABC):
@@ -34,12 +36,12 @@ class Attention(ABC):
 
     @abstractmethod
     def prepare(self, seqs: Sequence[ScheduledSeq]) -> None:
-        """Do to the pool what has to be done before ``seqs`` write to it."""
+        """Prepare the pool for what ``seqs`` write."""
 
     @abstractmethod
     def order(self, seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
-        """``seqs`` in the order in which `plan` wants their rows."""
+        """Return ``seqs`` in the order that `plan` requires."""
 
     @abstractmethod
     def plan(self, seqs: Sequence[ScheduledSeq]) -> AttentionStep:
-        """The plan for rows laid out as ``seqs`` in `order`. It is good until the next step is planned."""
+        """Plan the step of ``seqs``, which are in `order`. The plan is valid until the next call."""

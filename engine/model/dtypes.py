@@ -1,6 +1,6 @@
-"""The floating-point type a model is computed in: what devices compute natively, and what a service takes of it.
+"""Chooses the dtype of a service from the dtypes that its devices compute natively.
 
-Imports torch only to ask for GPUs.
+Imports torch only to query GPUs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""The flags of /proc/cpuinfo that stand for bfloat16 products: two of x86, one of ARM."""
-_FLAG_LINES = ("flags", "Features")  # as x86 and ARM call them
+"""Flags in /proc/cpuinfo of bfloat16 products: two of x86, one of ARM."""
+_FLAG_LINES = ("flags", "Features")  # on x86 and on ARM
 
 _ISAS_WITHOUT_BFLOAT16 = frozenset(
     {
@@ -24,7 +24,7 @@ _ISAS_WITHOUT_BFLOAT16 = frozenset(
 )  # fmt: skip
 """Values of oneDNN's ONEDNN_MAX_CPU_ISA that keep it from using bfloat16 instructions."""
 
-_MAX_ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the second is oneDNN's older name of the first
+_MAX_ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the second is the older name of the first
 
 _AMPERE = (8, 0)
 
@@ -33,38 +33,38 @@ _CANDIDATES = {
     "bfloat16": ("bfloat16", "float16", "float32"),
     "float16": ("float16", "float32"),  # bfloat16 would round the weights
 }
-"""What `auto` takes for a checkpoint of each type: the first that all devices compute natively."""
+"""The choices of `auto` for a checkpoint of each dtype; it takes the first that all devices compute natively."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeDtypes:
-    """The types that a device computes natively; ``device`` describes it for messages."""
+    """The dtypes that a device computes natively. ``device`` describes the device in messages."""
 
     device: str
     dtypes: tuple[str, ...]
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values."""
+        """Serialize to plain values."""
         return {"device": self.device, "dtypes": list(self.dtypes)}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> NativeDtypes:
-        """The value that `to_wire` described."""
+        """Parse the result of `to_wire`."""
         return cls(data["device"], tuple(data["dtypes"]))
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """``dtype`` is what the engine computes in. ``note`` explains a conversion that `auto` makes, or warns that
-    ``dtype`` was asked for although a device does not compute it natively; empty if there is nothing to say."""
+    """``dtype`` is what the engine computes in. ``note`` explains a conversion by `auto`, or warns that a device
+    emulates the configured ``dtype``; empty otherwise."""
 
     dtype: str
     note: str = ""
 
 
 def native_dtypes(device: str) -> list[NativeDtypes]:
-    """The devices of kind ``device`` (``cpu`` or ``cuda``) that this process can use: one CPU, or each GPU that torch
-    sees. Empty if there is none."""
+    """The devices of kind ``device`` (``cpu`` or ``cuda``) that this process can use: one CPU, or every GPU that torch
+    finds."""
     if device == "cpu":
         return [_cpu()]
     import torch
@@ -85,10 +85,10 @@ def _cpu() -> NativeDtypes:
 
 
 def cpu_dtypes(cpuinfo: str, max_isa: str = "") -> NativeDtypes:
-    """What a CPU computes natively, from the text of /proc/cpuinfo. A flag counts if every core has it. ``max_isa`` is
+    """The native dtypes of a CPU, from the text of /proc/cpuinfo. A flag counts if every core has it. ``max_isa`` is
     the value of ONEDNN_MAX_CPU_ISA, which limits the instructions that oneDNN uses (empty: not set).
 
-    float16 never counts: torch computes it on CPUs by conversion, at about a fifth of the speed of float32.
+    float16 is never native: torch converts it on CPUs, at about a fifth of the speed of float32.
     """
     cores = [
         set(value.split())
@@ -105,17 +105,17 @@ def cpu_dtypes(cpuinfo: str, max_isa: str = "") -> NativeDtypes:
 
 
 def gpu_dtypes(name: str, capability: tuple[int, int]) -> NativeDtypes:
-    """What a CUDA GPU computes natively: bfloat16 from Ampere (compute capability 8.0) on."""
+    """The native dtypes of a GPU: bfloat16 from Ampere (compute capability 8.0) on."""
     dtypes = ("float32", "float16", "bfloat16") if capability >= _AMPERE else ("float32", "float16")
     return NativeDtypes(f"{name} (compute capability {capability[0]}.{capability[1]})", dtypes)
 
 
 def choose_dtype(asked: str, checkpoint: str, places: Mapping[str, Sequence[NativeDtypes]]) -> DtypeChoice:
-    """The type for a service whose workers run at ``places`` (the devices of each, by what messages call the place).
+    """Choose the dtype of a service.
 
-    ``asked`` is `ModelConfig.dtype`, ``checkpoint`` the type of the weights. A type other than auto is taken as it is.
-    auto takes the checkpoint's type where all devices compute it natively, else the fastest that all of them do; the
-    checkpoint's own if no device is known.
+    ``asked`` is `ModelConfig.dtype`: ``auto`` takes the dtype of the ``checkpoint`` if all devices compute it natively
+    (or none is known), else the fastest that all of them do; any other value is taken as it is. ``places`` are the
+    devices of each place where a worker runs, by the name of the place in messages.
     """
     if asked != "auto":
         lacking = _lacking(asked, places)
@@ -137,7 +137,7 @@ def choose_dtype(asked: str, checkpoint: str, places: Mapping[str, Sequence[Nati
 
 
 def _lacking(dtype: str, places: Mapping[str, Sequence[NativeDtypes]]) -> str:
-    """The places with a device that does not compute ``dtype`` natively, in words; empty if there is none."""
+    """The places with a device that emulates ``dtype``, as text; empty if there are none."""
     found = [
         f"{place} ({device.device})" if place else device.device
         for place, devices in places.items()

@@ -1,4 +1,4 @@
-"""Examines a Hugging Face model folder without loading it. The loader, `up` and the doctor all ask here. No torch."""
+"""Examines a Hugging Face model folder without loading it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """`ModelError` if ``path`` is a Git LFS pointer, which a clone without Git LFS leaves in place of each large
-    file, or if it cannot be read."""
+    """Raise `ModelError` if ``path`` cannot be read or is a Git LFS pointer. A clone without Git LFS has such pointers
+    in place of large files."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_LFS_BEGINNING)) == _LFS_BEGINNING
@@ -27,8 +27,8 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights, sorted by name: those that the index names, or all of them if there
-    is no index. `ModelError` if the index is broken or names a file that is missing."""
+    """The safetensors files of the weights, sorted by name: those in the index, or all if there is no index.
+    `ModelError` if the index is invalid or a file in it is missing."""
     index = folder / INDEX
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -46,8 +46,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a safetensors file's tensors, by name. `ModelError` if it is a Git LFS pointer, corrupt or
-    truncated."""
+    """The shapes of the tensors in a safetensors file, by name. `ModelError` if the file is a Git LFS pointer, corrupt
+    or truncated."""
     refuse_lfs_pointer(path)
     try:
         with safe_open(path, framework="np") as file:
@@ -57,15 +57,15 @@ def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_weight_files(folder: Path) -> None:
-    """`ModelError` unless every file of the weights is there, whole, and no Git LFS pointer. What is in them is
-    compared with config.json by `engine.model.loader.check_weights`."""
+    """Raise `ModelError` if a file of the weights is missing, truncated, corrupt, or a Git LFS pointer.
+    `engine.model.loader.check_weights` also compares their tensors with config.json."""
     for path in weight_files(folder):
         read_tensor_shapes(path)
 
 
 def tokenizer_note(folder: Path | None) -> str:
-    """What users have to know of a folder's tokenizer: empty if there is a tokenizer.json, or no folder (random
-    weights have no tokenizer). `ModelError` if it is a Git LFS pointer."""
+    """A note for users if the folder has no tokenizer.json; empty if it has one, or there is no folder (a dummy).
+    `ModelError` if tokenizer.json is a Git LFS pointer."""
     if folder is None:
         return ""
     if (folder / TOKENIZER).is_file():

@@ -1,5 +1,4 @@
-"""Reads a model's shape from a Hugging Face ``config.json``: the families that are supported, and what each of them
-takes for a key that the file leaves out."""
+"""Reads a model's shape from a Hugging Face ``config.json``, with the defaults of each supported family."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from pdserve.core.kv_layout import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture fixes, and its defaults for keys that are missing (not null) in ``config.json``.
+    """Constants of an architecture, and its defaults for keys that are missing (not null) in ``config.json``.
 
-    ``window``: sliding windows in no layer, in all of them, or as ``layer_types`` and ``max_window_layers`` say.
+    ``window``: sliding windows in no layer, in all layers, or as ``layer_types`` and ``max_window_layers`` specify.
     """
 
     kv_heads: int | None = None  # None: as many as heads
@@ -42,8 +41,8 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
 def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
-    """The shape that a ``config.json`` describes, as transformers reads it. `ModelError` names ``origin`` and the key
-    that is missing, wrong or unsupported."""
+    """Parse the content of a ``config.json`` as transformers does. Raises `ModelError` with ``origin`` and the key that
+    is missing, wrong or unsupported."""
     architecture = (config.get("architectures") or ["?"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
@@ -90,7 +89,7 @@ def _refuse_unsupported(config: Mapping[str, Any], origin: str) -> None:
         raise ModelError(f"{origin}: 'hidden_act' must be 'silu', got {config['hidden_act']!r}")
     if config.get("quantization_config"):
         raise ModelError(
-            f"{origin}: 'quantization_config' is set; quantized checkpoints are not supported: take the model's "
+            f"{origin}: 'quantization_config' is set; quantized checkpoints are not supported; use the model's "
             "float32, bfloat16 or float16 weights"
         )
     if config.get("use_mrope"):
@@ -191,7 +190,7 @@ def _sliding_layers(layer_types: Any, num_layers: int, origin: str) -> list[bool
 
 
 def _rope_parameters(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """The rope settings of old files (``rope_scaling`` beside ``rope_theta``) and new ones (``rope_parameters``)."""
+    """The rope settings of old files (``rope_scaling``) or new files (``rope_parameters``)."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
@@ -199,7 +198,9 @@ def _rope_parameters(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     rope = dict(given)
     nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
     if nested:
-        raise ModelError(f"{origin}: '{key}' has settings of its own for {nested[0]!r}; one rope for all layers it is")
+        raise ModelError(
+            f"{origin}: '{key}' has settings of its own for {nested[0]!r}; all layers must have the same rope"
+        )
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if factor not in (None, 1):
         raise ModelError(f"{origin}: 'partial_rotary_factor' {factor!r} is not supported; rope turns whole heads")

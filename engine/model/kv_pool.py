@@ -1,4 +1,4 @@
-"""The paged KV cache of one device, in the engine process: one tensor that the worker process maps as well."""
+"""The paged KV cache of one device: a tensor in the engine process that the worker process also maps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's part of the pool, as views.
+    """Views of one layer's part of the pool.
 
-    A *page* is what one block holds of one KV head's keys, or values: ``block_size * head_dim`` numbers, a run of
-    memory. Page ``(block * KVPool.pages_per_block) + head`` of ``pages`` holds keys, ``kv_heads`` further on are the
-    values; ``vectors`` are the pages cut into tokens. Both begin with this layer's first page and run on into the
-    layers and blocks behind it, so that the same numbers serve for every layer.
+    A *page* holds the keys, or the values, of one KV head in one block: ``block_size * head_dim`` contiguous numbers.
+    Page ``block * KVPool.pages_per_block + head`` of ``pages`` holds keys; the page ``kv_heads`` after it holds the
+    values. ``vectors`` are the pages cut into tokens. Both views start at this layer's first page and extend to the
+    end of the pool, so that the same indices apply to every layer.
     """
 
     k: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim]
@@ -34,17 +34,21 @@ class LayerKV:
 
 
 class KVPool:
-    """``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block is one run of
-    ``layout.block_bytes`` bytes; behind the last one is the `probe_area`. ``handle`` tells other
-    processes how to reach it (`kv_transfer.pool.Pool.open`). ConfigError for a layout with several kinds of caches:
-    no model that is supported has one."""
+    """The pool. ``tensor`` is ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, so a block is one run of
+    ``layout.block_bytes`` bytes. The `probe_area` follows the last block.
+
+    ``handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). `ConfigError` for a layout with
+    several kinds of caches, which no supported model has.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor, handle: dict[str, Any]) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.handle = handle
         if len(layout.caches) != 1:
-            raise ConfigError(f"the engine computes models with one kind of cache; this one has {len(layout.caches)}")
+            raise ConfigError(
+                f"the engine supports models with one kind of KV cache; this model has {len(layout.caches)}"
+            )
         (cache,) = layout.caches
         self.kv_heads, self.head_dim = kv_heads, head_dim = len(layout.heads(cache)), cache.head_dim
         self.tensor = flat.view(num_blocks, cache.num_layers, 2, kv_heads, layout.block_size, head_dim)
@@ -62,12 +66,12 @@ class KVPool:
 
     @classmethod
     def on_memory_file(cls, layout: KVLayout, num_blocks: int, fd: int) -> KVPool:
-        """A pool in the anonymous memory file ``fd``, which is sized and filled with zeros here, so that no step pays
-        for first touches. `ConfigError` if the host has not that much memory."""
+        """Create a pool in the anonymous memory file ``fd``. The file gets its size and is filled with zeros here, so
+        that no step pays for first touches. `ConfigError` if the host has too little memory."""
         size = layout.block_bytes * num_blocks
         whole = sum(probe_area(size))
         available = available_bytes()
-        if whole > available:  # filling it would get this process, or another one, killed
+        if whole > available:  # the kernel would kill a process for memory
             raise _does_not_fit(size, f"the host has {available / 2**20:.0f} MiB available")
         try:
             os.posix_fallocate(fd, 0, whole)
@@ -80,13 +84,13 @@ class KVPool:
 
     @classmethod
     def on_cuda(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
-        """A pool on a GPU, shared by CUDA IPC. `ConfigError` if it does not fit."""
+        """Create a pool on a GPU, shared by CUDA IPC. `ConfigError` if it does not fit."""
         size = layout.block_bytes * num_blocks
         dtype = TORCH_DTYPES[layout.dtype]
         try:
             whole = torch.zeros(sum(probe_area(size)) // dtype.itemsize, dtype=dtype, device=device)
         except torch.OutOfMemoryError:
-            raise _does_not_fit(size, "the GPU has not that much free") from None
+            raise _does_not_fit(size, "the GPU has too little free memory") from None
         share = list(whole.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
         flat = whole[: size // dtype.itemsize]
         return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})

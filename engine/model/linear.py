@@ -1,4 +1,4 @@
-"""Products with a fixed weight, with what follows them fused in, in the form that is fastest on the device."""
+"""Linear layers, fused with the operation after them, in the form that is fastest on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 class Linear(ABC):
-    """``x`` (``[rows, in]``) times a weight, plus its bias if it has one: ``[rows, out]``."""
+    """The product of ``x`` (``[rows, in]``) and a weight, plus a bias if there is one: ``[rows, out]``."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class Linear(ABC):
 
 
 class PlainLinear(Linear):
-    """PyTorch's own product, on any device and dtype."""
+    """PyTorch's product, for any device and dtype."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight
@@ -48,16 +48,16 @@ class PlainLinear(Linear):
         return self(x).add_(residual)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the product of ``x`` to ``total`` (``[rows, out]``) in place: a GPU's product does it by the way."""
+        """Add the product to ``total`` (``[rows, out]``) in place, in the same kernel on GPUs."""
         total.addmm_(x, self._weight.t())
         if self._bias is not None:
             total.add_(self._bias)
 
 
 class PackedLinear(Linear):
-    """oneDNN's product with a bfloat16 weight that was copied into oneDNN's own order once: otherwise every call would
-    reorder it, which takes most of a decode step. SiLU, factor and residual are applied before a result is rounded and
-    written."""
+    """oneDNN's product with a bfloat16 weight that is copied into oneDNN's order once. Otherwise every call would
+    reorder it, which takes most of a decode step. SiLU, factor and residual are applied before the result is rounded.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -81,8 +81,8 @@ class PackedLinear(Linear):
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The fastest product with ``weight`` (``[out, in]``) and ``bias`` (``[out]``) where they live. The caller should
-    drop the weight: a packed one is a copy."""
+    """Return the fastest product with ``weight`` (``[out, in]``) and ``bias`` (``[out]``) on their device. It may copy
+    the weight, so the caller should drop it."""
     if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _packs():
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""Fills a model's weights: from safetensors (one file or shards), or for a dummy with random numbers of one seed."""
+"""Loads the weights of a model from safetensors files, or fills those of a dummy with random numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _DUMMY_STD = 0.02
 
 
 def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """All weights of ``source``, converted to ``dtype``. `ModelError` names the file and tensor that is missing,
-    unexpected, of a wrong shape, corrupt or truncated, or beyond the range of ``dtype``."""
+    """Load all weights of ``source``, converted to ``dtype``.
+
+    Raises `ModelError` with the file and tensor that is missing, unexpected, of a wrong shape, corrupt, truncated, or
+    beyond the range of ``dtype``.
+    """
     weights = ModelWeights(source.shape, dtype, device)
     if source.folder is None:
         _fill_randomly(weights, device)
@@ -28,7 +31,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) 
 
 
 def check_weights(source: ModelSource) -> None:
-    """`ModelError` for whatever in the folder would keep `load_weights` from reading it; loads nothing."""
+    """Raise the `ModelError` that `load_weights` would raise for the folder's files, without loading them."""
     if source.folder is not None:
         _find_tensors(ModelWeights(source.shape, torch.float32, torch.device("meta")).tensors(), source)
 
@@ -43,7 +46,7 @@ def _fill_randomly(weights: ModelWeights, device: torch.device) -> None:
 
 
 def _find_tensors(wanted: Mapping[str, torch.Tensor], source: ModelSource) -> dict[str, Path]:
-    """The file of each tensor that is wanted. Everything is checked before anything is loaded."""
+    """The file of each wanted tensor. Checks all files before any is loaded."""
     found: dict[str, Path] = {}
     for path in source.weight_files():
         for name, shape in read_tensor_shapes(path).items():
@@ -52,9 +55,11 @@ def _find_tensors(wanted: Mapping[str, torch.Tensor], source: ModelSource) -> di
                 _check_ignorable(name, path, source)
                 continue
             if name in found:
-                raise ModelError(f"{path}: tensor {name!r} is in {found[name].name} already")
+                raise ModelError(f"{path}: tensor {name!r} is also in {found[name].name}")
             if shape != target.shape:
-                raise ModelError(f"{path}: tensor {name!r} is {list(shape)}, config.json makes it {list(target.shape)}")
+                raise ModelError(
+                    f"{path}: tensor {name!r} is {list(shape)}, but config.json requires {list(target.shape)}"
+                )
             found[name] = path
     missing = [name for name in wanted if name not in found]
     if missing:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the tables (plain, linear and Llama 3 scaling) and their application."""
+"""Rotary position embeddings: tables (plain, linear and Llama 3 scaling) and their application."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.model.shape import ModelShape
 def rope_tables(
     shape: ModelShape, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines, each ``[positions, 1, head_dim]``, computed in float32 like the reference does. Both
-    halves have the same angles; the first half's sines are negative, as `rotate_` wants them."""
+    """Cosines and signed sines, each ``[positions, 1, head_dim]``, computed in float32 as in transformers. Both halves
+    have the same angles; the sines of the first half are negated, as `rotate_` requires."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), _inverse_frequencies(shape))
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -21,21 +21,19 @@ def rope_tables(
 
 
 def head_factors(heads: int, kv_heads: int, scale: float, device: torch.device) -> torch.Tensor:
-    """What `spread` multiplies each head's angles by: ``scale`` for the queries (the first ``heads``), 1 for the keys;
-    float32, ``[1, heads + kv_heads, 1]``."""
+    """The factors for `spread`: ``scale`` for query heads, 1 for key heads; float32, ``[1, heads + kv_heads, 1]``."""
     return torch.tensor([scale] * heads + [1.0] * kv_heads, device=device).view(1, -1, 1)
 
 
 def spread(cos: torch.Tensor, sin: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The angles of a step's rows (``[rows, 1, head_dim]``) for each head of ``factors`` (``[1, heads, 1]``), so that
-    `rotate_` runs over whole rows at a time: ``[rows, heads, head_dim]``. Turned by them, a head is also multiplied by
-    its factor."""
+    """Expand the angles of rows (``[rows, 1, head_dim]``) to all heads of ``factors`` (``[1, heads, 1]``), and multiply
+    them by these factors: ``[rows, heads, head_dim]``. So `rotate_` processes whole rows and scales the heads."""
     return (cos * factors).to(cos.dtype), (sin * factors).to(sin.dtype)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn ``x`` (``[rows, heads, head_dim]``) in place by the angles of its rows (the same shape, or 1 head): number i
-    of a head pairs with number i + head_dim / 2."""
+    """Turn ``x`` (``[rows, heads, head_dim]``) in place. ``cos`` and ``sin`` have the same shape, or 1 head. In each
+    head, number i pairs with number i + head_dim / 2."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     x.mul_(cos).addcmul_(swapped, sin)
 

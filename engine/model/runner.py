@@ -1,4 +1,4 @@
-"""Runs one step on the device: `{request: tokens to compute}` in, sampled tokens out."""
+"""Runs a step on the device: parts of requests in, sampled tokens out."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ _WARMUP_TOKENS = 128
 
 
 class _ComputedLayers:
-    """A GPU's layers are launched long before they are computed. This calls ``done`` for a group of layers when the GPU
-    has computed it. It looks when the next group has been launched, so that the GPU always has work, and the launching
-    thread waits where it would have waited anyway."""
+    """Calls ``done`` when a GPU has computed a group of layers, which is long after their launch. It waits for a group
+    after the next group has been launched, so that the GPU always has work."""
 
     def __init__(self, done: Callable[[int], None]) -> None:
         self._done = done
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()
 
     def __call__(self, num_layers: int) -> None:
-        """The first ``num_layers`` layers have been launched."""
+        """Note that the first ``num_layers`` layers have been launched."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._launched.append((num_layers, event))
@@ -41,19 +40,19 @@ class _ComputedLayers:
 
 
 class RecordedSteps(Protocol):
-    """Steps that were recorded and are replayed (`engine.kernels.cuda_graphs.DecodeGraphs`)."""
+    """Recorded steps that can be replayed (`engine.kernels.cuda_graphs.DecodeGraphs`)."""
 
     def fits(self, seqs: Sequence[ScheduledSeq]) -> bool:
-        """Whether this step can be replayed."""
+        """Whether there is a recorded step for ``seqs``."""
         ...
 
     def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
-        """Replay it; logits ``[len(seqs), vocabulary]``."""
+        """Replay the step; logits ``[len(seqs), vocabulary]``."""
         ...
 
 
 class ModelRunner:
-    """Joins model, attention, pool and sampler; holds no state of requests. ``graphs`` take the steps that fit them."""
+    """Combines model, attention, pool and sampler. Keeps no state of requests. ``graphs`` run the steps that fit."""
 
     def __init__(
         self, model: LlamaDecoder, attention: Attention, pool: KVPool, graphs: RecordedSteps | None = None
@@ -66,9 +65,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
-        """Compute ``seqs`` in one pass, their keys and values into the pool; the tokens drawn (here exactly one) for
-        each request that wants any, by request id. ``hook`` is called on the way, when layers' keys and values can be
-        read (not in a step that runs as a recorded graph). ValueError for drafts (`Scheduler.propose`)."""
+        """Compute ``seqs`` in one pass and write their keys and values to the pool.
+
+        Returns the tokens of each request that gets any (always one), by request id. ``hook`` is called when the keys
+        and values of a group of layers can be read; a step that runs as a recorded graph does not call it. ValueError
+        for a part with drafts.
+        """
         self._attention.prepare(seqs)
         wanted = ordered = self._attention.order(seqs)
         if self._graphs is not None and self._graphs.fits(ordered):
@@ -80,23 +82,23 @@ class ModelRunner:
             hidden = self._model.forward(step, self._pool, hook)
             if not wanted:
                 if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # the step's end tells others that its blocks may be read
+                    torch.cuda.synchronize(self._device)  # after the step its blocks may be read
                 return {}
             logits = self._model.logits(hidden)
-        positions = [s.start + len(s.token_ids) for s in wanted]
+        positions = [s.end for s in wanted]
         drawn = sample(logits, [s.params for s in wanted], positions, [s.history for s in wanted])
         return {seq.attempt_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
-        """The pass over ``seqs``, and those that get a token, in the order of its hidden states."""
+        """The pass over ``seqs``, and the parts that get a token, in the order of its hidden states."""
         step = ModelStep(
             token_ids=torch.tensor([t for s in seqs for t in s.token_ids], device=self._device),
-            positions=torch.tensor([p for s in seqs for p in _positions(s)], device=self._device),
+            positions=torch.tensor([p for s in seqs for p in range(s.start, s.end)], device=self._device),
             attention=self._attention.plan(seqs),
         )
         if all(len(s.token_ids) == 1 and s.sample for s in seqs):
             return step, list(seqs)
-        # Of a chunk only the last row is asked for, and in the last layer it attends as a decode does.
+        # Only the last row of a chunk is wanted, and it attends like a decode in the last layer.
         rows: dict[str, int] = {}
         lasts: dict[str, ScheduledSeq] = {}
         wanted: dict[str, ScheduledSeq] = {}
@@ -108,9 +110,7 @@ class ModelRunner:
                     raise ValueError(f"{seq.attempt_id}: this runner verifies no draft tokens")
                 rows[seq.attempt_id] = end - 1
                 wanted[seq.attempt_id] = seq
-                lasts[seq.attempt_id] = replace(
-                    seq, token_ids=seq.token_ids[-1:], start=seq.start + len(seq.token_ids) - 1
-                )
+                lasts[seq.attempt_id] = replace(seq, token_ids=seq.token_ids[-1:], start=seq.end - 1)
         ordered = self._attention.order(list(lasts.values()))
         step = replace(
             step,
@@ -120,14 +120,10 @@ class ModelRunner:
         return step, [wanted[s.attempt_id] for s in ordered]
 
     def warmup(self, max_tokens: int) -> None:
-        """Run a prompt chunk and a decode once, so that the first request pays for no lazy initialisation. Writes into
-        the first blocks of the pool, which nobody owns yet."""
+        """Run a prompt chunk and a decode once, so that no request waits for lazy initialisation. Overwrites the first
+        blocks of the pool."""
         layout = self._pool.layout
         tokens = min(_WARMUP_TOKENS, max_tokens, self._pool.num_blocks * layout.block_size)
         blocks = list(range(layout.blocks_for(tokens)))
         self.execute([ScheduledSeq("warmup", [0] * tokens, 0, blocks, True, _GREEDY)])
         self.execute([ScheduledSeq("warmup", [0], tokens - 1, blocks, True, _GREEDY)])
-
-
-def _positions(seq: ScheduledSeq) -> range:
-    return range(seq.start, seq.start + len(seq.token_ids))

@@ -1,15 +1,15 @@
-"""Draws tokens from logits. A draw is keyed by ``(seed, position)`` alone: no batch, hand-off or resume changes it.
+"""Samples tokens from logits. A draw depends on ``(seed, position)`` only, not on batch, hand-off or resume.
 
-What is asked for happens in this order, each step on what the one before it left:
+Sampling parameters are applied in this order, each to the result of the one before:
 
-1. ``logit_bias`` is added; a bias of -100 forbids its token, one of 100 forbids all tokens that have none of 100
-2. ``repetition_penalty``: logits of tokens in prompt or output are divided by it if positive, else multiplied
-3. ``presence_penalty`` and ``frequency_penalty``, the latter times its count, are taken from those of the output
-4. ``temperature`` divides; at 0 the largest logit is the token, and nothing below applies
-5. ``top_k``, then ``top_p``, then ``min_p`` drop tokens; what is left is drawn from in proportion
+1. ``logit_bias`` is added; -100 forbids a token, and 100 forbids all tokens without a bias of 100
+2. ``repetition_penalty`` divides the positive logits of tokens in prompt or output, and multiplies the others
+3. ``presence_penalty``, and ``frequency_penalty`` times the count, are subtracted for tokens in the output
+4. ``temperature`` divides the logits; 0 takes the token with the largest logit and skips the rest
+5. ``top_k``, then ``top_p``, then ``min_p`` drop tokens; the token is drawn from the rest in proportion
 
-Logprobs are of ``log_softmax(logits)``, before all of this. A row that asks for any of it is computed by itself, in
-float64 on the CPU: nothing of its arithmetic may depend on which other rows there are.
+Logprobs are ``log_softmax(logits)`` of the unmodified logits. A row that needs any of this is computed alone, in
+float64 on the CPU, so that its result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from engine.scheduling.sequence import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import MAX_BIAS, SamplingParams
 
-_OFTEN_ENOUGH = (
-    1024  # of so many tokens top-p keeps no more in most steps, and to find them is much quicker than to sort
-)
+_OFTEN_ENOUGH = 1024  # top-p mostly keeps fewer tokens, and finding these is much faster than sorting all
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that decides the token at ``position`` of a request with ``seed``."""
+    """The number in [0, 1) that selects the token at ``position`` of a request with ``seed``."""
     return float(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position)) >> 11) * 2.0**-53
 
 
@@ -42,9 +40,9 @@ def sample(
     positions: Sequence[int],
     histories: Sequence[TokenHistory | None] | None = None,
 ) -> list[SampledToken]:
-    """One token per row of ``logits`` (``[rows, vocabulary]``); ``positions`` are those of the tokens to be drawn,
-    ``histories`` the tokens before them (None for rows that don't penalise; may be left out if none does)."""
-    # The first of the largest, as argmax would say, which takes four times as long on a CPU.
+    """Sample one token per row of ``logits`` (``[rows, vocabulary]``). ``positions`` are those of the new tokens.
+    ``histories`` are needed for rows with penalties (None for other rows)."""
+    # Equal to argmax, which takes four times as long on a CPU.
     tokens = [SampledToken(token_id) for token_id in logits.max(dim=-1).indices.tolist()]
     before = [None] * len(params) if histories is None else histories
     for row, (wanted, position, history) in enumerate(zip(params, positions, before, strict=True)):
@@ -54,8 +52,8 @@ def sample(
 
 
 def weights(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What the tokens are drawn in proportion to: temperature (above 0) and filters over ``scores`` (``[vocabulary]``,
-    float64). The likeliest token weighs 1, one that was dropped 0."""
+    """The weights in proportion to which tokens are drawn: temperature (above 0) and filters applied to ``scores``
+    (``[vocabulary]``, float64). The likeliest token has weight 1, a dropped token 0."""
     scaled = (scores - scores.max()) / params.temperature
     if 0 < params.top_k < scaled.shape[0]:
         scaled = _keep(scaled, scaled.topk(params.top_k).values[-1])
@@ -68,8 +66,8 @@ def weights(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def adjust(logits: torch.Tensor, params: SamplingParams, history: TokenHistory | None) -> torch.Tensor:
-    """Bias and penalties over ``logits`` (``[vocabulary]``); leaves its argument as it is. ValueError if ``params``
-    penalise and there is no history."""
+    """Apply bias and penalties to a copy of ``logits`` (``[vocabulary]``). ValueError if ``params`` penalise and
+    ``history`` is None."""
     if params.logit_bias:
         logits = _biased(logits, params.logit_bias)
     if not params.penalises:
@@ -83,7 +81,7 @@ def adjust(logits: torch.Tensor, params: SamplingParams, history: TokenHistory |
         penalty = params.repetition_penalty
         logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
     outputs = _tensor(history.output_ids)
-    counts = _tensor(history.output_counts).to(logits.dtype)  # times a Python float, integers would become float32
+    counts = _tensor(history.output_counts).to(logits.dtype)  # integers times a Python float would become float32
     logits[outputs] -= params.presence_penalty + params.frequency_penalty * counts
     return logits
 
@@ -104,14 +102,14 @@ def _draw(weighed: torch.Tensor, number: float) -> int:
     # The inverse of the distribution in vocabulary order; a token of weight 0 is never hit.
     reached = weighed.cumsum(0)
     total = reached[-1]
-    if not torch.isfinite(total):  # the model overflowed: there is nothing to draw from, but an id must be one
+    if not torch.isfinite(total):  # the model overflowed; any token will do
         return int(weighed.argmax())
     target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
     return int(torch.searchsorted(reached, target, right=True))
 
 
 def _least_of_top_p(weighed: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The smallest weight in the smallest set that has ``top_p`` of all; sorts everything only if it must."""
+    """The smallest weight in the smallest set with a share of ``top_p``. Sorts all weights only if necessary."""
     wanted = weighed.sum() * top_p
     ordered = weighed.topk(min(_OFTEN_ENOUGH, weighed.shape[0])).values
     last = int(torch.searchsorted(ordered.cumsum(0), wanted))
@@ -153,5 +151,5 @@ def _tensor(values: array[int]) -> torch.Tensor:
 
 
 def _keep(scaled: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Tokens that tie with the last one kept stay as well: a tie must not be decided by the sort."""
+    """Drop tokens below ``threshold``. Ties with it stay, so that no result depends on the sort."""
     return scaled.where(scaled >= threshold, -torch.inf)

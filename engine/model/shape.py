@@ -1,7 +1,7 @@
-"""A decoder's shape as arithmetic: parameters, weight bytes, KV bytes per token.
+"""The shape of a decoder, and its sizes: parameters, weight bytes, KV bytes per token.
 
-No torch here: the engine builds the model from this, `pdserve model-info` only counts. `engine.model.hf_config`
-reads it.
+`engine.model.hf_config` reads it, the engine builds the model from it, and `pdserve model-info` prints its sizes. Does
+not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pdserve.core.kv_layout import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """``kind`` is ``default``, ``linear`` or ``llama3``; the other fields are Hugging Face's of the same meaning."""
+    """``kind`` is ``default``, ``linear`` or ``llama3``; the other fields are as in Hugging Face's config."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -24,11 +24,12 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama-family decoder.
+    """A decoder of the Llama family.
 
-    ``qkv_bias``, ``out_bias`` and ``mlp_bias`` say which products have biases, ``qk_norm`` whether queries and keys are
-    normed per head before rope. ``windows`` has one entry per layer, or none if no layer has a sliding window: with a
-    window of w a token sees itself and the w - 1 before it, with None all before it.
+    ``qkv_bias``, ``out_bias``, ``mlp_bias``: which products have biases.
+    ``qk_norm``: queries and keys are normed per head before rope.
+    ``windows``: one entry per layer, or empty if no layer has a sliding window. With a window of w a token sees itself
+    and the w - 1 tokens before it; with None it sees all tokens before it.
     """
 
     architecture: str
@@ -61,19 +62,19 @@ class ModelShape:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """One window (None: all tokens are seen) for each layer."""
+        """The window of each layer (None: all tokens are seen)."""
         return self.windows or (None,) * self.num_layers
 
     @property
     def layer_matrices(self) -> int:
-        """Weights of one decoder layer's matrices alone: what a token is multiplied with."""
+        """Number of weights in the matrices of one layer."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (q_size + 2 * kv_size) + q_size * self.hidden_size
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one decoder layer: attention, MLP, their biases, two norms and those of queries and keys."""
+        """Number of weights of one layer: matrices, biases and norms."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         vectors = 2 * self.hidden_size
         vectors += (q_size + 2 * kv_size) * self.qkv_bias + self.hidden_size * self.out_bias
@@ -83,7 +84,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All weights; a tied head counts once."""
+        """Number of all weights; a tied head counts once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * self.layer_parameters + self.hidden_size
 
@@ -92,6 +93,6 @@ class ModelShape:
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def kv_bytes_per_token(self, dtype: str, num_kv_heads: int | None = None) -> int:
-        """Bytes of one token's K and V in all layers, as it is or with another number of KV heads."""
+        """Bytes of one token's keys and values in all layers. ``num_kv_heads`` replaces the model's own number."""
         heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
         return 2 * self.num_layers * heads * self.head_dim * DTYPE_BYTES[dtype]

@@ -1,4 +1,4 @@
-"""Where a model comes from: the embedded one, random weights of a known shape, or a Hugging Face folder. No torch."""
+"""Finds a model: the embedded one, a dummy with random weights, or a Hugging Face folder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.hf_config import shape_from_hf
 from engine.model.shape import ModelShape, RopeScaling
 from pdserve.core.errors import ModelError
 
-DUMMY_SEED = 20_240_607  # part of a dummy's identity: all workers must draw the same weights
+DUMMY_SEED = 20_240_607  # all workers must draw the same weights
 _EDGE_BYTES = 2**20
 
 
@@ -46,7 +46,7 @@ DUMMIES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that can be loaded: its ``shape``, and the ``folder`` of its weights (None: random ones)."""
+    """A model that can be loaded: its ``shape``, and the ``folder`` of its weights (None: a dummy)."""
 
     name: str
     folder: Path | None
@@ -54,17 +54,19 @@ class ModelSource:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the weights are random ones of the shape."""
+        """Whether the weights are random."""
         return self.folder is None
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files that hold the weights (none for a dummy). `ModelError` if one is missing."""
+        """The safetensors files of the weights (empty for a dummy). `ModelError` if one is missing."""
         return [] if self.folder is None else weight_files(self.folder)
 
     def model_hash(self) -> str:
-        """16 hex digits that identify the weights: xxh3-64 over the shape and, of each safetensors file, its name,
-        size, header, first and last MiB (a whole checkpoint is too long to read twice). `ModelError` on unreadable
-        files."""
+        """16 hex digits that identify the weights.
+
+        The digest (xxh3-64) covers the shape, and of each safetensors file the name, size, header, and first and last
+        MiB, because a whole checkpoint takes too long to read twice. `ModelError` if a file cannot be read.
+        """
         shape = asdict(replace(self.shape, eos_token_ids=()))
         digest = xxhash.xxh3_64(json.dumps(shape, sort_keys=True).encode())
         if self.is_dummy:
@@ -90,8 +92,8 @@ def _fingerprint(path: Path) -> Iterator[bytes]:
 
 
 def resolve_model(path: str) -> ModelSource:
-    """What ``path`` names: 'tiny' (the embedded model), 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json' or a folder
-    with ``config.json`` and safetensors. `ModelError` says what is missing or wrong."""
+    """Find the model that ``path`` names: 'tiny' (the embedded model), 'dummy:135m', 'dummy:8b',
+    'dummy:PATH/config.json', or a folder with ``config.json`` and safetensors. `ModelError` for anything else."""
     if path.startswith("dummy:"):
         kind = path.removeprefix("dummy:")
         if kind in DUMMIES:
@@ -121,7 +123,7 @@ def _tiny_folder() -> Path:
 
 
 def _with_generation_config(shape: ModelShape, folder: Path) -> ModelShape:
-    """Chat models name further end tokens in generation_config.json alone."""
+    """Add the end tokens that chat models name only in generation_config.json."""
     path = folder / "generation_config.json"
     more = _read_json(path).get("eos_token_id") if path.is_file() else None
     ids = more if isinstance(more, list) else [] if more is None else [more]

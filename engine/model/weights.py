@@ -1,4 +1,4 @@
-"""The weights of a decoder, as they are loaded: one type for all families (Llama, Mistral, Qwen)."""
+"""The weights of a decoder of any family (Llama, Mistral, Qwen)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.model.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. q, k and v are one matrix, gate and up another: one wide product instead of several. What a
-    family has not is None."""
+    """The weights of one layer. One matrix holds q, k and v, and another gate and up, for wide products. None marks
+    weights that the family does not have."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -20,15 +20,15 @@ class LayerWeights:
     post_norm: torch.Tensor  # [hidden]
     gate_up: torch.Tensor  # [2 * intermediate, hidden]
     down: torch.Tensor  # [hidden, intermediate]
-    qkv_bias: torch.Tensor | None  # each bias is as long as its matrix has rows
+    qkv_bias: torch.Tensor | None  # a bias has as many entries as its matrix has rows
     out_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None  # [2, head_dim]: the queries' weights, the keys'
+    qk_norm: torch.Tensor | None  # [2, head_dim]: weights of queries, then of keys
 
 
 class ModelWeights:
-    """All weights of a ``shape``, uninitialised; `tensors` names where each tensor of a checkpoint belongs."""
+    """Uninitialised weights of a ``shape``. Copy a checkpoint into `tensors` to load it."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
         def empty(*size: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ class ModelWeights:
         self.head = self.embedding if shape.tie_word_embeddings else empty(shape.vocab_size, hidden)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views by the names of Hugging Face checkpoints; copying into them fills the model."""
+        """Views of the weights by their names in Hugging Face checkpoints."""
         shape = self.shape
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}

@@ -1,4 +1,4 @@
-"""Puts an engine together from its spec: model, weights, pool, runner, and the limits its scheduler gets."""
+"""Builds an engine from its spec: model, weights, pool, runner, and scheduler configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CUDA_SHARE = 0.8  # of the memory that the weights leave free; the rest is for 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What the loop drives, and what it says of itself first."""
+    """The parts that the engine process needs, and the first message that it sends."""
 
     runner: ModelRunner
     scheduler_config: SchedulerConfig
@@ -39,8 +39,11 @@ class BuiltEngine:
 
 
 def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
-    """Load the model, make the pool (on CPUs in the memory file ``memory_fd``) and warm up. `ModelError` for the
-    model's faults, `ConfigError` with the dotted key for limits that do not fit model or device."""
+    """Load the model, create the pool and warm up. On CPUs the pool is in the memory file ``memory_fd``.
+
+    Raises `ModelError` for a faulty model, and `ConfigError` with the dotted key for settings that do not fit the model
+    or the device.
+    """
     started_s = time.monotonic()
     torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
@@ -65,7 +68,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
     if device.type == "cuda":
         available = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
     num_blocks = _num_blocks(spec, layout, available)
-    # Without a limit of its own an engine promises no more than its pool can hold.
+    # By default a request may be as long as the pool can hold.
     max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)
     if device.type == "cpu":
         model = LlamaDecoder(weights, max_model_len)
@@ -101,8 +104,8 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
 
 
 def _trim_heap() -> None:
-    """Give back what the unpacked weights took: under the allocator settings of an engine process glibc would keep it.
-    Other C libraries have no such call, and need none."""
+    """Return the memory of the unpacked weights to the kernel, which glibc would keep under the allocator settings of
+    an engine process. Other C libraries have no such call and need none."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -112,19 +115,19 @@ def _device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("cluster.device: cuda was asked for, but torch sees no GPU in the engine process")
+        raise ConfigError("cluster.device: cuda is set, but torch finds no GPU in the engine process")
     return torch.device("cuda", 0)
 
 
 def _cuda_runner(spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_model_len: int) -> ModelRunner:
-    """The runner of a GPU, warm and with its graphs recorded. `ConfigError` if Triton is missing."""
-    try:  # only here: engines on CPUs do without Triton
+    """The runner of a GPU, warmed up, with its graphs recorded. `ConfigError` if Triton is missing."""
+    try:  # imported here because engines on CPUs do without Triton
         from engine.kernels.cuda_attention import CUDAAttention
         from engine.kernels.cuda_graphs import DecodeGraphs
-        from engine.kernels.cuda_layer import CUDA_FORM
+        from engine.kernels.cuda_layer import CUDALayer
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
-    model = LlamaDecoder(weights, max_model_len, CUDA_FORM)
+    model = LlamaDecoder(weights, max_model_len, CUDALayer)
     attention = CUDAAttention(pool, model.shape.num_heads)
     graphs = None
     if spec.cuda_graphs:
@@ -139,7 +142,7 @@ def _cuda_runner(spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_mode
 def _check_context(spec: EngineSpec, shape: ModelShape) -> None:
     if spec.max_model_len is not None and spec.max_model_len > shape.max_position_embeddings:
         raise ConfigError(
-            f"engine.max_model_len: {spec.max_model_len} is more than the model's context of "
+            f"engine.max_model_len: {spec.max_model_len} exceeds the model's context of "
             f"{shape.max_position_embeddings} tokens"
         )
 
@@ -150,7 +153,7 @@ def _num_blocks(spec: EngineSpec, layout: KVLayout, default_bytes: int) -> int:
     available = default_bytes if spec.kv_memory_bytes is None else spec.kv_memory_bytes
     if available < layout.block_bytes:
         raise ConfigError(
-            f"engine.kv_memory_mb: {available / 2**20:.1f} MiB hold no block of {layout.block_size} tokens, which is "
-            f"{layout.block_bytes / 2**20:.1f} MiB"
+            f"engine.kv_memory_mb: {available / 2**20:.1f} MiB are less than one block of {layout.block_size} tokens, "
+            f"which takes {layout.block_bytes / 2**20:.1f} MiB"
         )
     return available // layout.block_bytes

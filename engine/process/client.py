@@ -1,4 +1,4 @@
-"""A worker process's side of its engine process: starts it, speaks with it, ends it. No torch here."""
+"""The worker's side of an engine process: starts it, exchanges messages with it, ends it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Generic
 
-from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ready, Shutdown, encode
+from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, Shutdown, encode
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core import memory_file
 from pdserve.core.errors import LaunchError, from_wire
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 2**20
-_EXIT_S = 1.0  # from the end of its pipe to the end of the process
+_EXIT_S = 1.0  # the longest time between the end of the pipe and the end of the process
 
-# glibc gives big tensors back to the kernel after each use otherwise, and every step pays for fresh pages.
+# Otherwise glibc returns large tensors to the kernel after each use, and every step pays for new pages.
 ALLOCATOR_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -32,34 +33,37 @@ ALLOCATOR_SETTINGS = {
 class EngineClient:
     """One engine process, from `start` to `stop`. Belongs to the event loop that started it.
 
-    The engine ends with the thread that called `start` (the kernel kills it then), so that thread must be one that
-    lives as long as the engine shall. ``module`` is what the process runs.
+    The kernel kills the engine when the thread that called `start` ends, so this thread must live as long as the
+    engine. ``module`` is the module that the process runs.
     """
 
     def __init__(self, module: str = ENGINE_MODULE) -> None:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._commands_fd = self._events_fd = self._kv_events_fd = self._memory_fd = -1
+        self._commands_fd = self._kv_events_fd = self._memory_fd = -1
         self._unsent = bytearray()
         self._sending = threading.Lock()
-        self._frames: FrameReader[EngineEvent] = FrameReader(EngineEvent)  # type: ignore[arg-type]  # a union
+        self._reader: EventReader[EngineEvent] | None = None
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
 
     @property
     def pid(self) -> int:
-        """The engine's process id; AssertionError before `start`."""
+        """Process id of the engine; AssertionError before `start`."""
         assert self._process is not None, "the engine was not started"
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs, then its exit status (negative: the signal that ended it)."""
+        """Exit status of the engine (negative: the signal that ended it), or None while it runs."""
         return None if self._process is None else self._process.poll()
 
     async def start(self, spec: EngineSpec, timeout_s: float) -> Ready:
-        """Spawn the engine and wait until it is ready. Raises what it failed with (`ModelError`, `ConfigError`, …),
-        or `LaunchError` if it dies or takes longer than ``timeout_s``; nothing is left behind then."""
+        """Spawn the engine and wait until it is ready.
+
+        Raises the engine's own error (`ModelError`, `ConfigError`, …), or `LaunchError` if it dies or takes longer than
+        ``timeout_s``. The process has ended then.
+        """
         try:
             self._spawn(spec)
             first = await asyncio.wait_for(self._events.get(), timeout_s)
@@ -79,15 +83,16 @@ class EngineClient:
     def _spawn(self, spec: EngineSpec) -> None:
         self._loop = asyncio.get_running_loop()
         commands_read, self._commands_fd = os.pipe()
-        self._events_fd, events_write = os.pipe()
+        events_read, events_write = os.pipe()
+        self._reader = EventReader(events_read, EngineEvent)  # type: ignore[arg-type]  # a union
         self._kv_events_fd, kv_events_write = os.pipe()
         self._memory_fd = memory_file.create("pdserve-kv")
         inherited = (commands_read, events_write, kv_events_write, self._memory_fd)
         try:
-            for fd in (self._commands_fd, self._events_fd, self._kv_events_fd):
+            for fd in (self._commands_fd, events_read, self._kv_events_fd):
                 _enlarge(fd)
                 os.set_blocking(fd, False)
-            # -P: a folder named like one of ours in the current directory must not be imported.
+            # -P: do not import folders of the current directory that have the name of one of our packages.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module, spec.to_json(), *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
@@ -97,13 +102,13 @@ class EngineClient:
         finally:
             for fd in (commands_read, events_write, kv_events_write):
                 os.close(fd)
-        self._loop.add_reader(self._events_fd, self._on_readable)
+        self._reader.follow(self._events.put_nowait, on_end=lambda: self._events.put_nowait(None))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, command: Command) -> None:
-        """Hand a command to the engine, from any thread; never blocks (what the pipe does not take at once waits here).
-        Ignored before `start` and once the engine is gone, which `events` tells."""
+        """Send a command to the engine, from any thread. Never blocks: what does not fit into the pipe is sent later.
+        Ignored before `start` and after the end of the engine (see `events`)."""
         if self._loop is None:
             return
         frame = encode(command)
@@ -112,11 +117,11 @@ class EngineClient:
             self._unsent += frame
             if waiting or self._write():
                 return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the engine
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the engine
             self._loop.call_soon_threadsafe(self._flush)
 
     def _write(self) -> bool:
-        """Whether all that waits is written (or nobody reads it any more). Holds the lock."""
+        """Write what fits into the pipe, with the lock held. True if nothing is left or the engine is gone."""
         try:
             while self._unsent and self._commands_fd >= 0:
                 del self._unsent[: os.write(self._commands_fd, self._unsent)]
@@ -138,39 +143,31 @@ class EngineClient:
                 self._loop.add_writer(self._commands_fd, self._flush)
 
     async def events(self) -> AsyncIterator[EngineEvent]:
-        """What the engine says after `Ready`, in order, for one reader. Ends when the engine is gone; `returncode` says
-        how it went."""
+        """The engine's events after `Ready`, in order, for one reader. Ends when the engine is gone; `returncode` is
+        set then."""
         while (event := await self._events.get()) is not None:
             yield event
         self._events.put_nowait(None)
         await self._gone_within(_EXIT_S)
 
-    def _on_readable(self) -> None:
-        try:
-            data = os.read(self._events_fd, _PIPE_BYTES)
-        except BlockingIOError:
-            return
-        for message in self._frames.feed(data):
-            self._events.put_nowait(message)
-        if not data:
-            self._close_events()
-
-    def take_kv_events(self) -> KVEventReader:
-        """The reader of KV events, which is the caller's from now on; AssertionError the second time."""
-        assert self._kv_events_fd >= 0, "the engine was not started, or another reads its KV events"
+    def take_kv_events(self) -> EventReader[KVEvent]:
+        """Hand the reader of KV events over to the caller. AssertionError on a second call."""
+        assert self._kv_events_fd >= 0, "the engine was not started, or its KV events have a reader already"
         fd, self._kv_events_fd = self._kv_events_fd, -1
-        return KVEventReader(fd)
+        return EventReader(fd, KVEvent)  # type: ignore[arg-type]  # a union
 
     @property
     def memory_fd(self) -> int:
-        """The memory file that the engine's pool lies in, if it is on the host; it stays this client's."""
+        """The memory file of the engine's pool, if the pool is in host memory. This client closes it."""
         return self._memory_fd
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- stop --------------------------------------------------------------------------------------------------------
 
     async def stop(self, timeout_s: float) -> None:
-        """End the engine: asked for ``timeout_s``, then killed. It is reaped and all descriptors are closed after this;
-        stopping twice is fine. Mappings of the pool stay valid until they are closed."""
+        """Ask the engine to end, kill it after ``timeout_s``, reap it, and close all descriptors.
+
+        May be called twice. Mappings of the pool stay valid until they are closed.
+        """
         self.send(Shutdown())
         try:
             if not await self._gone_within(timeout_s) and self._process is not None:
@@ -179,9 +176,10 @@ class EngineClient:
         finally:
             if self._process is not None and self._process.poll() is None:
                 self._process.kill()
-                self._process.wait()  # for the kernel alone
+                self._process.wait()  # the kernel ends it at once
             self._close_commands()
-            self._close_events()
+            if self._reader is not None:
+                self._reader.close()
             for fd in (self._kv_events_fd, self._memory_fd):
                 if fd >= 0:
                     os.close(fd)
@@ -200,7 +198,7 @@ class EngineClient:
         finally:
             loop.remove_reader(pid_fd)
             os.close(pid_fd)
-        self._process.wait()  # it has ended: this only reaps it
+        self._process.wait()  # it has ended; this reaps it
         return True
 
     def _close_commands(self) -> None:
@@ -212,29 +210,25 @@ class EngineClient:
                 os.close(self._commands_fd)
                 self._commands_fd = -1
 
-    def _close_events(self) -> None:
-        if self._events_fd >= 0:
-            if self._loop is not None:
-                self._loop.remove_reader(self._events_fd)
-            os.close(self._events_fd)
-            self._events_fd = -1
-            self._events.put_nowait(None)
 
+class EventReader(Generic[M]):
+    """Reads the events of one pipe, whose descriptor it owns, on the event loop that calls `follow`. ``kinds`` is the
+    union of the events."""
 
-class KVEventReader:
-    """The engine's KV events, read on an event loop other than the `EngineClient`'s."""
-
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, kinds: type[M]) -> None:
         self._fd = fd
-        self._frames: FrameReader[KVEvent] = FrameReader(KVEvent)  # type: ignore[arg-type]  # a union
+        self._frames = FrameReader(kinds)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_end: Callable[[], None] | None = None
 
-    def follow(self, on_event: Callable[[KVEvent], None]) -> None:
-        """Call ``on_event`` for each event, in order, on the running loop, until `close` or the engine's end."""
+    def follow(self, on_event: Callable[[M], None], on_end: Callable[[], None] | None = None) -> None:
+        """Call ``on_event`` for each event, in order, on the running loop, until `close` or the end of the engine.
+        Then call ``on_end``."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._on_readable, on_event)
+        self._on_end = on_end
 
-    def _on_readable(self, on_event: Callable[[KVEvent], None]) -> None:
+    def _on_readable(self, on_event: Callable[[M], None]) -> None:
         try:
             data = os.read(self._fd, _PIPE_BYTES)
         except BlockingIOError:
@@ -245,16 +239,18 @@ class KVEventReader:
             self.close()
 
     def close(self) -> None:
-        """Read no more; on the loop that follows. Closing twice is fine."""
+        """Stop reading. Call it on the loop of `follow`; a second call has no effect."""
         if self._fd >= 0:
             if self._loop is not None:
                 self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
+            if self._on_end is not None:
+                self._on_end()
 
 
 def _enlarge(fd: int) -> None:
-    with contextlib.suppress(OSError):  # over the user's quota for pipes: the default size works too
+    with contextlib.suppress(OSError):  # the user's quota for pipes is used up; the default size works too
         fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 

@@ -1,8 +1,7 @@
 """The engine process: ``python -m engine.process.loop SPEC COMMANDS_FD EVENTS_FD KV_EVENTS_FD MEMORY_FD``.
 
-It owns a device and does nothing but step: one thread, no sockets, no event loop. Commands come in over one pipe and
-events leave by two others (`engine.messages`); what lies between is `engine.core.EngineCore`. It ends on `Shutdown`,
-when the command pipe closes, and when its parent dies, however that dies.
+Its one thread runs the steps of an `engine.core.EngineCore` and moves messages (`engine.messages`) between it and three
+pipes. It ends on `Shutdown`, when the command pipe closes, and when its parent dies.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MakeCore = Callable[[Scheduler, Runner, Clock, Outbox], EngineCore]
 
 
 class ParentGone(Exception):
-    """The worker process closed its end of a pipe, or died: nobody is left to work for."""
+    """The worker process closed its end of a pipe, or died."""
 
 
 class WorkerPipe:
@@ -49,7 +48,7 @@ class WorkerPipe:
         os.set_blocking(commands_fd, False)
 
     def receive(self, wait: bool) -> list[Command]:
-        """The commands that are there; with ``wait``, sleep until there is one. `ParentGone` at the pipe's end."""
+        """Return the commands that have arrived; with ``wait``, at least one. `ParentGone` at the end of the pipe."""
         commands: list[Command] = []
         while True:
             if not self._poll.poll(None if wait and not commands else 0):
@@ -60,11 +59,11 @@ class WorkerPipe:
             commands += self._frames.feed(data)
 
     def send(self, *events: EngineEvent) -> None:
-        """Write events; blocks while the pipe is full. `ParentGone` if nobody reads it any more."""
+        """Send events to the control loop. Blocks while the pipe is full. `ParentGone` if it is closed."""
         self._write(self._events_fd, events)
 
     def send_kv(self, *events: KVEvent) -> None:
-        """The same for KV events."""
+        """Send events to the KV thread. Blocks while the pipe is full. `ParentGone` if it is closed."""
         self._write(self._kv_events_fd, events)
 
     @staticmethod
@@ -78,7 +77,7 @@ class WorkerPipe:
 
 
 def serve(pipe: WorkerPipe, core: EngineCore) -> None:
-    """Alternate commands and steps until `Shutdown` comes; `ParentGone` when the pipe closes."""
+    """Alternate commands and steps until `Shutdown`. `ParentGone` when the pipe closes."""
     busy = False
     while True:
         for command in pipe.receive(wait=not busy):
@@ -92,8 +91,8 @@ def serve(pipe: WorkerPipe, core: EngineCore) -> None:
 
 
 def main(make_core: MakeCore = EngineCore) -> NoReturn:
-    """The whole process around the core that ``make_core`` makes. Exits with 0 when told to end, 1 after `Failed`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what ends
+    """Run the engine process around the core that ``make_core`` returns. Exits with 0, or with 1 after `Failed`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when the engine ends
     end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec_json, commands_fd, events_fd, kv_events_fd, memory_fd = sys.argv[1:]
@@ -103,7 +102,7 @@ def main(make_core: MakeCore = EngineCore) -> NoReturn:
         _run(pipe, EngineSpec.from_json(spec_json), int(memory_fd), make_core)
     except ParentGone:
         pass
-    except Exception as error:  # whatever it was, the worker has to hear of it
+    except Exception as error:  # the worker needs to know of any error
         kind, message = to_wire(error)
         with contextlib.suppress(ParentGone):
             pipe.send(Failed(kind, " ".join(message.split())[:_MAX_MESSAGE_CHARS]))
@@ -111,7 +110,7 @@ def main(make_core: MakeCore = EngineCore) -> NoReturn:
             raise
         status = 1
     logging.shutdown()
-    # Without the interpreter's own end: taking torch's modules apart costs 0.3 s and frees only what the kernel frees.
+    # Skips the interpreter's clean-up, which takes 0.3 s with torch and frees only what the kernel frees anyway.
     os._exit(status)
 
 
@@ -121,7 +120,7 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
             os.sched_setaffinity(0, spec.cores)
         except OSError as error:
             raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
-    from engine.process.build import build_engine  # torch counts its cores when it is imported
+    from engine.process.build import build_engine  # after binding: torch counts the cores when it is imported
 
     built = build_engine(spec, memory_fd)
     clock = MonotonicClock()

@@ -1,10 +1,14 @@
-"""Schedulers to compare the serving one with: static batches, and prompts that are never cut."""
+"""Baseline schedulers for experiments: static batches, prompts that are never cut, and contiguous reservation."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Literal
 
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from engine.scheduling.sequence import Sequence
@@ -12,30 +16,30 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError
 
 ChunkTokens = int | Literal["off"] | None
-"""The option ``engine.chunk_tokens``: how much of one prompt a step may compute. None: as much as the budget has left,
-a number: at most so many tokens, ``off``: all of it or nothing."""
+"""The option ``engine.chunk_tokens``: how many tokens of one prompt a step may compute. None: as many as the budget has
+left; ``off``: the whole prompt or nothing."""
 
 
 class StaticBatching(Scheduler):
-    """Admits a batch when no request of the last one runs, and as a whole, even if a step cannot compute all of it.
+    """Admits a whole batch when no request of the last batch runs, even if one step cannot compute all of it.
 
-    Nothing joins a batch. A request whose KV comes from elsewhere meanwhile stands by with its blocks. It ranks
-    below the whole batch, and is in the next one, or in the one after if that has ``max_num_seqs`` requests already. A
-    preempted request leaves its batch. So nothing outranks the batch, it only shrinks, and it ends.
+    No request joins a running batch. A request whose KV arrives meanwhile waits with its blocks. It ranks below the
+    batch and is part of the next one that has fewer than ``max_num_seqs`` requests. A preempted request leaves its
+    batch. So every batch only shrinks, and ends.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
         super().__init__(config, clock, connector)
-        self._members: set[Sequence] = set()  # of the batch, those that are over included
+        self._members: set[Sequence] = set()  # of the batch, including requests that have finished
 
     def schedule(self) -> SchedulerOutput:
-        """The next step of the batch, or the first of a new one."""
+        """Return the next step of the batch, or the first step of a new batch."""
         if not self._runs():
             self._form_batch()
         return super().schedule()
 
     def _runs(self) -> bool:
-        """Whether any request of the batch does."""
+        """Whether any request of the batch runs."""
         return any(seq in self._members for seq in self._running)
 
     def _form_batch(self) -> None:
@@ -49,7 +53,7 @@ class StaticBatching(Scheduler):
             self._start(head)
 
     def _batch(self) -> list[Sequence]:
-        """What runs of the batch, else those that stand by for the next."""
+        """The running requests of the batch, or of the next batch if there are none."""
         return [seq for seq in self._running if seq in self._members] or self._running[: self.config.max_num_seqs]
 
     def _join(self, seq: Sequence) -> None:
@@ -60,15 +64,15 @@ class StaticBatching(Scheduler):
 
 
 class WholePrompts(Scheduler):
-    """Never cuts a prompt. One that has no room beside the decodes gets a step of its own, whatever the budget, but at
-    most every second step: so both prompts and decodes advance."""
+    """Never cuts a prompt. A prompt that does not fit beside the decodes gets a step of its own, whatever the budget.
+    At most every second step is such a step, so that prompts and decodes both advance."""
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
         super().__init__(config, clock, connector)
-        self._last_was_alone = False  # the last step was a long prompt's own
+        self._last_was_alone = False  # the last step computed one long prompt only
 
     def schedule(self) -> SchedulerOutput:
-        """The next step, which may be that of a single long prompt."""
+        """Return the next step, which may compute a single long prompt."""
         started_s = self._begin_step()
         long = None if self._last_was_alone else self._too_long()
         if long is None:
@@ -86,7 +90,7 @@ class WholePrompts(Scheduler):
         return 0 if seq.computes_prompt else num_tokens
 
     def _too_long(self) -> Sequence | None:
-        """The prompt whose turn it is, if it has no room beside the decodes."""
+        """The next prompt, if it does not fit beside the decodes."""
         batch = self._batch()
         seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1 and seq.computes_prompt), None)
         if seq is not None:
@@ -99,7 +103,76 @@ class WholePrompts(Scheduler):
 
 
 class StaticWholePrompts(StaticBatching, WholePrompts):
-    """Static batches of prompts that are never cut."""
+    """Static batches of whole prompts."""
+
+
+class ContiguousBlocks(BlockManager):
+    """Blocks that are reserved as runs of successive numbers, as memory without paging has to be."""
+
+    def first_run(self, num_blocks: int) -> int | None:
+        """The first block of the lowest run of ``num_blocks`` free ones; None if there is none."""
+        return next((first for first, length in self._runs() if length >= num_blocks), None)
+
+    @property
+    def longest_run(self) -> int:
+        """Blocks of the longest run of free ones."""
+        return max((length for _, length in self._runs()), default=0)
+
+    def reserve(self, owner: Hashable, num_blocks: int) -> bool:
+        """Give the new ``owner`` a run of blocks. False, with nothing changed, if there is none that long."""
+        first = self.first_run(num_blocks)
+        if first is None:
+            return False
+        run = range(first, first + num_blocks)
+        self._free = [block for block in self._free if block not in run]
+        heapq.heapify(self._free)
+        self._owned[owner] = list(run)
+        for block in run:
+            self._owners[block] = 1
+        return True
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """The runs of free blocks, in order: first block and length."""
+        runs: list[tuple[int, int]] = []
+        for block in sorted(self._free):
+            if runs and sum(runs[-1]) == block:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((block, 1))
+        return runs
+
+
+class ContiguousReservation(Scheduler):
+    """Reserves the memory of a request's longest possible output when it admits the request, in one run of blocks: its
+    prompt and ``max_tokens``, or with ``whole_context`` as much as the longest request of the engine may have. So a
+    request never grows and is never preempted; what it does not use stays empty until it ends. There is no prefix
+    cache, because runs cannot share blocks. No option of the service selects it."""
+
+    blocks: ContiguousBlocks
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Clock,
+        connector: KVConnector | None = None,
+        *,
+        whole_context: bool = False,
+    ) -> None:
+        super().__init__(replace(config, prefix_caching=False), clock, connector)
+        self.blocks = ContiguousBlocks(config.num_blocks, config.block_size)
+        self._whole_context = whole_context
+
+    def _fits(self, seq: Sequence) -> bool:
+        return self.blocks.first_run(self._reservation(seq)) is not None
+
+    def _admit(self, head: Sequence) -> None:
+        self.blocks.reserve(head.arrival, self._reservation(head))
+        super()._admit(head)
+
+    def _reservation(self, seq: Sequence) -> int:
+        """How many blocks ``seq`` gets."""
+        tokens = self.config.max_model_len if self._whole_context else seq.num_prompt_tokens + seq.max_tokens
+        return min(self.blocks.blocks_for(tokens), self.config.num_blocks)
 
 
 def scheduler_class(batching: str, chunk_tokens: ChunkTokens) -> type[Scheduler]:

@@ -1,5 +1,4 @@
-"""What the scheduler hands to the runner for one step, `{request: tokens to compute}` flattened to plain values, what
-it gets back, `{request: tokens sampled}`, and what it makes of it."""
+"""The interface between scheduler and runner: the parts of a step, and the tokens that it samples."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from pdserve.core.sampling import SamplingParams
 class ScheduledSeq:
     """One request's part of a step.
 
-    ``token_ids`` are the tokens to compute now, at positions ``start`` to ``start + len(token_ids) - 1``; the KV of
-    the first ``start`` tokens is in the pool. ``block_ids`` is the block table and covers all of them. ``history`` is
-    there if ``params`` penalise; it is the request's own and covers all its tokens, so it must be read before the
-    step's results are taken in.
+    ``token_ids`` are the tokens to compute, at positions ``start`` to ``start + len(token_ids) - 1``. The KV of the
+    first ``start`` tokens is in the pool. ``block_ids`` is the block table, which covers all of these tokens. With
+    ``sample``, the step samples the request's next token from the logits after the last token.
 
-    If ``sample``, the step gives the request's next token, from the logits after the last of ``token_ids``. The last
-    ``num_drafts`` of them may be drafts: guesses of what comes next. Then the step gives those drafts, from the first,
-    that are what it would have given itself, and one more token after them.
+    The last ``num_drafts`` of ``token_ids`` may be drafts: guesses of the tokens that come next. Then the step gives
+    the drafts that it would have sampled itself, up to the first that differs, and one more token.
+
+    ``history`` is set if ``params`` penalise. It is the request's own object, so read it before `Scheduler.update`.
     """
 
     attempt_id: str
@@ -37,13 +36,14 @@ class ScheduledSeq:
 
     @property
     def end(self) -> int:
-        """How many tokens have their KV in the pool after the step, drafts included."""
+        """Tokens whose KV is in the pool after the step, including drafts."""
         return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerHook:
-    """``done(n)`` is to be called within a step once the first n layers' KV is in the pool, for each n of ``after``."""
+    """A callback within a step: call ``done(n)`` when the KV of the first n layers is in the pool, for each n in
+    ``after``."""
 
     after: frozenset[int]
     done: Callable[[int], None]
@@ -51,8 +51,8 @@ class LayerHook:
 
 @dataclass(slots=True)
 class StepResult:
-    """The tokens that one step sampled. Times are seconds of the scheduler's clock: ``sampled_s`` when the tokens were
-    known, ``started_s`` when the step was scheduled."""
+    """The tokens of one step. ``started_s`` and ``sampled_s`` are when the step was scheduled and when its tokens were
+    known, in seconds of the scheduler's clock."""
 
     sampled_s: float
     started_s: float
@@ -61,8 +61,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One token a step made for a request, with its logprobs if they were asked for. A step may make several per
-    request, in order."""
+    """A token that a step sampled for a request, with its logprobs if the request asked for them. A step may sample
+    several tokens of a request, in order."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -1,4 +1,4 @@
-"""Who owns which block of the KV pool. Pure bookkeeping: it never touches the memory itself."""
+"""Assigns the blocks of the KV pool to owners. It only keeps books and never touches the memory."""
 
 from __future__ import annotations
 
@@ -9,54 +9,51 @@ from engine.scheduling.prefix_cache import PrefixCache
 
 
 class BlockManager:
-    """Owns ``num_blocks`` blocks of ``block_size`` tokens each; a block is free, or has one owner, or several that
-    share its content.
+    """Manages ``num_blocks`` blocks of ``block_size`` tokens. A block is free, or has one owner, or has several owners
+    that share its content.
 
-    Owners are any hashable keys. Pressure is an answer (False), never an exception. Blocks with the lowest numbers are
-    handed out first, so that the live ones stay in a dense span at the pool's beginning; free ones whose content can
-    still be found only when there are no others, least recently used first.
+    Owners are any hashable keys. Free blocks with the lowest numbers are allocated first, so that used blocks stay
+    dense at the beginning of the pool. Free blocks that the prefix cache can find are allocated last, the least
+    recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """ValueError unless both are at least 1."""
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs at least one block of one token, got {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks))  # ascending, hence a heap already
         self._owned: dict[Hashable, list[int]] = {}
-        self._owners = [0] * num_blocks  # how many each block has
+        self._owners = [0] * num_blocks  # number of owners of each block
         self._cache = PrefixCache()
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks nobody owns, those with findable content included."""
+        """Number of blocks without an owner, including those that `find` can find."""
         return len(self._free) + self._cache.num_idle
 
     @property
     def cached_blocks(self) -> int:
-        """How many blocks `find` can find, owned ones included."""
+        """Number of blocks that `find` can find, including owned blocks."""
         return len(self._cache)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens occupy (the last may be partly filled)."""
+        """Number of blocks that ``num_tokens`` tokens need; the last may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the longest run of ``digests`` from the first. They may be evicted until `allocate`
-        shares them."""
+        """Return the blocks of the longest run of ``digests``, from the first, that are cached. They may be evicted
+        until `allocate` shares them."""
         return self._cache.find(digests)
 
     def cost(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
-        """How many free blocks `allocate` would take for a new owner."""
+        """Number of free blocks that `allocate` takes for a new owner."""
         return self.blocks_for(num_tokens) - sum(self._owners[block] > 0 for block in shared)
 
     def allocate(self, owner: Hashable, num_tokens: int, shared: Sequence[int] = ()) -> bool:
-        """Grow ``owner``'s blocks until they cover its first ``num_tokens`` tokens; never shrinks them.
+        """Grow the blocks of ``owner`` until they cover ``num_tokens`` tokens. Never shrinks them.
 
-        ``shared`` (found just before, no more than are needed) become the first blocks of a new owner; it must not
-        write to them. All or nothing: False, with nothing changed, if too few blocks are free. ValueError for an
-        ``owner`` that is not new and shares.
+        ``shared``, the result of a `find` just before, become the first blocks of a new owner, which must not write to
+        them. Returns False and changes nothing if too few blocks are free. ValueError if ``owner`` has blocks and
+        ``shared`` is not empty.
         """
         blocks = self._owned.get(owner)
         if blocks and shared:
@@ -68,7 +65,7 @@ class BlockManager:
             return True
         if blocks is None:
             blocks = self._owned[owner] = []
-        for block in shared:  # first of all, so that none of them is evicted for the others
+        for block in shared:  # before the others, so that none of them is evicted
             if not self._owners[block]:
                 self._cache.revive(block)
             self._owners[block] += 1
@@ -80,59 +77,29 @@ class BlockManager:
         return True
 
     def blocks(self, owner: Hashable) -> list[int]:
-        """``owner``'s blocks in the order of its tokens: the live list, which `allocate` extends in place. An owner of
-        nothing gets an empty list that stays empty."""
+        """Return the block table of ``owner``: the live list, which `allocate` extends in place. For an unknown owner
+        it is a new empty list."""
         return self._owned.get(owner, [])
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `find` know an owned block whose content is complete and right; it must never change from now on. No
-        effect if another block is known by ``digest``."""
+        """Make an owned block findable. Its content must be complete and must not change any more. No effect if
+        another block has the same ``digest``."""
         self._cache.publish(block, digest)
 
     def free(self, owner: Hashable) -> int:
-        """Take all blocks of ``owner`` back and tell how many they were (0 if it owns none). Those that others share
-        stay theirs; findable ones are kept as long as there is no better use for them."""
+        """Take all blocks from ``owner`` and return their number (0 if it has none). Shared blocks stay with their
+        other owners; findable blocks stay cached until they are needed."""
         blocks = self._owned.pop(owner, [])
-        for block in reversed(blocks):  # of a chain the end goes first: nothing finds it without its beginning
+        for block in reversed(blocks):  # the end of a chain is evicted first: it cannot be found without its beginning
             self._owners[block] -= 1
             if not self._owners[block] and not self._cache.retire(block):
                 heapq.heappush(self._free, block)
         return len(blocks)
 
     def owned_only_by(self, owners: Sequence[Hashable]) -> bool:
-        """Whether some block would be free if all of ``owners`` gave theirs back."""
+        """Whether `free` for all of ``owners`` would free at least one block."""
         counts: dict[int, int] = {}
         for owner in owners:
             for block in self.blocks(owner):
                 counts[block] = counts.get(block, 0) + 1
         return any(self._owners[block] == count for block, count in counts.items())
-
-    def check_integrity(self) -> None:
-        """AssertionError unless every block of the pool is free, kept for its content, or owned by as many owners as it
-        is said to have, by none of them twice; and only findable blocks are shared."""
-        self._cache.check_integrity()
-        seen: dict[int, str] = {}
-        for holder, kept in (("the free list", self._free), ("the prefix cache", list(self._cache.idle))):
-            for block in kept:
-                self._check_holder(block, holder, seen)
-                seen[block] = holder
-        owners = [0] * self.num_blocks
-        for owner, blocks in self._owned.items():
-            holder = f"owner {owner!r}"
-            for block in blocks:
-                if not self._cache.knows(block) or seen.get(block) in ("the free list", "the prefix cache", holder):
-                    self._check_holder(block, holder, seen)
-                seen[block] = holder
-                owners[block] += 1
-        if len(seen) != self.num_blocks:
-            lost = sorted(set(range(self.num_blocks)) - set(seen))
-            raise AssertionError(f"blocks {lost} are neither free nor owned")
-        if owners != self._owners:
-            wrong = [block for block in range(self.num_blocks) if owners[block] != self._owners[block]]
-            raise AssertionError(f"blocks {wrong} have another number of owners than was counted")
-
-    def _check_holder(self, block: int, holder: str, seen: dict[int, str]) -> None:
-        if block in seen:
-            raise AssertionError(f"block {block} belongs to {seen[block]} and to {holder}")
-        if not 0 <= block < self.num_blocks:
-            raise AssertionError(f"{holder} has block {block}, the pool ends at {self.num_blocks - 1}")

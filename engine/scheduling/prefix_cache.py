@@ -1,8 +1,8 @@
-"""Which blocks hold the KV of which tokens: found by a digest of everything up to the block's end.
+"""The prefix cache: finds KV blocks by a digest of all tokens up to the end of the block.
 
-The KV of a token depends on all tokens before it, so a block is named by a chain: the digest of a full block covers the
-digest of the block before it and its own token ids; the first block's parent is made from the request's salt. Equal
-digests mean equal salts and equal tokens from the prompt's first to the block's last.
+The KV of a token depends on all tokens before it, so digests form a chain: the digest of a full block covers the digest
+of the block before it and its own token ids. The chain starts with the request's salt. Equal digests mean equal salts
+and equal tokens from the first to the last of the block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 
 
 class PrefixDigests:
-    """The digests of one request's full blocks, made as they are asked for. Its tokens only ever grow."""
+    """Digests of one request's full blocks, computed when they are needed."""
 
     def __init__(self, salt: str, block_size: int) -> None:
         self._block_size = block_size
@@ -22,7 +22,8 @@ class PrefixDigests:
         self._digests: list[bytes] = []
 
     def first(self, num_blocks: int, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """The digests of the first ``num_blocks`` blocks, which ``token_ids`` must fill."""
+        """Return the digests of the first ``num_blocks`` blocks, which ``token_ids`` must fill. Between calls,
+        ``token_ids`` may only grow."""
         size, digests = self._block_size, self._digests
         while len(digests) < num_blocks:
             start = len(digests) * size
@@ -33,10 +34,10 @@ class PrefixDigests:
 
 
 class PrefixCache:
-    """Blocks that can be found by their content, and in which order those that nobody owns are given up.
+    """Maps digests to block numbers, and evicts the least recently used block without an owner.
 
-    It knows blocks by number only; who owns them is the block manager's. A block is findable from `publish` until
-    `evict`, and idle between `retire` and `revive` or `evict`.
+    A block is findable from `publish` until `evict`, and idle (findable without an owner) from `retire` until `revive`
+    or `evict`. The block manager decides who owns it.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class PrefixCache:
         self._idle: dict[int, None] = {}  # least recently used first
 
     def __len__(self) -> int:
-        """How many blocks are findable."""
+        """Number of findable blocks."""
         return len(self._by_digest)
 
     def knows(self, block: int) -> bool:
@@ -53,17 +54,12 @@ class PrefixCache:
         return block in self._digest_of
 
     @property
-    def idle(self) -> Iterable[int]:
-        """Findable blocks that nobody owns, in the order in which they will be given up."""
-        return self._idle.keys()
-
-    @property
     def num_idle(self) -> int:
-        """How many those are."""
+        """Number of findable blocks without an owner."""
         return len(self._idle)
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of ``digests``, from the first, that are findable."""
+        """Return the blocks of the longest run of ``digests``, from the first, that are findable."""
         found: list[int] = []
         for digest in digests:
             block = self._by_digest.get(digest)
@@ -73,34 +69,27 @@ class PrefixCache:
         return found
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Make an owned block findable. A copy of what is findable already stays unknown."""
+        """Make an owned block findable, unless another block with this digest is."""
         if digest not in self._by_digest and block not in self._digest_of:
             self._by_digest[digest] = block
             self._digest_of[block] = digest
 
     def retire(self, block: int) -> bool:
-        """Nobody owns ``block`` any more; False: it is not findable, and hence plainly free."""
+        """Note that ``block`` has lost its last owner. Returns False if it is not findable, and therefore free."""
         if block not in self._digest_of:
             return False
         self._idle[block] = None
         return True
 
     def revive(self, block: int) -> None:
-        """Somebody owns the idle ``block`` again."""
+        """Note that the idle ``block`` has an owner again."""
         del self._idle[block]
 
     def evict(self) -> int:
-        """Forget the idle block that was used least recently; KeyError if none is idle."""
+        """Forget the least recently used idle block and return it. KeyError if no block is idle."""
         block = next(iter(self._idle), None)
         if block is None:
             raise KeyError("no block is idle")
         del self._idle[block]
         del self._by_digest[self._digest_of.pop(block)]
         return block
-
-    def check_integrity(self) -> None:
-        """AssertionError unless digests and blocks match one to one, and all idle blocks are findable."""
-        if {block: digest for digest, block in self._by_digest.items()} != self._digest_of:
-            raise AssertionError("digests and blocks do not match")
-        if unknown := sorted(set(self._idle) - set(self._digest_of)):
-            raise AssertionError(f"blocks {unknown} are kept, but cannot be found")

@@ -1,7 +1,7 @@
-"""Who computes how many tokens in the next step, and who owns the blocks for it.
+"""Decides how many tokens of which requests the next step computes, and gives them blocks.
 
-A step is ``{request: num_tokens}`` under one token budget. There is no prefill or decode branch: a request has tokens
-whose KV is not computed yet, one while it decodes and many while it prefills, and gets some or all of them computed.
+A step is ``{request: num_tokens}`` under one token budget. Prefill and decode are not distinguished: a request has
+tokens without KV, one while it decodes and many while it prefills, and a step computes some or all of them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector, NoTransfer
 from engine.scheduling.prefix_cache import PrefixDigests
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.token_budget import TokenBudget
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
 from pdserve.core.request import EngineStatus
 
 SchedulerEvent = Rejected | Finished
 
-WATERMARK_DIVISOR = 100  # 1 % of the pool is kept for the growth of what runs
+WATERMARK_DIVISOR = 100  # 1 % of the pool is kept free for running requests to grow
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of one engine; all numbers are at least 1 (`ConfigError`).
+    """The limits of one engine. All numbers must be at least 1 (`ConfigError`).
 
-    ``max_num_batched_tokens`` and ``max_num_seqs`` bound a step, ``max_model_len`` bounds prompt plus output of a
-    request, ``num_blocks`` blocks of ``block_size`` tokens are the pool. ``eos_token_ids`` end every request that does
-    not ignore them. With ``prefix_caching``, requests of the same salt share the blocks of equal beginnings.
-    ``chunk_tokens`` bounds what a step computes of one prompt (None: only the step's budget does).
+    ``max_num_batched_tokens``, ``max_num_seqs``: tokens and requests of a step.
+    ``max_model_len``: tokens of prompt and output of a request.
+    ``block_size``, ``num_blocks``: tokens per block, and blocks in the pool.
+    ``eos_token_ids``: end every request that does not ignore them.
+    ``prefix_caching``: requests of the same salt share the blocks of equal beginnings.
+    ``chunk_tokens``: tokens of one prompt in a step (None: limited by the step's budget only).
     """
 
     max_num_batched_tokens: int
@@ -56,61 +57,95 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step to run: its parts, when it was scheduled (seconds of the injected clock), and whom it cost their blocks.
-    Empty ``seqs`` mean that nothing can run; such an output needs no `Scheduler.update`."""
+    """One step to run: its parts, the time at which it was scheduled (seconds of the injected clock), and the requests
+    that were preempted for it. If ``seqs`` is empty, nothing can run and no `Scheduler.update` follows."""
 
     seqs: list[ScheduledSeq]
     started_s: float
     preempted: list[str]
 
 
+class TokenBudget:
+    """The tokens of one step, given to one request after the other.
+
+    ``num_tokens`` is the budget of the step. One token for each of ``num_decodes`` decoding requests is kept back from
+    prompts. ``chunk_tokens`` is the most that one prompt gets (None: the budget is the only limit).
+    """
+
+    def __init__(self, num_tokens: int, num_decodes: int, chunk_tokens: int | None) -> None:
+        self._left = num_tokens
+        self._spare = num_tokens - num_decodes
+        self._chunk_tokens = num_tokens if chunk_tokens is None else chunk_tokens
+
+    def offer(self, wanted: int, *, first: bool) -> int:
+        """How many of ``wanted`` tokens (at least 1) a running request gets. The ``first`` request of a step always
+        gets one."""
+        if wanted == 1:
+            return min(1, self._left)
+        return max(0, min(wanted, self._chunk_tokens, max(self._spare, int(first)), self._left))
+
+    def offer_new(self, wanted: int) -> int:
+        """How many of ``wanted`` tokens a request gets that is admitted in this step, after all running ones."""
+        return min(wanted, self._chunk_tokens, self._left)
+
+    def take_drafts(self, wanted: int) -> int:
+        """Take as many of ``wanted`` draft tokens as the other tokens left over. Returns how many."""
+        num_tokens = min(wanted, self._left)
+        self._left -= num_tokens
+        return num_tokens
+
+    def spend(self, num_tokens: int, wanted: int) -> None:
+        """Take ``num_tokens`` tokens for a request that wanted ``wanted``. A decode's token was kept back already."""
+        self._left -= num_tokens
+        if wanted > 1:
+            self._spare -= num_tokens
+
+
 class Scheduler:
     """Continuous batching with chunked prefill over a paged pool with a prefix cache.
 
-    The scheduler drives nothing itself: `engine.core.EngineCore` feeds it commands, and alternates `schedule` and
-    `update`. Commands may come in between: a request that is aborted while its step runs keeps its blocks until
-    `update`, because that step may still write to them.
+    `engine.core.EngineCore` passes commands to it and alternates `schedule` and `update`. Commands may come in between:
+    a request that is aborted while its step runs keeps its blocks until `update`, because the step may still write to
+    them.
 
     **Order.** Requests rank by arrival. A step takes running requests first, in that order: each decoding request gets
-    a token, and chunks of prompts get the rest of the budget. The first request of a step gets a token in any case.
-    Preempted requests come next, then waiting ones, first come first served: a request that cannot be admitted holds up
-    all behind it. Admission takes the blocks of all tokens known, so only decoding requests grow. While other requests
-    may grow, admission leaves a small watermark of blocks free.
+    a token, and chunks of prompts get the rest of the budget. The first request of a step always gets a token.
+    Preempted requests follow, then waiting requests, first come first served: a request that cannot be admitted blocks
+    all requests behind it. Admission allocates the blocks of all known tokens, so only decoding requests grow. While
+    other requests may grow, admission leaves a small watermark of blocks free.
 
-    **Prefix cache.** Admission shares the blocks that hold the beginning of the request's tokens, and computes the
-    rest: at least one token, from which the next is sampled. A full block becomes findable when the step that wrote it
-    is done, or when `kv_ready` says that it is there. It is never written again: a request writes only at positions
-    that are not computed yet, which lie in blocks of its own.
+    **Prefix cache.** Admission shares the cached blocks that hold the beginning of the request's tokens. At least one
+    token remains to be computed, from which the next is sampled. A full block becomes findable after the step that
+    wrote it, or by `kv_ready`. It is never written again: a request writes only at positions without KV, which are in
+    blocks of its own.
 
-    **KV from and to elsewhere** is the connector's (`engine.scheduling.kv_connector`). The scheduler knows two facts of
-    a request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
-    something outside reads them. A request that awaits KV gets its blocks as soon as its turn comes and they are free,
-    between steps as well, and runs after `kv_ready`. Pinned blocks stay until `release`, or an abort.
+    **KV transfer** is up to a connector (`engine.scheduling.kv_connector`). The scheduler knows two facts about a
+    request: how many of its first tokens await their KV from elsewhere, and whether its blocks are pinned because
+    something outside the engine reads them. A request that awaits KV gets its blocks as soon as its turn comes and they
+    are free, between steps as well, and runs after `kv_ready`. Pinned blocks stay until `release` or an abort.
 
-    **Drafts.** A request's next part can include guessed tokens (`propose`); `update` keeps those that its tokens
-    confirm. KV of the others stays where it is and is overwritten, since the request goes on after its last confirmed
-    token. Drafts get the budget and the blocks that the step does not need for known tokens, and leave the watermark.
-    Blocks taken for drafts stay with the request, which never has more of them than it may need at its end.
+    **Drafts.** The next part of a request can include drafts, which are guesses of its next tokens (`propose`).
+    `update` keeps the drafts that equal the tokens sampled. The KV of the others is overwritten later, because the
+    request continues after its last confirmed token. Drafts use only budget and blocks that the known tokens of the
+    step do not need, and leave the watermark free. Blocks allocated for drafts stay with the request, which never has
+    more blocks than it may need at its end.
 
     **Progress.** Every request finishes, for three reasons.
     (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
-    lowest first, until one is. It waits only if that would free no block: then every block that it does not own belongs
-    to requests that are pinned or await KV. A pinned request never grows: if it runs, it advances in the
-    other's place. If it is over, or awaits KV, then `kv_ready`, `release` or `abort` follows
-    within the connector's lease.
-    (2) It finishes after at most prompt + ``max_tokens`` such steps, since it is never preempted itself. Then the next
-    request is the highest.
-    (3) While a request waits or is preempted, none that came later is admitted. So finitely many run before it, and
-    when those are done it fits: `submit` refuses what exceeds an empty pool, and an idle pool has no watermark. A step
-    that preempts admits nothing, so that the blocks go to the request that needs them.
-    Shared blocks change nothing in this. A block without an owner counts as free whether it is cached or not, and a
+    lowest first, until a block is free. It waits only if preemption would free no block: then every other block belongs
+    to a request that is pinned or awaits KV. A pinned request never grows, so it advances if it runs. If it has
+    finished, or awaits KV, then `kv_ready`, `release` or `abort` follows within the connector's lease.
+    (2) The highest request finishes after at most prompt + ``max_tokens`` such steps, because it is never preempted.
+    Then the next request is the highest.
+    (3) While a request waits or is preempted, no later request is admitted. So finitely many requests run before it,
+    and it fits when they are done: `submit` refuses requests that exceed an empty pool, and an idle pool has no
+    watermark. A step that preempts admits nothing, so that the blocks go to the request that needs them.
+    Sharing of blocks does not affect this: a block without an owner counts as free whether it is cached or not, and a
     preemption that frees no block is not made.
-
-    `engine.scheduling.baselines` has schedulers to compare it with.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
-        """Without a ``connector`` all KV is computed here and stays here."""
+        """Create an idle scheduler. Without a ``connector`` there is no KV transfer (`NoTransfer`)."""
         self.config = config
         self.connector = NoTransfer() if connector is None else connector
         self.blocks = BlockManager(config.num_blocks, config.block_size)
@@ -131,8 +166,8 @@ class Scheduler:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit) -> None:
-        """Queue a request, or answer with a `Rejected` event: what can never fit is `CapacityExceeded`; an empty
-        prompt, a ``max_tokens`` below 1 or an id in use is `InvalidRequest`."""
+        """Queue a request, or answer with a `Rejected` event: `CapacityExceeded` if it can never fit, `InvalidRequest`
+        for an empty prompt, a ``max_tokens`` below 1, or an id in use."""
         error = self._objection(submit)
         if error is not None:
             self._events.append(Rejected(submit.attempt_id, *to_wire(error)))
@@ -147,9 +182,11 @@ class Scheduler:
         self._reserve()
 
     def kv_ready(self, attempt_id: str, first_token_id: int | None = None) -> None:
-        """Let a request run: the KV of its remote tokens is in its blocks and verified. ``first_token_id`` is its next
-        token, if that came with the KV. If that is its last (by length or stop id) it is finished, and a `Finished`
-        event says so. Ignored unless the request awaits KV."""
+        """Let a request run, because the KV of its remote tokens is in its blocks and verified.
+
+        ``first_token_id`` is its next token, if that came with the KV. If it is also the last one (by length or stop
+        id), the request is finished and a `Finished` event follows. Ignored unless the request awaits KV.
+        """
         seq = self._awaiting_kv.pop(attempt_id, None)
         if seq is None:
             return
@@ -166,15 +203,18 @@ class Scheduler:
             self._reserve()
 
     def propose(self, attempt_id: str, token_ids: list[int]) -> None:
-        """Guess a running request's next tokens. Its next part to give a token includes as many of them as the limits
-        allow; the rest is dropped, and so is an earlier guess. Ignored unless the request runs, between steps."""
+        """Set the drafts of a running request: guesses of its next tokens. They replace earlier drafts.
+
+        The next part that samples a token for it includes as many of them as the limits allow, and the rest is dropped.
+        Ignored during a step of the request, and unless it runs.
+        """
         seq = self._seqs.get(attempt_id)
         if seq is not None and seq.status is EngineStatus.RUNNING and not seq.in_step:
             seq.draft_token_ids = token_ids
 
     def release(self, attempt_id: str) -> None:
-        """Unpin a request's blocks: nothing outside reads them any more. They are freed if it is over, else when it is.
-        Ignored for a request that is not pinned."""
+        """Unpin the blocks of a request, because nothing outside the engine reads them any more. They are freed when
+        the request has finished. Ignored for unknown ids."""
         seq = self._seqs.get(attempt_id)
         if seq is None:
             return
@@ -184,8 +224,8 @@ class Scheduler:
             self._reserve()
 
     def abort(self, attempt_id: str) -> None:
-        """Drop a request in whatever state it is in; unknown ids are ignored. Its blocks are free at once, or after the
-        step that computes it just now."""
+        """Drop a request in any state. Unknown ids are ignored. Its blocks are freed at once, or after the step that
+        computes it now."""
         seq = self._seqs.get(attempt_id)
         if seq is None:
             return
@@ -210,14 +250,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would return anything to run now."""
+        """Whether `schedule` would return a step that computes anything."""
         batch = self._batch()
         if batch and self._can_run(batch):
             return True
         return self._admissible(len(batch)) is not None
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. AssertionError if the last one was not brought to `update`."""
+        """Return the next step. AssertionError if `update` was not called for the last one."""
         started_s = self._begin_step()
         max_num_seqs = self.config.max_num_seqs
         parts: list[tuple[Sequence, int]] = []  # requests, and how many of their tokens
@@ -226,9 +266,9 @@ class Scheduler:
         budget = self._budget(batch)
         for seq in batch:
             if len(parts) == max_num_seqs:
-                break  # KV that is ready is not refused, so that more may run than fit into a step
+                break  # received KV is always accepted, so more requests may run than fit into a step
             if seq.status is not EngineStatus.RUNNING:
-                continue  # preempted in this very loop
+                continue  # preempted in this loop
             wanted = seq.num_uncomputed_tokens
             num_tokens = budget.offer(wanted, first=not parts)
             if num_tokens < wanted:
@@ -236,7 +276,7 @@ class Scheduler:
             if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
                 parts.append((seq, num_tokens))
                 budget.spend(num_tokens, wanted)
-        # What has just been preempted must not be admitted to the blocks it was to make room in.
+        # A preempted request must not get back the blocks that were just freed.
         while not preempted:
             self._reserve()
             head = self._admissible(len(self._batch()))
@@ -260,10 +300,13 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float
     ) -> StepResult:
-        """Take a step's results in: ``sampled`` has the next tokens, at least one, of each part that asked for any
-        (KeyError if not). Those after a request's last one (by stop id or length) are dropped, and drafts that they
-        do not confirm are taken back. ``sampled_s`` is when they were known, in seconds of the clock. Requests aborted
-        meanwhile are left out."""
+        """Apply the results of a step and return its tokens.
+
+        ``sampled`` holds the next tokens, at least one, of every part with ``sample`` (KeyError if they are missing).
+        Tokens after the last one of a request (by stop id or length) are dropped, and drafts that the tokens do not
+        confirm are taken back. ``sampled_s`` is the time at which the tokens were known, in seconds of the clock.
+        Requests that were aborted during the step are left out.
+        """
         step = StepResult(sampled_s, output.started_s)
         in_step, self._in_step = self._in_step, []
         any_ended = False
@@ -301,11 +344,11 @@ class Scheduler:
             self._reserve()
         return step
 
-    # --- looking in --------------------------------------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """How full the engine is now. Requests that await KV count as waiting, those that are over but held as
-        neither; ``preemptions`` and prompt tokens count since the start."""
+        """Return the present load. Requests that await KV count as waiting; finished requests whose blocks are pinned
+        count neither as waiting nor as running."""
         running = len(self._batch())
         waiting = len(self._waiting) + len(self._preempted) + len(self._awaiting_kv) + len(self._running) - running
         return Load(
@@ -319,23 +362,11 @@ class Scheduler:
         )
 
     def take_events(self) -> list[SchedulerEvent]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def check_integrity(self) -> None:
-        """AssertionError unless every block is free or owned, and every owner is a request that lives (or whose step
-        still runs)."""
-        self.blocks.check_integrity()
-        owners = {seq.arrival: seq for seq in (*self._seqs.values(), *self._in_step)}
-        owned = len({block for arrival in owners for block in self.blocks.blocks(arrival)})
-        if owned + self.blocks.free_blocks != self.blocks.num_blocks:
-            raise AssertionError(f"{self.blocks.num_blocks - self.blocks.free_blocks - owned} blocks have no request")
-        for seq in owners.values():
-            if seq.block_ids != self.blocks.blocks(seq.arrival):
-                raise AssertionError(f"{seq.attempt_id} does not know its blocks")
-
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------------
 
     def _objection(self, submit: Submit) -> PdserveError | None:
         config = self.config
@@ -346,7 +377,7 @@ class Scheduler:
         if not submit.request.prompt_token_ids:
             return InvalidRequest("prompt_token_ids: the prompt is empty; it must have at least one token")
         if submit.max_tokens < 1:
-            return InvalidRequest(f"max_tokens: {submit.max_tokens} is below 1; ask for at least one token")
+            return InvalidRequest(f"max_tokens: {submit.max_tokens} is below 1; it must be at least 1")
         wanted = f"{prompt_tokens} prompt tokens and up to {submit.max_tokens} new ones"
         if total_tokens > config.max_model_len:
             return CapacityExceeded(f"{wanted} exceed max_model_len {config.max_model_len}; shorten one of them")
@@ -368,29 +399,28 @@ class Scheduler:
         return self._running
 
     def _join(self, seq: Sequence) -> None:
-        """Take a RUNNING request in among those that run."""
+        """Add a RUNNING request to the running ones."""
         insort(self._running, seq, key=_arrival)
 
     def _cut(self, seq: Sequence, num_tokens: int) -> int:
-        """How many tokens a step computes of ``seq``, which wants more than the ``num_tokens`` that the step has for
-        it."""
+        """How many tokens of ``seq`` a step computes if it has only ``num_tokens`` for it, fewer than ``seq`` wants."""
         return num_tokens
 
     def _can_run(self, batch: list[Sequence]) -> bool:
-        """Whether any of ``batch`` can have a block for its next token, or needs none."""
+        """Whether any request of ``batch`` needs no block for its next token, or can get one."""
         if self.blocks.free_blocks:
             return True
         size = self.config.block_size
         if any(seq.num_computed_tokens < len(seq.block_ids) * size for seq in batch):
             return True
-        # The highest can take from most others: if it gains nothing from them, nobody does.
+        # The highest request may preempt the most others. If that frees no block, no other preemption does.
         return self.blocks.owned_only_by([seq.arrival for seq in self._running[1:] if not seq.pinned])
 
     def _cached(self, seq: Sequence) -> list[int]:
-        """The blocks that hold the beginning of its tokens, as far as it can use them."""
+        """The cached blocks that hold the beginning of its tokens and that it can share."""
         if seq.prefix is None:
             return []
-        usable = max(len(seq.token_ids) - 1, seq.num_remote_tokens)  # the last is computed, if it does not come
+        usable = max(len(seq.token_ids) - 1, seq.num_remote_tokens)  # the last is computed if it does not come
         return self.blocks.find(seq.prefix.first(usable // self.config.block_size, seq.token_ids))
 
     def _fits(self, seq: Sequence) -> bool:
@@ -398,28 +428,28 @@ class Scheduler:
         return self.blocks.cost(len(seq.token_ids), self._cached(seq)) + kept <= self.blocks.free_blocks
 
     def _admissible(self, num_running: int) -> Sequence | None:
-        """The first in line, if it can begin to compute now beside ``num_running`` others."""
+        """The first in line, if it can start to compute now beside ``num_running`` others."""
         head = self._head()
         if head is None or head.num_remote_tokens or num_running >= self.config.max_num_seqs:
             return None
         return head if self._fits(head) else None
 
     def _start(self, head: Sequence) -> None:
-        """Admit the first in line to compute its tokens here; it must be `_admissible`."""
+        """Admit the first in line, which must be `_admissible`, and let it run."""
         self._admit(head)
         head.transition(EngineStatus.RUNNING)
         self._join(head)
 
     def _reserve(self) -> None:
-        """Make room for the requests at the head of the line that await KV; to be called whenever the head or the free
-        blocks have changed."""
+        """Admit the requests at the head of the line that await KV. Call it when the head or the free blocks have
+        changed."""
         while (head := self._head()) is not None and head.num_remote_tokens and self._fits(head):
             self._admit(head)
             head.transition(EngineStatus.WAITING_FOR_KV)
             self._awaiting_kv[head.attempt_id] = head
 
     def _admit(self, head: Sequence) -> None:
-        """Give the first in line the blocks of all its tokens, and take it out of the line."""
+        """Remove the first in line from the line, and give it the blocks of all its tokens."""
         cached = self._cached(head)
         if not self.blocks.allocate(head.arrival, len(head.token_ids), cached):
             raise AssertionError(f"{head.attempt_id} was admitted, but does not fit")
@@ -437,7 +467,7 @@ class Scheduler:
         head.pinned = self.connector.allocate(head, len(cached))
 
     def _begin_step(self) -> float:
-        """The time at which a step begins; AssertionError if one runs."""
+        """Return the start time of a step. AssertionError if another step runs."""
         if self._in_step:
             raise AssertionError("schedule() was called while a step runs")
         return self._clock.now()
@@ -450,8 +480,11 @@ class Scheduler:
         return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
 
     def _grow_for_drafts(self, seq: Sequence, num_tokens: int, budget: TokenBudget) -> int:
-        """How many drafts go with a part of ``num_tokens`` tokens; its blocks cover them then. None do unless the part
-        gives a token. They preempt nothing, and there is no use in more than the request may still add less one."""
+        """Allocate blocks for the drafts of a part of ``num_tokens`` tokens, and return how many drafts it gets.
+
+        It gets none unless it samples a token, and at most one less than the tokens still wanted, because one token
+        needs no draft. Drafts preempt nothing.
+        """
         num_known = len(seq.token_ids)
         if seq.num_computed_tokens + num_tokens < num_known:
             return 0
@@ -467,8 +500,8 @@ class Scheduler:
 
     @staticmethod
     def _confirm_drafts(seq: Sequence, part: ScheduledSeq) -> None:
-        """Count the drafts of ``part`` as computed that the tokens of ``seq`` begin with. Its last token is computed
-        next, whatever the drafts were."""
+        """Count the drafts of ``part`` as computed, up to the first that differs from the tokens of ``seq``. The last
+        token is never counted, so that the next step has a token to compute."""
         last = len(seq.token_ids) - 1
         for token_id in part.token_ids[-part.num_drafts :]:
             if seq.num_computed_tokens == last or seq.token_ids[seq.num_computed_tokens] != token_id:
@@ -476,7 +509,7 @@ class Scheduler:
             seq.num_computed_tokens += 1
 
     def _publish(self, seq: Sequence) -> None:
-        """Let others find the blocks that are full of computed tokens; only when nothing writes to them any more."""
+        """Make the blocks findable that are full of computed tokens. Nothing may write to them any more."""
         num_full = seq.num_computed_tokens // self.config.block_size
         if seq.prefix is None or num_full <= seq.num_published_blocks:
             return
@@ -486,8 +519,8 @@ class Scheduler:
         seq.num_published_blocks = num_full
 
     def _grow(self, seq: Sequence, num_tokens: int, preempted: list[str]) -> bool:
-        """Have ``seq``'s blocks cover ``num_tokens`` tokens, at the cost of lower ranks if need be; False: it must
-        wait."""
+        """Grow the blocks of ``seq`` to ``num_tokens`` tokens, and preempt lower requests if necessary. Returns False
+        if ``seq`` must wait."""
         if num_tokens <= len(seq.block_ids) * self.config.block_size:
             return True
         while not self.blocks.allocate(seq.arrival, num_tokens):
@@ -530,7 +563,7 @@ class Scheduler:
         )
 
     def _finish(self, seq: Sequence) -> None:
-        """End a running request; it stays, with its blocks, if the connector does not let them go yet."""
+        """End a running request. It keeps its blocks until `release` if the connector wants to hold them."""
         seq.transition(EngineStatus.FINISHED)
         if self.connector.release(seq):
             self._forget(seq)

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its KV and how far it is."""
+"""A request inside the engine: its tokens, blocks and progress."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from pdserve.core.sampling import FinishReason, SamplingParams
 
 
 class TokenHistory:
-    """Which tokens a request has in its prompt and output: what penalties are taken by.
+    """The distinct tokens of a request, from which penalties are computed. It grows token by token, so that no step
+    reads the whole prompt again.
 
-    It grows token by token, so that no step reads the whole prompt again. All arrays have the type code ``q``.
-
-    ``seen_ids`` are the distinct ids of prompt and outputs; ``output_ids`` those of the outputs alone, and
-    ``output_counts`` how often each of them came. In order of their first appearance.
+    ``seen_ids`` are the distinct ids of prompt and outputs, ``output_ids`` those of the outputs, and ``output_counts``
+    how often each of these occurred. All are arrays of type code ``q``, in order of first appearance.
     """
 
     def __init__(self, token_ids: Seq[int], num_prompt_tokens: int) -> None:
-        """``token_ids`` are known already; those after the first ``num_prompt_tokens`` are outputs."""
+        """Start with ``token_ids``, of which the first ``num_prompt_tokens`` are the prompt."""
         self.seen_ids = array("q", dict.fromkeys(token_ids[:num_prompt_tokens]))
         self.output_ids = array("q")
         self.output_counts = array("q")
@@ -33,7 +32,7 @@ class TokenHistory:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Take an output token in."""
+        """Add an output token."""
         if token_id not in self._seen:
             self._seen.add(token_id)
             self.seen_ids.append(token_id)
@@ -46,18 +45,20 @@ class TokenHistory:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens, how far their KV is computed, and its blocks. Compared by identity.
+    """The state of one request. Compared by identity.
 
-    ``arrival`` is its rank among all requests this engine ever took; it is fixed, and the lower the more senior.
-    ``token_ids`` are prompt and outputs; the KV of the first ``num_computed_tokens`` is in the pool, in ``block_ids``.
-    ``stop_token_ids`` include the model's end-of-sequence ids unless the request ignores them.
-    ``first_scheduled_s`` begins the first step that computed anything for it here.
-    ``history`` is kept for requests with penalties alone.
-    Of its blocks the first ``num_published_blocks`` can be found by others; ``prefix`` names them.
-    ``num_cached_tokens`` of its tokens were in the cache at its first admission.
-    ``num_remote_tokens`` of its first tokens await their KV from elsewhere. While ``pinned``, something outside reads
-    its blocks, and they must stay. ``kv_role`` is for the connector alone. ``draft_token_ids`` are guesses of what
-    comes after ``token_ids``.
+    ``arrival``: its rank among all requests of this engine; lower ranks come first.
+    ``token_ids``: prompt and outputs; the KV of the first ``num_computed_tokens`` is in ``block_ids``.
+    ``draft_token_ids``: guesses of the tokens that come after ``token_ids``.
+    ``stop_token_ids``: include the model's end-of-sequence ids, unless the request ignores them.
+    ``first_scheduled_s``: start of the first step that computed anything for it here.
+    ``in_step``: it is part of the step that runs now.
+    ``kv_role``: only the KV connector reads it.
+    ``num_remote_tokens``: how many of its first tokens await their KV from elsewhere.
+    ``pinned``: something outside the engine reads its blocks, so it keeps them.
+    ``history``: kept only for requests with penalties.
+    ``prefix``: the digests of its blocks, of which the first ``num_published_blocks`` are findable (None: no caching).
+    ``num_cached_tokens``: its tokens that the prefix cache held at its first admission.
     """
 
     attempt_id: str
@@ -83,7 +84,7 @@ class Sequence:
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Collection[int]) -> Sequence:
-        """A WAITING request as its `Submit` describes it."""
+        """Create a WAITING request from its `Submit`."""
         request, sampling = submit.request, submit.request.sampling
         token_ids, stop_token_ids = list(request.token_ids), frozenset(sampling.stop_token_ids)
         return cls(
@@ -100,30 +101,30 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens known whose KV is not in the pool: 1 while it decodes, more while it prefills."""
+        """Known tokens whose KV is not in the pool: 1 while it decodes, more while it prefills."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether KV of its prompt is still missing. Blocks for all tokens known then were taken at its admission."""
+        """Whether KV of its prompt is missing. Its blocks for the prompt were allocated at its admission."""
         return self.num_computed_tokens < self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, here or (the first of a request whose KV came from elsewhere) by prefill."""
+        """Tokens sampled so far, including the token 1 that came with received KV."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still wanted: ``max_tokens`` less those there are."""
+        """Tokens still wanted: ``max_tokens`` minus the outputs so far."""
         return self.max_tokens - self.num_output_tokens
 
     def transition(self, to: EngineStatus) -> None:
-        """Move to ``to``; `pdserve.core.request.IllegalTransition` if the table forbids it."""
+        """Change the status to ``to``. `pdserve.core.request.IllegalTransition` if the table forbids it."""
         self.status = check_transition(ENGINE_TRANSITIONS, self.status, to)
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add an output token, and tell why it is the last one (None: it is not)."""
+        """Add an output token. Returns the reason if it is the last one, else None."""
         self.token_ids.append(token_id)
         if self.history is not None:
             self.history.append(token_id)

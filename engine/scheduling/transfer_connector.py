@@ -1,4 +1,4 @@
-"""The connector of a worker's engine: its KV threads move the bytes, the engine tells them which and when."""
+"""The KV connector of a worker: tells the worker's KV threads which blocks of which requests to move, and when."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from pdserve.core.handoff import FirstToken
 from pdserve.core.kv_layout import KVLayout
 
 WORTH_BYTES = 256 * 2**10
-"""Groups of layers smaller than this do not travel on their own: each costs the engine and both workers a message."""
+"""Smallest group of layers that is announced on its own: each announcement costs the engine and both workers a
+message."""
 
 
 class TransferConnector:
-    """KV between the pools of two workers, by each request's `KVRole`.
+    """A `KVConnector` that turns what the scheduler does with blocks into `KVEvent` messages, by each request's
+    `KVRole`.
 
-    RECEIVE requests await the KV of their whole prompt: `Reserved` tells where it goes, and the worker answers with
-    `KVReady`. PUSH requests have their blocks pinned: `Computed` tells how far they are, and the worker answers with
-    `Release`, once the blocks have been received or are of no use any more. LOCAL requests are none of its business.
+    A RECEIVE request awaits the KV of its whole prompt: `Reserved` names the blocks that it goes to, and the worker
+    answers with `KVReady`. The blocks of a PUSH request are pinned: `Computed` tells how much KV is in them, and the
+    worker answers with `Release` when nothing reads them any more. LOCAL requests cause no events.
 
-    With ``layer_groups``, steps tell of groups of layers of ``layout`` as they are computed, in at most so many groups.
+    ``layer_groups`` is the largest number of groups of layers of ``layout`` that a step announces separately (0: it
+    announces all layers at its end).
     """
 
     def __init__(self, clock: Clock, layout: KVLayout | None = None, layer_groups: int = 0) -> None:
@@ -35,11 +38,11 @@ class TransferConnector:
         self._progress: list[Progress] = []
 
     def remote_tokens(self, seq: Sequence) -> int:
-        """The whole prompt of a RECEIVE request; token 1 comes with its KV."""
+        """Return the number of prompt tokens for a RECEIVE request, whose token 1 comes with the KV, else 0."""
         return seq.num_prompt_tokens if seq.kv_role is KVRole.RECEIVE else 0
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
-        """Reserve for RECEIVE, pin for PUSH; what a PUSH request found in the cache is told at once."""
+        """Announce the blocks of a RECEIVE request. Pin those of a PUSH request, and announce the cached ones."""
         if seq.kv_role is KVRole.RECEIVE:
             now_s = self._clock.now()
             self._events.append(Reserved(seq.attempt_id, list(seq.block_ids), num_cached_blocks, now_s))
@@ -52,7 +55,7 @@ class TransferConnector:
         return False
 
     def computed(self, seq: Sequence) -> None:
-        """Tell how far a PUSH request is, with the last of its tokens its first output."""
+        """Announce the progress of a PUSH request. Its first output goes with the last tokens."""
         first = None
         if seq.num_output_tokens:
             token_id = seq.token_ids[-1]
@@ -61,13 +64,13 @@ class TransferConnector:
         self._progress.append(progress)
 
     def release(self, seq: Sequence) -> bool:
-        """Hold the blocks of a PUSH request unless they have been released already."""
+        """Hold the blocks of a PUSH request, unless they have been released already."""
         self._pushing.discard(seq.attempt_id)
         return not seq.pinned
 
     def layer_hook(self, parts: Seq[ScheduledSeq], send: Callable[[Computed], None]) -> LayerHook | None:
-        """A hook that sends groups of layers of the PUSH requests among ``parts``; None if there is nothing worth
-        telling before the step's end."""
+        """A hook that sends the progress of the PUSH requests among ``parts`` within the step, or None if there is
+        nothing to send before the step ends."""
         if self._layout is None or not self._layer_groups or not self._pushing:
             return None
         pushed = [part for part in parts if part.attempt_id in self._pushing]
@@ -88,7 +91,7 @@ class TransferConnector:
         return LayerHook(after, done)
 
     def take_events(self) -> list[KVEvent]:
-        """`Reserved` and `Computed` since the last call."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         if self._progress:
             events.append(Computed(self._progress))
@@ -97,7 +100,9 @@ class TransferConnector:
 
 
 def group_ends(layout: KVLayout, most_groups: int, num_blocks: int) -> tuple[int, ...]:
-    """The numbers of layers after which a step that touches ``num_blocks`` blocks tells of them, its last layer left
-    out: empty if there is only one group."""
+    """The numbers of layers after which a step that writes ``num_blocks`` blocks announces progress.
+
+    The last layer is not included, so the result is empty if there is only one group.
+    """
     groups = min(most_groups, layout.num_layers, num_blocks * layout.block_bytes // WORTH_BYTES)
     return tuple(sorted({layout.num_layers * group // groups for group in range(1, groups)}))

@@ -1,8 +1,8 @@
-"""How messages become frames of a gRPC stream, and messages again.
+"""The encoding of messages as frames of a gRPC stream.
 
-A frame is the protobuf message ``Frame { bytes data = 1; }``, made by hand to save two copies. The data of a message's
-first frame is the header's length and the payload's (4 bytes each, little endian), the header, and payload; that of
-further frames is payload alone. Frames are about 2 MiB at most, because gRPC is several times slower with large ones.
+A frame is the protobuf message ``Frame { bytes data = 1; }``, encoded here to save two copies. The first frame of a
+message has the lengths of header and payload (4 bytes each, little endian), the header, and the beginning of the
+payload; further frames have only payload. Frames have at most about 2 MiB, because gRPC is slower with larger ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LENGTHS = struct.Struct("<II")
 
 
 def encode(header: bytes, payload: Payload) -> Iterator[bytes]:
-    """The frames of one message. The payload's parts are read frame by frame."""
+    """The frames of one message. Reads the payload's parts frame by frame."""
     size = check_sizes(header, payload)
     pieces: list[bytes | memoryview] = [_LENGTHS.pack(len(header), size), header]
     room = FRAME_BYTES
@@ -37,8 +37,9 @@ def encode(header: bytes, payload: Payload) -> Iterator[bytes]:
 
 
 def decode(frames: Iterable[bytes], check: Callable[[int, int], None] = lambda *_: None) -> Iterator[Arrived]:
-    """The messages in a stream of frames; ValueError if these are other bytes. A message of one frame is a view.
-    ``check`` may refuse a message by the sizes of header and payload, before there is memory for it."""
+    """The messages in a stream of frames. ValueError if the frames are malformed. The payload of a message of one frame
+    is a view of the frame. ``check`` gets the sizes of header and payload before memory is allocated for the message,
+    and may raise ValueError."""
     stream = iter(frames)
     for frame in stream:
         data = _data(frame)
@@ -56,7 +57,7 @@ def decode(frames: Iterable[bytes], check: Callable[[int, int], None] = lambda *
         if payload.nbytes < size:
             first, started_s = payload.nbytes, time.perf_counter()
             payload = _gather(payload, size, stream)
-            # The first frame came at once, as far as anybody here can tell: as fast, then, as the others.
+            # The first frame's time is unknown, and counted at the rate of the others.
             arrival_s = (time.perf_counter() - started_s) * size / (size - first)
         yield Arrived(header, payload, arrival_s)
 

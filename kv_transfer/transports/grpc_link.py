@@ -1,8 +1,8 @@
-"""One gRPC stream as a link, the same at both ends.
+"""A gRPC stream as a link, the same at both ends.
 
-gRPC's synchronous API moves the bytes on its own threads: one takes frames from `GrpcLink.outgoing`, one runs
-`GrpcLink.read`. (Several `grpc.aio` loops in one process disturb each other's poller, and the control server has one
-already.) The event loop meets those threads in two places only: a thread-safe queue, and `call_soon_threadsafe`.
+The link uses gRPC's synchronous API with two threads: one takes frames from `GrpcLink.outgoing`, one runs
+`GrpcLink.read`. The threads and the event loop share a thread-safe queue and `call_soon_threadsafe`. `grpc.aio` is no
+alternative: several of its loops in one process disturb each other's poller, and the control server has one already.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import grpc
 from kv_transfer.base import NOTHING, Message
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import MAX_HELLO_BYTES
 from kv_transfer.transports.grpc_frame import decode, encode
 from kv_transfer.transports.inbox import WINDOW_BYTES, Inbox, InboxLink, again
-from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 _FLUSH_S = 1.0
 
 
 class _Credit:
-    """Bytes that the reading thread may still hand to the loop; it waits here for the loop to catch up."""
+    """Limits the bytes that the reading thread has passed to the loop; the thread waits in `take`."""
 
     def __init__(self) -> None:
         self._used = 0
@@ -50,7 +50,8 @@ class _Credit:
 
 
 class GrpcLink(InboxLink):
-    """A stream to ``peer``; ``on_end`` is called on the loop when it is over. Set ``cancel`` to what ends the RPC."""
+    """A stream to ``peer``. ``on_end`` is called on the loop when the stream has ended. The owner sets ``cancel``,
+    which ends the RPC."""
 
     def __init__(
         self,
@@ -69,23 +70,11 @@ class GrpcLink(InboxLink):
         self._gone: PeerLost | None = None
         self._over = asyncio.Event()
         self.cancel: Callable[[], object] = lambda: None
-        self._stranger: Stranger | None = None
-        self._strange = False
         self.refused = ""
-        """Why the peer was not let in, for the answer to it."""
-
-    def strange(self, stranger: Stranger) -> None:
-        """It was accepted, and its peer has yet to introduce itself."""
-        self._stranger, stranger.cut = stranger, self.cut
-        self._strange = True
-
-    def introduced(self) -> None:
-        """See `KVLink.introduced`."""
-        self._strange = False
-        self._leave()
+        """The reason to send to a stranger whose link was cut."""
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
-        """Queue the message's frames for the sending thread, each once no more than the window waits there."""
+        """Queue the message's frames for the sending thread, each when it fits into the window."""
         begun = False
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -102,7 +91,7 @@ class GrpcLink(InboxLink):
         except TimeoutError:
             raise TransferTimeout(f"{self._peer} took nothing for {self._timeout_s} s (grpc_stream)") from None
         finally:
-            if begun:  # part of a message: what follows could not be told from the rest of it
+            if begun:  # an incomplete message, whose end the peer could not find
                 self.cancel()
 
     async def recv(self) -> Message:
@@ -113,35 +102,35 @@ class GrpcLink(InboxLink):
 
     @property
     def ended(self) -> TransferError | None:
-        """Why nothing arrives any more, if so."""
+        """The error with which the stream ended, or None."""
         return self._inbox.ended
 
     @property
     def gone(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Whether sending has become impossible."""
         return self._gone is not None
 
     async def wait_ended(self) -> None:
-        """Return once the stream is over."""
+        """Wait until the stream has ended."""
         await self._over.wait()
 
     def cut(self, why: str) -> None:
-        """Cancel the RPC. gRPC has copies of its own of what was sent."""
+        """Cancel the RPC. gRPC has its own copies of the payloads that were sent."""
         self._lose(why)
-        if self._strange:
+        if self._stranger is not None:
             self.refused = why
-            self._frames.put(None)  # which ends the RPC with that reason
+            self._frames.put(None)  # ends the RPC with that reason
         else:
             self.cancel()
 
     async def aclose(self) -> None:
-        """Half-close after what is queued; cancel the RPC if the peer does not follow within a second."""
+        """Send the queued frames and half-close. Cancel the RPC if the peer does not close within a second."""
         self._gone = self._gone or PeerLost(f"the link to {self._peer} was closed here (grpc_stream)")
         self._inbox.end(self._gone, discard=True)
         self._credit.lift()
         self._taken.set()
         self._frames.put(None)
-        if self._strange:
+        if self._stranger is not None:
             self.cancel()
         try:
             async with asyncio.timeout(_FLUSH_S):
@@ -150,40 +139,40 @@ class GrpcLink(InboxLink):
             self.cancel()
 
     def outgoing(self) -> Iterator[bytes]:
-        """Frames to send until the link closes; iterated by a thread of gRPC."""
+        """The frames to send until the link closes. A thread of gRPC iterates over them."""
         while (frame := self._frames.get()) is not None:
             self.post(self._sent, len(frame))
             yield frame
 
     def read(self, frames: Iterable[bytes]) -> None:
-        """Take in the peer's frames until there are no more; the body of a thread."""
+        """Read the peer's frames until the stream ends. The body of a thread."""
         why = "the peer closed the link"
         num_messages = 0
 
         def check(header_size: int, size: int) -> None:
             nonlocal num_messages
             num_messages += 1
-            if self._strange and (num_messages > 1 or header_size > MAX_HELLO_BYTES or size):
+            if self._stranger is not None and (num_messages > 1 or header_size > MAX_HELLO_BYTES or size):
                 what = f"message {num_messages}, of {header_size} + {size} bytes,"
-                raise ValueError(f"{what} before it introduced itself")
+                raise ValueError(f"{what} before its introduction")
 
         try:
             for message in decode(frames, check):
                 self._credit.take(len(message.header) + len(message.payload))
                 self.post(self._inbox.push, message)
         except grpc.RpcError as error:
-            details = getattr(error, "details", None)  # a plain RpcError, as a server's stream raises, has none
+            details = getattr(error, "details", None)  # missing in the RpcError of a server's stream
             why = (details() if details else None) or "the stream broke"
-            error.__traceback__ = None  # a client's error is the call itself, which would keep this frame, and be kept
+            error.__traceback__ = None  # at a client, the error is the call: its traceback would form a cycle
         except ValueError as error:
-            why = f"the peer sent something that is no message: {error}"
+            why = f"the peer sent a malformed message: {error}"
             self.cancel()
         finally:
             self.terminated(why)
             self.post(self._end)
 
     def terminated(self, why: str = "the peer is gone") -> None:
-        """The RPC is over, though `read` may still have messages to take in: nothing can be sent. From any thread."""
+        """Stop sending: the RPC has ended. `read` may still have messages to read. May be called in any thread."""
         self._frames.put(None)
         self.post(self._lose, why)
 
@@ -204,10 +193,5 @@ class GrpcLink(InboxLink):
         if self._gone is not None:
             self._inbox.end(self._gone)
         self._over.set()
-        self._leave()
+        self.introduced()
         self._on_end(self)
-
-    def _leave(self) -> None:
-        if self._stranger is not None:
-            self._stranger.leave()
-            self._stranger = None

@@ -11,9 +11,9 @@ import grpc
 
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
-from kv_transfer.transports.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
@@ -21,8 +21,8 @@ from pdserve.core.handoff import KVEndpoint
 _SERVICE, _METHOD = "pdserve.internal.v1.KVTransfer", "Exchange"
 _HELLO = ("pdserve-kv", "1")
 _MAX_LINKS = 1024
-_MAX_STREAMS = 4  # of one connection; a link needs one
-_MAX_STRANGERS = 16  # fewer than elsewhere: gRPC holds a whole frame of each before anybody can look at it
+_MAX_STREAMS = 4  # per connection; a link needs one
+_MAX_STRANGERS = 16  # fewer than elsewhere, because gRPC buffers a whole frame of each
 _KEEPALIVE_MS = 5_000
 _MAX_FRAME_BYTES = FRAME_BYTES + MAX_HEADER_BYTES + 64
 _OPTIONS: list[tuple[str, int]] = [
@@ -40,7 +40,7 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 _SERVER_OPTIONS = [
     *_OPTIONS,
-    # A connection without a stream is closed as soon as one whose peer does not introduce itself.
+    # A connection without a stream is closed after the same time as a stranger.
     ("grpc.server_handshake_timeout_ms", round(INTRODUCTION_S * 1e3)),
     ("grpc.max_connection_idle_ms", round(INTRODUCTION_S * 1e3)),
     ("grpc.max_concurrent_streams", _MAX_STREAMS),
@@ -48,7 +48,7 @@ _SERVER_OPTIONS = [
 
 
 class GrpcStreamTransport(KVTransport):
-    """Listens with a gRPC server and has one channel per link it opened. ``timeout_s`` bounds one send."""
+    """Listens with a gRPC server, and opens one channel per link. ``timeout_s`` bounds one send."""
 
     name = "grpc_stream"
 
@@ -91,7 +91,7 @@ class GrpcStreamTransport(KVTransport):
         return KVEndpoint(self.name, f"{bracketed}:{port}")
 
     async def accept(self) -> KVLink:
-        """The next link a peer opened."""
+        """Return the next link that a peer opened."""
         link = None if self._closed else await self._accepted.get()
         if link is None:
             self._accepted.put_nowait(None)
@@ -99,7 +99,7 @@ class GrpcStreamTransport(KVTransport):
         return link
 
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """Open a stream and wait until the peer's handler has taken it."""
+        """Open a stream, and wait until the peer's handler has accepted it."""
         loop, opened = asyncio.get_running_loop(), asyncio.Event()
         link = GrpcLink(self._memory, loop, endpoint.address, self._timeout_s, self._forget)
         channel = grpc.insecure_channel(endpoint.address, options=_OPTIONS)
@@ -132,7 +132,7 @@ class GrpcStreamTransport(KVTransport):
                 link.cancel()
 
     async def aclose(self) -> None:
-        """Close the links, then the server, and wait for its threads."""
+        """Close the links and the server, and wait for the server's threads."""
         self._closed = True
         self._accepted.put_nowait(None)
         for task in self._admitting:
@@ -152,7 +152,7 @@ class GrpcStreamTransport(KVTransport):
         task.add_done_callback(self._admitting.discard)
 
     async def _admit(self, link: GrpcLink, frames: Iterator[bytes]) -> None:
-        """Read from a stream once there is room for its peer."""
+        """Read from a stream when there is room for another stranger."""
         try:
             await self._strangers.room()
         finally:

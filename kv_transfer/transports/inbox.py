@@ -1,4 +1,4 @@
-"""What every link needs in the same way: the messages that arrived, in order, and then the reason why it ended."""
+"""Links whose messages arrive whole: a queue of received messages, and the error with which the link ended."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     import torch
 
 Content: TypeAlias = "bytes | memoryview | torch.Tensor"
-"""A payload that arrived whole, on the host or on a device."""
+"""A payload that arrived whole, on the host or on a device (one dimension, uint8)."""
 
 WINDOW_BYTES = 8 * 2**20
-"""How much may wait in one direction of a link before its sender has to (one bigger message always may)."""
+"""The limit on queued bytes in one direction of a link. One larger message may be queued alone."""
 
 
 def check_sizes(header: bytes, payload: Payload) -> int:
-    """Bytes of the payload; ValueError if it or the header is larger than transports carry."""
+    """The payload's bytes. ValueError if the payload or the header is too large for a message."""
     size = payload.size
     if size > MAX_PAYLOAD_BYTES or len(header) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"a message of {len(header)} + {size} bytes; at most {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} travel"
+            f"a message of {len(header)} + {size} bytes; the limit is {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}"
         )
     return size
 
 
 def again(error: TransferError) -> TransferError:
-    """The same error, to be raised. An error keeps the frames that it was raised through, and so must not be kept by
-    what those frames hold."""
+    """A copy of an error, to raise. A raised error keeps the frames it passed, and therefore must not be stored in an
+    object that these frames refer to."""
     return type(error)(*error.args)
 
 
 class Arrived(NamedTuple):
-    """A message whose payload is here, and how long its bytes were under way as far as this end could see."""
+    """A received message with its payload, and how long the payload took to arrive, in seconds, as seen here."""
 
     header: bytes
     payload: Content
@@ -47,7 +47,7 @@ class Arrived(NamedTuple):
 
 
 class Inbox:
-    """Received messages of one link, for one task that takes them. Belongs to one event loop."""
+    """The received messages of one link, for one reading task. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._messages: deque[Arrived] = deque()
@@ -57,14 +57,14 @@ class Inbox:
         self.ended: TransferError | None = None
 
     def push(self, message: Arrived) -> None:
-        """Add a message now; one that comes after the end is dropped."""
+        """Add a message at once. Ignored after `end`."""
         if self.ended is None:
             self._messages.append(message)
             self._bytes += len(message.payload)
             self._changed.set()
 
     async def put(self, message: Arrived) -> None:
-        """Add a message once there is room for it; raises what `end` was given if the inbox ends meanwhile."""
+        """Add a message when there is room for it. Raises the error of `end`."""
         while self.ended is None and self._bytes and self._bytes + len(message.payload) > WINDOW_BYTES:
             self._room.clear()
             await self._room.wait()
@@ -73,7 +73,7 @@ class Inbox:
         self.push(message)
 
     async def get(self) -> Arrived:
-        """The next message; once all are taken and the inbox has ended, raises what `end` was given."""
+        """Wait for the next message. After the last one, raises the error of `end`."""
         while not self._messages:
             if self.ended is not None:
                 raise again(self.ended)
@@ -85,7 +85,7 @@ class Inbox:
         return message
 
     def end(self, error: TransferError, *, discard: bool = False) -> None:
-        """Nothing comes any more, because of ``error`` (the first one counts); ``discard`` drops what waits."""
+        """Take no more messages. The first ``error`` is kept; ``discard`` drops messages that were not read."""
         if discard:
             self._messages.clear()
             self._bytes = 0
@@ -95,7 +95,7 @@ class Inbox:
 
 
 class InboxLink(KVLink):
-    """A link whose messages arrive whole, in memory of their own: they are copied once more when they are fetched."""
+    """A link whose messages arrive whole in their own memory. `fetch` copies them."""
 
     def __init__(self, transport: str, memory: Memory, inbox: Inbox) -> None:
         super().__init__(memory)
@@ -110,7 +110,7 @@ class InboxLink(KVLink):
         return Message(header, len(self._payload))
 
     async def _move(self, fetch: Fetch) -> None:
-        """Copy the payload of the last message."""
+        """Copy the last message's payload."""
         payload, self._payload = self._payload, b""
         if isinstance(payload, bytes | memoryview):
             fetch.write(memoryview(payload))

@@ -1,8 +1,8 @@
-"""Transport by NIXL (with its UCX backend): the receiver reads payloads out of the sender's pool into its own, on hosts
-or on GPUs, with RDMA where there is any. Messages go over a TCP connection per link.
+"""Transport by NIXL with its UCX backend. The receiver reads payloads from the sender's pool into its own, on hosts or
+GPUs, by RDMA if available. Messages travel over a TCP connection per link.
 
-When two ends meet they tell each other their agent's metadata and where their registered memory lies; from then on each
-can read the other's pool, so that this is for networks whose hosts trust each other.
+In the greeting, the two ends exchange the metadata of their agents and the addresses of their registered memory. Each
+can then read the other's whole pool, so the hosts of the network must trust each other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from kv_transfer.fetch import Fetch
 from kv_transfer.memory import DeviceMemory, Memory
-from kv_transfer.transports.greeting import expect_greeting, read_exactly
 from kv_transfer.transports.nixl_agent import NAME_BYTES, NixlAgent, ReadFailed, RemoteMemory
 from kv_transfer.transports.nixl_link import NixlLink
 from kv_transfer.transports.socket_stream import SocketStream
+from kv_transfer.transports.socket_transport import expect_greeting, read_exactly
 from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost
@@ -30,23 +30,23 @@ _WATCH_S = 0.01
 
 
 class NixlTransport(TcpTransport):
-    """``timeout_s`` bounds the read of a piece, too."""
+    """``timeout_s`` also bounds the read of a piece."""
 
     name = "nixl"
 
     def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
         super().__init__(memory, timeout_s=timeout_s)
         self._making: asyncio.Task[NixlAgent] | None = None
-        self._left: dict[Any, tuple[str, Fetch]] = {}  # reads that outlived their links
+        self._left: dict[Any, tuple[str, Fetch]] = {}  # reads in progress whose links are lost
         self._watching: asyncio.Task[None] | None = None
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
-        """Accept connections; ConfigError without NIXL. What NIXL itself listens on, it picks."""
+        """Accept connections. NIXL picks its own ports. ConfigError without NIXL."""
         await self._agent()
         return await super().listen(host, port)
 
     async def aclose(self) -> None:
-        """Stop listening, close every link, end the agent, and all reads with it."""
+        """Stop listening, close every link, and close the agent, which ends all reads."""
         await super().aclose()
         if self._watching is not None:
             self._watching.cancel()
@@ -61,15 +61,15 @@ class NixlTransport(TcpTransport):
         self._left.clear()
 
     async def _agent(self) -> NixlAgent:
-        """This transport's agent, made by the first who asks; ConfigError if none can be. A caller who gives up does
-        not end the making: the next one needs it as well."""
+        """The agent, created by the first call. A cancelled call does not stop the creation. ConfigError if it
+        fails."""
         if self._making is None:
             self._making = asyncio.create_task(in_thread("kv-nixl", lambda: NixlAgent(self._memory)))
         return await asyncio.shield(self._making)
 
     async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> NixlLink:
         tune(connection)
-        # The end that connected speaks first: metadata of many devices might not fit into the sockets' buffers.
+        # The end that connected sends first: if both sent at once, large metadata might fill the sockets' buffers.
         agent = await self._agent()
         if connecting:
             await self._introduce(connection, agent)
@@ -82,7 +82,7 @@ class NixlTransport(TcpTransport):
             await self._introduce(connection, agent)
         other = RemoteMemory(name.decode("ascii", "replace"), address, size, max(device, 0))
         if (device < 0) == self._memory.on_device:
-            raise EOFError("one pool is on a GPU, and the other one is not")
+            raise EOFError("one pool is on a GPU, and the other one on a host")
         agent.add_peer(other.agent, metadata)
         stream = SocketStream(connection, peer, self.name, self._timeout_s)
         return NixlLink(self.name, self._memory, stream, agent, other, leave=self._leave, timeout_s=self._timeout_s)
@@ -94,8 +94,8 @@ class NixlTransport(TcpTransport):
         await asyncio.get_running_loop().sock_sendall(connection, _GREETING + about + agent.metadata)
 
     def _leave(self, agent: NixlAgent, peer: str, handle: Any, fetch: Fetch) -> None:
-        """A link is over and a read of it is not: its regions are written until the read has ended. NIXL knows that
-        only while it knows the peer."""
+        """Watch a read whose link is lost until it ends, because it still writes its regions. The peer must stay known
+        to NIXL until then."""
         agent.hold_peer(peer)
         self._left[handle] = peer, fetch
         if self._watching is None or self._watching.done():
@@ -109,7 +109,7 @@ class NixlTransport(TcpTransport):
                     ended = agent.done(handle)
                 except ReadFailed:
                     ended = True
-                except PeerLost:  # not known: it may still write, until the agent ends
+                except PeerLost:  # the state is unknown: the read may write until the agent is closed
                     ended = False
                 if ended:
                     del self._left[handle]

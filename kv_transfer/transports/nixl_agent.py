@@ -1,6 +1,6 @@
-"""A NIXL agent with its UCX backend, as the transport uses it: registered memory, and reads of a peer's into it.
+"""A NIXL agent with the UCX backend: it registers memory, and reads a peer's memory into it.
 
-NIXL is imported by the first agent and not before. Its errors become this project's here.
+The first agent imports NIXL. NIXL's errors become errors of pdserve here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NAME_BYTES = 16
 
 
 class ReadFailed(Exception):
-    """A read has ended, and not brought what it should have."""
+    """A read has ended without success."""
 
 
 class RemoteMemory(NamedTuple):
-    """A peer's registered memory: its agent's name, where the memory lies in its own process, its size, and the number
-    of its device there (0 on the host)."""
+    """A peer's registered memory: the name of its agent, the address in the peer's process, the size in bytes, and the
+    index of the device in the peer's process (0 on the host)."""
 
     agent: str
     address: int
@@ -40,15 +40,16 @@ class RemoteMemory(NamedTuple):
 
 
 class NixlAgent:
-    """Reads into ``memory``, which peers that have this agent's metadata may read. ConfigError if NIXL or its UCX
-    backend is not available. It may be made in any thread, and is then used by one thread at a time: it has no locks,
-    and no thread of its own that makes progress (which would take a core): see `progress`. Without ``memory`` it tells
-    whether an agent can be made here."""
+    """Registers ``memory``, reads into it, and lets peers that have its metadata read from it. ConfigError if NIXL or
+    its UCX backend is not available.
+
+    It has no locks: one thread uses it at a time. It has no thread that makes progress, which would take a core: see
+    `progress`. Without ``memory``, it only tests whether an agent can be created."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         api, self._errors = _load()
         self.name = secrets.token_hex(NAME_BYTES // 2)
-        """Different for each agent, of NAME_BYTES characters."""
+        """A random name of NAME_BYTES characters."""
         failures: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         self._peers: Counter[str] = Counter()
         try:
@@ -63,12 +64,12 @@ class NixlAgent:
                 places = [(memory.address, memory.size, self._device, "")]
                 self._registration = self._agent.register_memory(places, self._kind)
             self.metadata: bytes = self._agent.get_agent_metadata()
-            """What a peer needs to read from here."""
+            """The bytes that a peer needs to read from this agent."""
         except failures as error:
             raise ConfigError(f"transfer.transport: nixl cannot be used: its UCX backend fails ({error})") from None
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Make another agent known, once more (a peer may have several links). PeerLost if its metadata are wrong."""
+        """Add another agent, once for each of its links. PeerLost if its metadata are wrong."""
         if not self._peers[name]:
             known = self._guard("learning of the peer", lambda: self._agent.add_remote_agent(metadata))
             if (known.decode() if isinstance(known, bytes) else known) != name:
@@ -76,21 +77,21 @@ class NixlAgent:
         self._peers[name] += 1
 
     def hold_peer(self, name: str) -> None:
-        """As `add_peer`, for one that is known: a read of its memory is under way."""
+        """Keep a peer that was added, because a read of its memory is in progress."""
         self._peers[name] += 1
 
     def remove_peer(self, name: str) -> None:
-        """Undo one `add_peer`; the last one forgets the peer, and disconnects."""
+        """Undo one `add_peer` or `hold_peer`. The last one removes the peer and disconnects."""
         self._peers[name] -= 1
         if not self._peers[name]:
             del self._peers[name]
-            with suppress(*self._errors):  # it may have gone before
+            with suppress(*self._errors):  # it may have disconnected
                 self._agent.remove_remote_agent(name)
 
     def read(self, peer: RemoteMemory, pairs: Sequence[tuple[Region, Region]]) -> Any:
-        """Begin to read regions of the peer's memory, the second of each pair, into those of the memory here, the
-        first; a handle for `done`. PeerLost if that cannot be begun."""
-        assert self._memory is not None, "an agent without memory reads nothing"
+        """Begin to read regions of the peer's memory (the second of each pair) into regions of this memory (the first).
+        Returns a handle for `done`. PeerLost if the read cannot begin."""
+        assert self._memory is not None, "an agent without memory cannot read"
         base = self._memory.address
         local = [(base + ours.offset, ours.size, self._device) for ours, _ in pairs]
         remote = [(peer.address + theirs.offset, theirs.size, peer.device) for _, theirs in pairs]
@@ -105,9 +106,9 @@ class NixlAgent:
         return self._guard("reading", begin)
 
     def done(self, handle: Any) -> bool:
-        """Whether a read has ended, whose handle is then released; ReadFailed if it ended without success, PeerLost if
-        its state is unknown. Makes progress. A read that is under way cannot be called back, whatever NIXL says when
-        its handle is released."""
+        """Make progress, and return whether a read has ended. Its handle is then released. ReadFailed if it ended
+        without success, PeerLost if its state is unknown. Releasing the handle of a read in progress would not cancel
+        it."""
         state = self._guard("reading", lambda: self._agent.check_xfer_state(handle))
         if state == "PROC":
             return False
@@ -117,11 +118,11 @@ class NixlAgent:
         return True
 
     def progress(self) -> None:
-        """Do a bit of what peers need done here, where no hardware does it; PeerLost if that fails."""
+        """Serve peers' reads for a moment, where no hardware does. PeerLost if that fails."""
         self._guard("serving reads", self._agent.get_new_notifs)
 
     def close(self) -> None:
-        """Forget all peers, deregister all memory, end the backend."""
+        """Remove all peers, deregister the memory, and end the backend."""
         for name in list(self._peers):
             self._peers[name] = 1
             self.remove_peer(name)
@@ -138,24 +139,24 @@ class NixlAgent:
 
 
 def check_nixl() -> None:
-    """ConfigError if no agent can be made here. Takes a second or two."""
+    """Raise ConfigError if no agent can be created. Takes one or two seconds."""
     NixlAgent().close()
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:
-    """NIXL's Python interface, and the types of its errors (which have no base of their own)."""
+    """NIXL's Python interface, and the types of its errors, which have no common base."""
     if not Path("/sys/class/infiniband").exists():
-        # UCX's part for RDMA, as NIXL's wheels bring it, crashes the process as it exits; here it is of no use.
+        # The RDMA module of UCX in NIXL's wheels crashes the process at exit. Without RDMA devices it is not needed.
         os.environ.setdefault("UCX_MODULES", "^ib")
     raise_exceptions = logging.raiseExceptions
     try:
-        importlib.import_module("nixl")  # it picks the build for this CUDA, and makes its modules known under its name
+        importlib.import_module("nixl")  # selects the build for this CUDA version, and aliases its modules
         api, bindings = importlib.import_module("nixl._api"), importlib.import_module("nixl._bindings")
     except ImportError as error:
         raise ConfigError(
             f"transfer.transport: nixl cannot be used: NIXL cannot be imported ({error}); {_INSTALL}"
         ) from None
-    # Importing it sets up logging to stdout and changes a switch of the logging module; a worker has its own.
+    # The import configures logging to stdout and changes `logging.raiseExceptions`. Undo both.
     logging.raiseExceptions = raise_exceptions
     logger = logging.getLogger("nixl")
     logger.handlers.clear()

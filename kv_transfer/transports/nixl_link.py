@@ -1,4 +1,4 @@
-"""A link whose receiver reads payloads out of the sender's memory with NIXL, straight into its own."""
+"""A link whose receiver reads payloads from the sender's memory into its own with NIXL."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.kv_layout import Region, pair_regions
 
 _READING, _READ = FIRST_OWN_SIGNAL, FIRST_OWN_SIGNAL + 1
-_PIECE_BYTES = 4 * 2**20  # of one read: the next is under way while this one is hashed
-_READS = 2  # under way at a time
-_ALONE_S = 0.001  # after which the peer is asked to help a read along
+_PIECE_BYTES = 4 * 2**20  # of one read; the next read runs while a piece is hashed
+_READS = 2  # at a time
+_ALONE_S = 0.001  # after this time, the peer is asked to help
 
 
 class _Read(NamedTuple):
@@ -29,16 +29,16 @@ class _Read(NamedTuple):
 
 
 class NixlLink(SocketLink):
-    """References are into the peer's registered memory, ``peer``. A payload is read piece by piece into the regions it
-    is for. A read that is under way cannot be called back, so the fetch is at rest only once its reads have ended;
-    ``leave`` takes those that have not when the link is lost.
+    """A link to the owner of the registered memory ``peer``. Payloads are read in pieces into their regions.
 
-    Where no hardware serves reads (UCX over TCP, or a connection that is only being set up) it is the peer's process
-    that does, while it is asked to: its end needs a task that receives. ``agent`` stays its owner's; this link's share
-    of the peer is given back when it closes. ``timeout_s`` bounds the read of a piece.
+    A read cannot be cancelled, so a fetch is at rest only when its reads have ended. If the link is lost before, the
+    reads are passed to ``leave``. ``agent`` stays open when the link closes. ``timeout_s`` bounds the read of a piece.
 
-    A read may end after the peer has cut the link: the cut travels by TCP, on another path than the read. So what is
-    read counts only if its checksum is right, or if the peer confirms that it was not cut (`reads_late`)."""
+    Where no hardware serves reads (UCX over TCP, or while UCX connects), the peer's process does so on request. For
+    this, the peer needs a task that receives.
+
+    A read may end after the peer has cut the link, because the two travel on different paths. Therefore a payload
+    counts only with a correct checksum, or if the peer confirms that it held the blocks (`reads_late`)."""
 
     reads_late = True
 
@@ -58,13 +58,13 @@ class NixlLink(SocketLink):
         self._agent, self._peer, self._leave, self._timeout_s = agent, peer, leave, timeout_s
         self._reading = asyncio.Lock()
         self._needs_help = False
-        self._ask_again_s = 0.0  # 0: the peer was not asked to help this fetch
+        self._ask_again_s = 0.0  # 0: the peer was not asked to help with this fetch
         self._helping: asyncio.Task[None] | None = None
         self._released = False
 
     async def aclose(self) -> None:
-        """Close the socket, end a read, forget the peer."""
-        self._closed = True  # a task that reads sees it, and lets go of the lock
+        """Close the socket, stop reading, and remove the peer from the agent."""
+        self._closed = True  # a reading task sees it, and releases the lock
         async with self._reading:
             if not self._released:
                 self._released = True
@@ -96,7 +96,7 @@ class NixlLink(SocketLink):
                 raise self._stream.lose(error) from None
             finally:
                 for read in reads:
-                    self._stream.lose("a read of the peer's memory was left unfinished")
+                    self._stream.lose("a read of the peer's memory is still in progress")
                     self._leave(self._agent, self._peer.agent, read.handle, fetch)
                 if self._ask_again_s:
                     self._ask_again_s = 0.0
@@ -104,7 +104,7 @@ class NixlLink(SocketLink):
                         await self._send_signal(_READ)
 
     async def _end_first(self, reads: deque[_Read], fetch: Fetch) -> None:
-        """Wait for the first of ``reads``."""
+        """Wait until the first of ``reads`` has ended."""
         started_s = time.monotonic()
         while True:
             try:
@@ -120,9 +120,9 @@ class NixlLink(SocketLink):
                 raise PeerLost(f"reading the peer's memory took longer than {self._timeout_s} s")
             if (self._needs_help or waited_s > _ALONE_S) and time.monotonic() > self._ask_again_s:
                 self._needs_help = True
-                self._ask_again_s = time.monotonic() + self._timeout_s / 2  # the peer helps for as long as the timeout
+                self._ask_again_s = time.monotonic() + self._timeout_s / 2  # the peer helps for the whole timeout
                 await self._send_signal(_READING)
-            # NIXL has nothing to wait on: without a thread of its own, a read goes on only while it is asked about.
+            # NIXL offers no event to wait for. Without a thread of its own, it makes progress only when it is polled.
             await asyncio.sleep(0)
         fetch.advance(reads.popleft().size)
         fetch.end_writing()
@@ -142,9 +142,9 @@ class NixlLink(SocketLink):
             await super()._on_signal(kind)
 
     async def _help(self) -> None:
-        """Make progress with what the peer reads here, until it says that it has read (or should have)."""
+        """Serve the peer's reads until it sends `_READ`, or the timeout has passed."""
         deadline_s = time.monotonic() + self._timeout_s
-        with contextlib.suppress(PeerLost):  # the one that reads sees it too
+        with contextlib.suppress(PeerLost):  # the reading end gets the error too
             while time.monotonic() < deadline_s and not self._closed:
                 self._agent.progress()
                 await asyncio.sleep(0)  # as in `_end_first`
@@ -160,7 +160,7 @@ class NixlLink(SocketLink):
 
 
 def _pieces(pairs: Iterable[tuple[Region, Region]]) -> Iterator[list[tuple[Region, Region]]]:
-    """The same pairs in lists of _PIECE_BYTES (the last one may be shorter)."""
+    """Split the pairs into lists of _PIECE_BYTES; the last one may be shorter."""
     piece: list[tuple[Region, Region]] = []
     room = _PIECE_BYTES
     for (ours, size), (theirs, _) in pairs:

@@ -1,21 +1,22 @@
-"""Transport between processes of one host: payloads in the sender's pool are not sent at all, the receiver copies them
-out of its own mapping of that pool, straight into its blocks. A Unix socket carries the messages and, once, the
-descriptor of each end's memory file."""
+"""Transport between processes of one host. Each end maps the other's memory file, whose descriptor travels once over a
+Unix socket. The receiver copies payloads from the sender's pool directly into its own blocks."""
 
 from __future__ import annotations
 
 import array
+import asyncio
 import os
 import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 from kv_transfer.memory import HostMemory
-from kv_transfer.transports.sharing_link import SharingLink
-from kv_transfer.transports.socket_link import SocketLink
-from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.threads import in_thread
-from kv_transfer.transports.unix_socket import UnixSocketTransport, ready
+from kv_transfer.transports.unix_socket import UnixSocketTransport
 
 _GREETING = b"pdserve-kv/shm/1"
+
+T = TypeVar("T")
 
 
 class ShmTransport(UnixSocketTransport):
@@ -27,14 +28,14 @@ class ShmTransport(UnixSocketTransport):
         super().__init__(memory, timeout_s=timeout_s)
         self._fd = memory.fd
 
-    async def _share(self, connection: socket.socket, peer: str) -> SocketLink:
-        # Opened again, for reading alone: only its owner writes a pool.
+    async def _share(self, connection: socket.socket) -> HostMemory:
+        # The peer gets a read-only descriptor: only the owner of a pool writes to it.
         readable = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
         try:
-            await ready(lambda: socket.send_fds(connection, [_GREETING], [readable]), connection, writing=True)
+            await _ready(lambda: socket.send_fds(connection, [_GREETING], [readable]), connection, writing=True)
         finally:
             os.close(readable)
-        greeting, ancillary, _, _ = await ready(
+        greeting, ancillary, _, _ = await _ready(
             lambda: connection.recvmsg(len(_GREETING), socket.CMSG_SPACE(4)), connection, writing=False
         )
         received = array.array("i")
@@ -43,7 +44,7 @@ class ShmTransport(UnixSocketTransport):
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
         try:
             if greeting != _GREETING:
-                raise EOFError("the peer speaks something else" if greeting else "the peer closed the connection")
+                raise EOFError("the peer speaks another protocol" if greeting else "the peer closed the connection")
             if not received:
                 raise EOFError("the peer shares no memory")
             memory = HostMemory(received[0], writable=False)
@@ -55,4 +56,20 @@ class ShmTransport(UnixSocketTransport):
         except BaseException:
             memory.close()
             raise
-        return SharingLink(self.name, self._memory, SocketStream(connection, peer, self.name, self._timeout_s), memory)
+        return memory
+
+
+async def _ready(call: Callable[[], T], connection: socket.socket, *, writing: bool) -> T:
+    """Call ``call`` as soon as the socket is ready for it, and return its result."""
+    loop = asyncio.get_running_loop()
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            possible = loop.create_future()
+            add(connection, lambda future=possible: None if future.done() else future.set_result(None))  # type: ignore[misc]
+            try:
+                await possible
+            finally:
+                remove(connection)

@@ -1,8 +1,8 @@
-"""Messages on a stream socket, for every transport that has one.
+"""Messages on a stream socket.
 
-A frame is its kind, the header's length, the payload's length and the number of references (little endian); then the
-header; then either the references (offset and length, 8 bytes each, into memory that the peer has mapped) or the
-payload itself. `_FLUSH` asks the peer to say `_FLUSHED` when it has dealt with everything before.
+A frame has its kind, the header's length, the payload's length and the number of references (little endian), followed
+by the header, and by either the references (offset and length, 8 bytes each, into memory that the peer can read) or the
+payload. The peer answers `_FLUSH` with `_FLUSHED` when it has handled all frames before it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 import select
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING, KVLink, Message
 from kv_transfer.fetch import Fetch, Payload
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import MAX_HELLO_BYTES
 from kv_transfer.transports.inbox import check_sizes
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.kv_layout import Region
 
@@ -26,15 +26,16 @@ _FRAME = struct.Struct("<BIQI")
 _REFERENCE = struct.Struct("<QQ")
 _MESSAGE, _FLUSH, _FLUSHED = range(3)
 FIRST_OWN_SIGNAL = 3
-"""Signals (frames without anything behind them) from here on mean what a link's own class says."""
+"""The first kind of signal (a frame without header and payload) for use by subclasses."""
 MAX_REFERENCES = 2**16
 _REFERENCES_AT_ONCE = 2**10
 
 
 class SocketLink(KVLink):
-    """A payload follows its message over the socket. A subclass may refer to regions of its memory instead (`_refer`),
-    which the peer fetches (`_fetch_references`). ``peer_size`` is the size of the peer's memory that references may lie
-    in; 0: none may come."""
+    """A link whose payloads travel over the socket. In subclasses, a message may refer to regions of the sender's
+    memory instead (`_refer`), which the receiver fetches (`_fetch_references`).
+
+    ``peer_size`` is the size of the peer's memory, in which the references must lie; 0 allows no references."""
 
     def __init__(self, transport: str, memory: Memory, stream: SocketStream, *, peer_size: int = 0) -> None:
         super().__init__(memory)
@@ -44,27 +45,10 @@ class SocketLink(KVLink):
         self._left = 0  # of an inline payload
         self._peer_size = peer_size
         self._references: list[Region] = []
-        self._referred = self._dealt_with = 0  # messages sent by reference, and those the peer will not read again
+        self._referred = self._dealt_with = 0  # messages sent by reference, and those of them that the peer has handled
         self._flushes: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._hang_up: select.poll | None = None
         self._closed = False
-        self._stranger: Stranger | None = None
-        self.on_closed: Callable[[SocketLink], object] = lambda _: None
-
-    @property
-    def closed(self) -> bool:
-        """Whether `aclose` has been called here."""
-        return self._closed
-
-    def strange(self, stranger: Stranger) -> None:
-        """It was accepted, and its peer has yet to introduce itself."""
-        self._stranger, stranger.cut = stranger, self.cut
-
-    def introduced(self) -> None:
-        """See `KVLink.introduced`."""
-        if self._stranger is not None:
-            self._stranger.leave()
-            self._stranger = None
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
         """Write one frame."""
@@ -76,13 +60,13 @@ class SocketLink(KVLink):
             frame += _REFERENCE.pack(*reference)
         parts = [] if count else payload.parts
         async with self._writing:
-            self._referred += bool(count)  # here, so that a flush counts what goes before it and nothing else
+            self._referred += bool(count)  # under the lock: a flush covers exactly the messages before it
             written = 0 if parts else self._stream.write_now(frame)
             if written < len(frame):
                 await self._stream.write([memoryview(frame)[written:], *parts])
 
     async def drained(self) -> None:
-        """Wait until the peer has dealt with what was sent by reference."""
+        """Wait until the peer has handled the messages that were sent by reference."""
         if self._dealt_with == self._referred and not self._writing.locked():
             return
         flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,7 +79,7 @@ class SocketLink(KVLink):
             self.cut(str(error))
 
     def cut(self, why: str) -> None:
-        """Shut the socket down; from then on the peer cannot take anything for good any more (see `_move`)."""
+        """Shut the socket down. What the peer reads afterwards does not count (see `_move`)."""
         self._stream.cut(why)
         self._let_go()
 
@@ -120,7 +104,7 @@ class SocketLink(KVLink):
                 if kind == _MESSAGE:
                     break
                 await self._on_signal(kind)
-                await asyncio.sleep(0)  # a peer that sends nothing but signals must not keep others waiting
+                await asyncio.sleep(0)  # a peer that sends many signals must not delay the other links
             stream.expects_more = size > 0
             if count:
                 await self._read_references(count, size)
@@ -132,8 +116,8 @@ class SocketLink(KVLink):
         return Message(header, size)
 
     async def _move(self, fetch: Fetch) -> None:
-        """Move the payload: from the socket, or from the peer's memory. The latter counts only if the peer still had
-        the link open when the copy was done: after that it may use the memory for something else."""
+        """Move the payload from the socket, or from the peer's memory. A read of the peer's memory counts only if the
+        link is still open afterwards: the peer closes the link before it reuses the memory."""
         if self._left:
             self._left -= await self._stream.fill(fetch)
         elif self._references:
@@ -142,7 +126,7 @@ class SocketLink(KVLink):
             self._check_open()
 
     def _refer(self, payload: Payload) -> Sequence[Region]:
-        """What the peer can fetch by itself: nothing, or all of the payload."""
+        """The references to send instead of the payload, or none."""
         return ()
 
     async def _fetch_references(self, references: Sequence[Region], fetch: Fetch) -> None:
@@ -150,32 +134,30 @@ class SocketLink(KVLink):
         raise self._stream.lose("the peer refers to memory that it does not share")
 
     async def aclose(self) -> None:
-        """Close the socket, and let go of the peer's memory."""
+        """Close the socket."""
         self._closed = True
-        stranger = self._stranger
         try:
-            await self._stream.aclose(at_once=stranger is not None)
+            await self._stream.aclose(at_once=self._stranger is not None)
         finally:
             self._let_go()
             self._references = []
-            if stranger is not None:
-                stranger.leave()
+            self.introduced()
             self.on_closed(self)
 
     def _check_frame(self, kind: int, header_size: int, size: int, count: int) -> None:
-        """Before any memory is set aside for it; PeerLost."""
+        """Raise PeerLost for a frame that is too large, or not allowed, before memory is allocated for it."""
         why = ""
         if header_size > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
             why = "which is too large"
         elif count > min(MAX_REFERENCES, size) or (count and not self._peer_size):
             why = f"in {count} references"
         elif self._stranger is not None and (kind != _MESSAGE or header_size > MAX_HELLO_BYTES or size):
-            why = "before it introduced itself"
+            why = "before its introduction"
         if why:
             raise self._stream.lose(f"the peer announced a message of {header_size} + {size} bytes, {why}")
 
     async def _read_references(self, count: int, size: int) -> None:
-        """So many, which are ``size`` bytes of the peer's memory; each is checked as it comes."""
+        """Read and check ``count`` references, which cover ``size`` bytes of the peer's memory."""
         stream, references = self._stream, self._references
         while count:
             some = min(count, _REFERENCES_AT_ONCE) * _REFERENCE.size
@@ -184,7 +166,7 @@ class SocketLink(KVLink):
             for offset, length in _REFERENCE.iter_unpack(stream.ahead[:some]):
                 size -= length
                 if not length or size < 0:
-                    raise stream.lose("the peer refers to memory in a way that makes no sense")
+                    raise stream.lose("the peer sent references that do not match the payload")
                 if offset + length > self._peer_size:
                     raise stream.lose(
                         f"the peer refers to bytes {offset} to {offset + length} of its {self._peer_size}"
@@ -193,10 +175,10 @@ class SocketLink(KVLink):
             stream.drop(some)
             count -= some // _REFERENCE.size
         if size:
-            raise stream.lose("the peer refers to memory in a way that makes no sense")
+            raise stream.lose("the peer sent references that do not match the payload")
 
     def _check_open(self) -> None:
-        """PeerLost once the peer has closed the link: what was read of its memory may be something else already."""
+        """Raise PeerLost if the peer has closed the link. It may have reused the memory that was read."""
         if self._hang_up is None:
             self._hang_up = select.poll()
             self._hang_up.register(self._stream.socket, select.POLLRDHUP)
@@ -218,7 +200,7 @@ class SocketLink(KVLink):
             raise self._stream.lose(f"the peer sent a frame of unknown kind {kind}")
 
     def _let_go(self) -> None:
-        """The link is lost: the peer takes nothing any more that would count."""
+        """End all waits for the peer: the link is lost, and what the peer reads does not count."""
         self._dealt_with = self._referred
         for _, flushed in self._flushes:
             if not flushed.done():

@@ -1,4 +1,4 @@
-"""A stream socket on the event loop, without a copy of our own: bytes go from and to the memory they belong in."""
+"""A stream socket on the event loop. Bytes move between the socket and their memory, without another copy."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from kv_transfer.fetch import Fetch
 from pdserve.core.errors import PeerLost, TransferTimeout
 
 _READ_AHEAD = 64 * 2**10
-_MAX_PARTS = 512  # of one system call; the kernel takes 1024
-_TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop get their turn
-_WAKE_BYTES = 512 * 2**10  # a receiver is woken for at least so much of a payload
-_SLOW_S = 0.05  # a receiver that waited longer is woken for each packet
-_POLL_S = 200e-6  # how long a socket that is expected to have more is polled
+_MAX_PARTS = 512  # in one system call, which accepts 1024
+_TURN_BYTES = 8 * 2**20  # moved before other tasks of the loop run
+_WAKE_BYTES = 512 * 2**10  # a receiver is woken when this much of a payload has arrived
+_SLOW_S = 0.05  # after a longer wait, a receiver is woken for each packet
+_POLL_S = 200e-6  # how long a socket is polled while `expects_more`
 _CLOSE_S = 1.0
 _SCRATCH_BYTES = 256 * 2**10
 
 
 class SocketStream:
-    """Reads and writes exact numbers of bytes. ``peer`` and ``transport`` are for messages of errors; ``timeout_s``
-    bounds how long a write may go without any progress."""
+    """Reads and writes exact numbers of bytes. ``peer`` and ``transport`` appear in error messages. ``timeout_s``
+    bounds a write that makes no progress."""
 
     def __init__(self, connection: socket.socket, peer: str, transport: str, timeout_s: float) -> None:
         connection.setblocking(False)
         self._socket, self._peer, self._transport, self._timeout_s = connection, peer, transport, timeout_s
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray(_READ_AHEAD)
-        self._ahead = memoryview(b"")  # of it: bytes that came with others, not asked for yet
-        # Texts, not errors: those keep the frames they were raised through, and with them this stream's memory.
+        self._ahead = memoryview(b"")  # the part of the buffer that was received and not read yet
+        # Texts, because errors keep the frames through which they were raised, and with them this stream's memory.
         self._lost = ""
         self._unwritable = ""
         self._waiters: set[asyncio.Future[None]] = set()
         self._turn = 0
         self._low_water = 1
         self.expects_more = False
-        """Whether the next bytes are likely to come at once. Then the socket is polled for a moment, between other
-        tasks of the loop, before it is waited for: to be woken takes longer than most gaps in a transfer."""
+        """Whether more bytes are likely to arrive at once. If so, the socket is polled for a moment, because waking the
+        task takes longer than most gaps in a transfer."""
 
     @property
     def socket(self) -> socket.socket:
-        """The socket itself, for what is not a byte stream about it."""
+        """The socket."""
         return self._socket
 
     def lose(self, why: object) -> PeerLost:
-        """Nothing moves any more, because of ``why`` (the first reason stays)."""
+        """Stop all reading and writing, and return the error. The first reason is kept."""
         self._lost = self._lost or self._told(why)
         for waiter in self._waiters:
             if not waiter.done():
@@ -56,14 +56,14 @@ class SocketStream:
         return PeerLost(self._lost)
 
     def cut(self, why: str) -> None:
-        """Lose the connection at once, at the peer's end too."""
+        """Shut the connection down at once, at both ends."""
         self.lose(why)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def write_now(self, data: bytes) -> int:
-        """Write as much of ``data`` as the socket takes at once; returns how many bytes. The caller has to `write` the
-        rest, before anything else. PeerLost as from `write`."""
+        """Write as much of ``data`` as the socket takes at once, and return the number of bytes. The caller must
+        `write` the rest next. PeerLost as from `write`."""
         if lost := self._lost or self._unwritable:
             raise PeerLost(lost)
         try:
@@ -75,9 +75,10 @@ class SocketStream:
             raise PeerLost(self._unwritable) from None
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Write all of ``parts``; PeerLost, or TransferTimeout without progress. Whatever ends it before its end ends
-        all writing, since the peer could not tell where the next message begins; what the peer has sent can still be
-        read."""
+        """Write all of ``parts``. PeerLost, or TransferTimeout without progress.
+
+        An incomplete write ends all writing, because the peer could not tell where the next message begins. Reading
+        remains possible."""
         views = deque(view for part in parts if (view := memoryview(part).cast("B")).nbytes)
         try:
             while views:
@@ -105,13 +106,13 @@ class SocketStream:
             raise PeerLost(self._unwritable) from None
         finally:
             if views and not self._unwritable:
-                self._unwritable = self._told("a message was left unfinished")
+                self._unwritable = self._told("a message was not written completely")
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_WR)
 
     @property
     def ahead(self) -> memoryview:
-        """What has come and was not read yet. Valid until the next call."""
+        """The bytes that were received and not read yet. Valid until the next call."""
         return self._ahead
 
     def drop(self, size: int) -> None:
@@ -119,19 +120,19 @@ class SocketStream:
         self._ahead = self._ahead[size:]
 
     async def read_ahead(self, size: int) -> None:
-        """Return once `ahead` has ``size`` bytes, a few: payloads go into a `Fetch`. PeerLost if they do not come."""
+        """Wait until `ahead` has at least ``size`` bytes. Not for payloads: see `fill`. PeerLost if they do not
+        come."""
         while (kept := self._ahead.nbytes) < size:
             if kept or len(self._buffer) < size:
                 buffer = self._buffer if len(self._buffer) >= size else bytearray(size)
                 buffer[:kept] = self._ahead
                 self._buffer = buffer
             room = [memoryview(self._buffer)[kept:]]
-            count = await self._receive(lambda: room)  # noqa: B023 - it is called at once
+            count = await self._receive(lambda: room)  # noqa: B023 - called at once
             self._ahead = memoryview(self._buffer)[: kept + count]
 
     async def fill(self, fetch: Fetch) -> int:
-        """Move the next bytes where they are fetched to until all are there or it is cancelled; returns how many were
-        moved."""
+        """Read into ``fetch`` until it is complete or cancelled. Returns the number of bytes moved."""
         before = fetch.left
         if self._ahead.nbytes and not fetch.cancelled:
             count = min(self._ahead.nbytes, fetch.left)
@@ -140,11 +141,10 @@ class SocketStream:
         wake_bytes = _WAKE_BYTES
         try:
             while fetch.left and not fetch.cancelled:
-                # To be woken by each packet would cost more than the copying; on a slow link each shows that the peer
-                # lives.
+                # Waking for each packet costs more than the copy. On a slow link it shows that the peer is alive.
                 self._wake_at(min(fetch.left, wake_bytes))
                 asked_s = self._loop.time()
-                # The views are asked for after each wait: it may be cancelled meanwhile.
+                # `views` is called after each wait, because the fetch may be cancelled meanwhile.
                 fetch.advance(await self._receive(fetch.views))
                 if self._loop.time() - asked_s > _SLOW_S:
                     wake_bytes = 1
@@ -153,7 +153,7 @@ class SocketStream:
         return before - fetch.left
 
     async def skip(self, size: int) -> None:
-        """Throw the next ``size`` bytes away."""
+        """Read and drop the next ``size`` bytes."""
         scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
         while size:
             if self._ahead.nbytes:
@@ -165,12 +165,12 @@ class SocketStream:
             size -= count
 
     async def aclose(self, *, at_once: bool = False) -> None:
-        """End this direction, give the peer a second to end its own (an early end would throw away what it has not
-        read yet; ``at_once`` does not care), close."""
+        """Close the connection: shut writing down, and wait up to a second for the peer to do the same. An earlier
+        close could drop bytes that the peer has not read. ``at_once`` does not wait."""
         if self._socket.fileno() < 0:
             return
         self.lose("the link was closed here")
-        await asyncio.sleep(0)  # tasks that wait for the socket leave it first
+        await asyncio.sleep(0)  # tasks that wait for the socket return first
         scratch = bytearray(0 if at_once else _SCRATCH_BYTES)
         try:
             self._socket.shutdown(socket.SHUT_WR)
@@ -183,7 +183,7 @@ class SocketStream:
                     except BlockingIOError:
                         await self._until(self._loop.add_reader, self._loop.remove_reader, although_lost=True)
         except (OSError, TimeoutError):
-            pass  # it is gone already, or does not care
+            pass  # the peer is gone, or has not closed in time
         finally:
             if (fd := self._socket.fileno()) >= 0:
                 self._loop.remove_reader(fd)
@@ -192,10 +192,11 @@ class SocketStream:
             self._buffer, self._ahead = bytearray(), memoryview(b"")
 
     async def _receive(self, views: Callable[[], list[memoryview]]) -> int:
-        """Fill something of ``views()``, which is called right before; how many bytes (0 without views)."""
+        """Receive into ``views()``, which is called immediately before each attempt. Returns the number of bytes, which
+        is 0 if there are no views."""
         poll_until_s = self._loop.time() + _POLL_S if self.expects_more else 0.0
         while True:
-            if self._turn >= _TURN_BYTES:  # a fast peer would never let this wait, and other tasks of the loop run
+            if self._turn >= _TURN_BYTES:  # with a fast peer, the socket never blocks, and other tasks would not run
                 self._turn = 0
                 await asyncio.sleep(0)
             if self._lost:
@@ -219,10 +220,10 @@ class SocketStream:
             return count
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Have the socket count as readable once so many bytes have come, or its end."""
+        """Make the socket readable when ``num_bytes`` have arrived, or at its end."""
         if num_bytes != self._low_water:
             self._low_water = num_bytes
-            with contextlib.suppress(OSError):  # its end shows when it is read
+            with contextlib.suppress(OSError):  # a closed socket shows when it is read
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     async def _until(
@@ -232,7 +233,7 @@ class SocketStream:
         *,
         although_lost: bool = False,
     ) -> None:
-        """Wait until the socket can go on, or the stream is lost."""
+        """Wait until the socket is ready, or the stream is lost."""
         if self._lost and not although_lost:
             return
         fd, waiter = self._socket.fileno(), self._loop.create_future()

@@ -1,18 +1,27 @@
-"""What transports on stream sockets do in the same way: accept connections, greet, keep their links."""
+"""What transports on stream sockets share: they accept connections, greet the peer, and keep their links."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from abc import abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.memory import Memory
-from kv_transfer.transports.acceptor import Acceptor
-from kv_transfer.transports.socket_link import SocketLink
-from kv_transfer.transports.strangers import Stranger, Strangers
-from pdserve.core.errors import PeerLost, TransferTimeout
+from kv_transfer.strangers import Stranger, Strangers
+from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
+
+_BACKLOG = 128
+_RETRY_S = 0.1
+_log = logging.getLogger(__name__)
+
+Welcome = Callable[[socket.socket, str, Stranger], Coroutine[Any, Any, None]]
+"""Makes a link of a connection with a peer. If it raises (OSError, EOFError, RuntimeError or TransferError), it has
+closed the connection."""
 
 
 class SocketTransport(KVTransport):
@@ -20,21 +29,26 @@ class SocketTransport(KVTransport):
 
     def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
         self._memory, self._timeout_s = memory, timeout_s
-        self._accepted: asyncio.Queue[SocketLink | None] = asyncio.Queue()
-        self._links: set[SocketLink] = set()
+        self._accepted: asyncio.Queue[KVLink | None] = asyncio.Queue()
+        self._links: set[KVLink] = set()
         self._acceptor: Acceptor | None = None
         self._closed = False
 
     @abstractmethod
-    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> SocketLink:
-        """Make sure that the other end is one of us, and make a link. OSError, EOFError or TransferError if not."""
+    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
+        """Check that the other end speaks the same protocol, and make a link. Raises OSError, EOFError, RuntimeError or
+        TransferError if it does not."""
 
     def _serve(self, server: socket.socket) -> None:
-        """Accept connections on a bound socket, for as long as the transport is open."""
-        self._acceptor = Acceptor(server, Strangers(self.name), self._welcome)
+        """Accept connections on a bound socket until the transport is closed."""
+        self._acceptor = Acceptor(server, self._strangers(), self._welcome)
+
+    def _strangers(self) -> Strangers:
+        """The bounds on peers that have not introduced themselves."""
+        return Strangers(self.name)
 
     async def accept(self) -> KVLink:
-        """The next link a peer opened."""
+        """Return the next link that a peer opened."""
         link = None if self._closed else await self._accepted.get()
         if link is None:
             self._accepted.put_nowait(None)
@@ -42,8 +56,8 @@ class SocketTransport(KVTransport):
         return link
 
     async def _open(self, connection: socket.socket, address: object, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """A link over ``connection``, which is connected to ``address`` here."""
-        link: SocketLink | None = None
+        """Connect ``connection`` to ``address`` and make a link."""
+        link: KVLink | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 connection.setblocking(False)
@@ -52,7 +66,7 @@ class SocketTransport(KVTransport):
         except TimeoutError:
             where = f"{endpoint.address} did not answer within {timeout_s} s ({self.name})"
             raise TransferTimeout(where) from None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, RuntimeError) as error:
             raise PeerLost(f"no link to {endpoint.address}: {error} ({self.name})") from None
         finally:
             if link is None:
@@ -60,7 +74,7 @@ class SocketTransport(KVTransport):
         return self._keep(link)
 
     async def aclose(self) -> None:
-        """Stop listening, close every link."""
+        """Stop listening and close every link."""
         self._closed = True
         self._accepted.put_nowait(None)
         if self._acceptor is not None:
@@ -68,8 +82,7 @@ class SocketTransport(KVTransport):
         await asyncio.gather(*(link.aclose() for link in list(self._links)))
 
     async def _welcome(self, connection: socket.socket, peer: str, stranger: Stranger) -> None:
-        """See `acceptor.Welcome`."""
-        link: SocketLink | None = None
+        link: KVLink | None = None
         try:
             link = await self._greet(connection, peer, connecting=False)
         finally:
@@ -78,7 +91,96 @@ class SocketTransport(KVTransport):
         link.strange(stranger)
         self._accepted.put_nowait(self._keep(link))
 
-    def _keep(self, link: SocketLink) -> SocketLink:
+    def _keep(self, link: KVLink) -> KVLink:
         self._links.add(link)
         link.on_closed = self._links.discard
         return link
+
+
+class Acceptor:
+    """Passes each connection on ``server``, a bound socket, to ``welcome`` until `aclose`. While `Strangers` has no
+    room, connections wait in the kernel."""
+
+    def __init__(self, server: socket.socket, strangers: Strangers, welcome: Welcome) -> None:
+        server.listen(_BACKLOG)
+        server.setblocking(False)
+        self._server, self._strangers, self._welcome = server, strangers, welcome
+        self._welcoming: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def aclose(self) -> None:
+        """Stop accepting, and close connections that are not links yet."""
+        tasks = [self._accepting, *self._welcoming]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._server.close()
+
+    async def _accept(self) -> None:
+        while True:
+            await self._strangers.room()
+            try:
+                connection, address = self._server.accept()
+            except BlockingIOError:
+                await self._readable()
+                continue
+            except OSError as error:  # the peer has left the queue, or no file descriptor is free
+                _log.warning("a connection could not be accepted: %s (%s)", error, self._strangers.name)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._begin(connection, str(address), self._strangers.enter())
+
+    async def _readable(self) -> None:
+        """Return when a connection waits. `loop.sock_accept` would lose one that it has accepted when it is
+        cancelled."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._server, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._server)
+
+    def _begin(self, connection: socket.socket, peer: str, stranger: Stranger) -> None:
+        task = asyncio.create_task(self._meet(connection, peer, stranger))
+        self._welcoming.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._welcoming.discard(task)
+            if not stranger.met:  # cancelled before its first step
+                connection.close()
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                _log.error("a peer's connection failed (%s)", self._strangers.name, exc_info=error)
+            if task.cancelled() or error is not None:
+                stranger.leave()
+
+        task.add_done_callback(ended)
+
+    async def _meet(self, connection: socket.socket, peer: str, stranger: Stranger) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        stranger.met, stranger.cut = True, task.cancel
+        try:
+            connection.setblocking(False)
+            await self._welcome(connection, peer, stranger)
+        except (OSError, EOFError, RuntimeError, TransferError) as error:
+            _log.warning("a peer's connection was closed: %s (%s)", error or "it timed out", self._strangers.name)
+            stranger.leave()
+
+
+async def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """The next ``size`` bytes. EOFError if the peer closes the connection before. Needs a timeout around it."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < size:
+        more = await loop.sock_recv(connection, size - len(data))
+        if not more:
+            raise EOFError("the peer closed the connection")
+        data += more
+    return data
+
+
+async def expect_greeting(connection: socket.socket, greeting: bytes) -> None:
+    """Read the peer's greeting. EOFError if it is a different one. Needs a timeout around it."""
+    if await read_exactly(connection, len(greeting)) != greeting:
+        raise EOFError("the peer speaks another protocol")

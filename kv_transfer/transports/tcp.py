@@ -1,4 +1,4 @@
-"""Transport over a TCP connection per link: the only copies are the kernel's, out of one pool and into the other."""
+"""Transport over one TCP connection per link. Only the kernel copies payloads: from one pool, and into the other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import socket
 from typing import Any
 
 from kv_transfer.base import KVLink
-from kv_transfer.transports.greeting import expect_greeting
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.socket_transport import SocketTransport
+from kv_transfer.transports.socket_transport import SocketTransport, expect_greeting
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
@@ -37,11 +36,11 @@ class TcpTransport(SocketTransport):
             async with asyncio.timeout(timeout_s):
                 family, address = await _resolve(host.strip("[]"), int(port))
         except (OSError, TimeoutError) as error:
-            why = error or "its name is not resolved"
+            why = error or "its name cannot be resolved"
             raise PeerLost(f"no link to {endpoint.address}: {why} ({self.name})") from None
         return await self._open(socket.socket(family, socket.SOCK_STREAM), address, endpoint, timeout_s)
 
-    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> SocketLink:
+    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
         tune(connection)
         await asyncio.get_running_loop().sock_sendall(connection, _GREETING)
         await expect_greeting(connection, _GREETING)
@@ -49,13 +48,13 @@ class TcpTransport(SocketTransport):
 
 
 async def bind(host: str, port: int, transport: str) -> socket.socket:
-    """A socket that is bound to an address of this host, for an `Acceptor`. PeerLost if it is no such address, or the
-    port is taken."""
+    """A listening socket on ``host`` and ``port`` (0: a free one). PeerLost if the address is not one of this host, or
+    the port is taken."""
     server: socket.socket | None = None
     try:
         family, address = await _resolve(host, port)
         server = socket.socket(family, socket.SOCK_STREAM)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last one's connections may linger
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier listener may linger
         server.bind(address)
         server.listen()
     except OSError as error:
@@ -74,7 +73,7 @@ async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave at once; and since a host that vanished closes no connection, TCP asks for it."""
+    """Send small messages at once, and detect hosts that vanished by TCP keep-alives."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)

@@ -1,4 +1,4 @@
-"""Blocking calls, kept off the event loop."""
+"""Blocking calls beside an event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 async def in_thread(name: str, function: Callable[[], T]) -> T:
-    """What ``function`` returns or raises, called in a thread that ends with it (the loop's own executor would keep
-    one). Cancelling this does not stop the thread."""
+    """Call ``function`` in a new thread called ``name``, and return its result. The thread ends with the call, unlike
+    those of the loop's executor. A cancellation does not stop it."""
     executor = ThreadPoolExecutor(1, name)
     try:
         return await asyncio.get_running_loop().run_in_executor(executor, function)

@@ -1,4 +1,5 @@
-"""The process groups of one link: everything of the torch_dist transport that talks to torch. All of it blocks.
+"""The process groups of one link, and the store through which its two ends find each other: everything of the
+torch_dist transport that talks to torch. All of it blocks.
 
 The end that connected is rank 1, the one that listened is rank 0. NCCL gets one group per direction: the operations of
 one communicator run one after the other, so two ends that send at once would wait for each other.
@@ -7,26 +8,29 @@ one communicator run one after the other, so two ends that send at once would wa
 from __future__ import annotations
 
 import datetime
-import importlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed
 
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import DeviceMemory, Memory
 
 if TYPE_CHECKING:
-    import torch
-
-    from kv_transfer.transports.torch_store import ExchangeStore
+    _Store: Any = object
+else:
+    from torch.distributed import Store as _Store
 
 Backend = Literal["gloo", "nccl"]
 _log = logging.getLogger(__name__)
 
 
 class Groups:
-    """The group (Gloo) or groups (NCCL) of one link. ``on_device``: payloads are tensors, and stay on the device."""
+    """The group (Gloo) or groups (NCCL) of one link. ``on_device``: payloads are tensors on the device."""
 
     def __init__(
         self,
@@ -38,15 +42,14 @@ class Groups:
         *,
         on_device: bool,
     ) -> None:
-        """Join the peer; ``hosts`` are this end's address and the peer's. RuntimeError if it does not join in time."""
-        import torch
-
-        dist: Any = importlib.import_module("torch.distributed")
-        self._torch, self._rank, self._peer_rank = torch, rank, 1 - rank
+        """Build the groups together with the peer. ``hosts`` are the addresses of this end and the peer. RuntimeError
+        if the peer does not join in time."""
+        dist: Any = torch.distributed
+        self._rank, self._peer_rank = rank, 1 - rank
         self._aborted = False
         self._on_device = on_device
         self.fails_alone = backend == "gloo"
-        """Whether an operation ends by itself when its peer is gone, or is slower than the timeout; NCCL's never do."""
+        """Whether an operation ends by itself when the peer is gone or too slow. With NCCL it does not."""
         timeout = datetime.timedelta(seconds=timeout_s)
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
@@ -54,9 +57,9 @@ class Groups:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=hosts[0])]
             group = dist.ProcessGroupGloo(store, rank, 2, options)
             self._by_sender: list[Any] = [group, group]
-            self._streams = None
+            self._streams: list[Any] | None = None
             return
-        # Its default is to end the whole process when an operation times out.
+        # NCCL's default is to end the whole process when an operation times out.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         if rank == 0:
             tcp = dist.TCPStore(hosts[0], 0, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -66,26 +69,27 @@ class Groups:
         self._by_sender = [
             dist.ProcessGroupNCCL(dist.PrefixStore(f"kv{way}", tcp), rank, 2, timeout) for way in range(2)
         ]
-        self._streams = [_cuda_stream(), _cuda_stream()]
+        cuda: Any = torch.cuda
+        self._streams = [cuda.Stream(), cuda.Stream()]
 
     def joined(self, payload: Payload, memory: Memory) -> torch.Tensor:
-        """A copy of the payload's parts, one after the other, for `send`; on a device it is waited for."""
+        """A contiguous copy of the payload, for `send`. Blocks until a copy on a device is complete."""
         if not isinstance(memory, DeviceMemory) or not self._on_device:
-            return self._torch.frombuffer(bytearray().join(payload.parts), dtype=self._torch.uint8)
+            return torch.frombuffer(bytearray().join(payload.parts), dtype=torch.uint8)
         views = [memory.view(region) for region in payload.regions]
-        whole: torch.Tensor = self._torch.cat(views) if len(views) > 1 else views[0].clone()
+        whole: torch.Tensor = torch.cat(views) if len(views) > 1 else views[0].clone()
         if whole.is_cuda:
-            self._torch.cuda.current_stream(whole.device).synchronize()
+            torch.cuda.current_stream(whole.device).synchronize()
         return whole
 
     def send(self, payload: torch.Tensor) -> None:
-        """Send what `joined` made; RuntimeError if the group broke, its timeout passed (Gloo) or it was aborted."""
+        """Send a payload from `joined`. RuntimeError if the group fails, times out (Gloo) or is aborted."""
         if self._streams is None:
             self._gloo(self._rank).send([payload], self._peer_rank, self._rank).wait()
             return
         group, stream = self._by_sender[self._rank], self._streams[0]
         self._check()
-        with self._torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             group.send([payload], self._peer_rank, self._rank).wait()
         stream.synchronize()
         self._check()
@@ -93,26 +97,26 @@ class Groups:
     def recv(self, size: int) -> memoryview | torch.Tensor:
         """Receive a payload of ``size`` bytes; RuntimeError as in `send`."""
         if self._streams is None:
-            tensor: torch.Tensor = self._torch.empty(size, dtype=self._torch.uint8)
+            tensor: torch.Tensor = torch.empty(size, dtype=torch.uint8)
             self._gloo(self._peer_rank).recv([tensor], self._peer_rank, self._peer_rank).wait()
             content: memoryview = tensor.numpy().data
             return tensor if self._on_device else content
         group, stream = self._by_sender[self._peer_rank], self._streams[1]
         self._check()
-        with self._torch.cuda.stream(stream):
-            tensor = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
+        with torch.cuda.stream(stream):
+            tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
             group.recv([tensor], self._peer_rank, self._peer_rank).wait()
         stream.synchronize()
         self._check()
         return tensor
 
     def abort(self) -> None:
-        """Break off what is under way, where the backend can (NCCL); it raises then. Returns at once."""
+        """Close the groups without waiting. With NCCL, operations in progress raise RuntimeError."""
         self._aborted = True
         if self._streams is None:
-            self._by_sender = []  # its sockets close with the last operation, whatever error's traceback keeps this
+            self._by_sender = []  # the sockets close with the last operation
         else:
-            for group in self._by_sender:  # each in its own thread: one may wait until the other's kernel has ended
+            for group in self._by_sender:  # in threads: one abort may wait for the other's kernel
                 threading.Thread(target=_abort, args=(group,), name="kv-torch-abort", daemon=True).start()
 
     def _gloo(self, sender: int) -> Any:
@@ -122,7 +126,7 @@ class Groups:
             raise RuntimeError("the group was aborted") from None
 
     def _check(self) -> None:
-        """To the stream an aborted operation looks like one that is complete."""
+        """Raise RuntimeError if the groups were aborted: on the stream, an aborted operation looks complete."""
         if self._aborted:
             raise RuntimeError("the group was aborted")
 
@@ -134,6 +138,48 @@ def _abort(group: Any) -> None:
         _log.error("a communicator could not be aborted: %s (torch_dist)", error)
 
 
-def _cuda_stream() -> Any:
-    cuda: Any = importlib.import_module("torch.cuda")
-    return cuda.Stream()
+class ExchangeStore(_Store):  # type: ignore[misc, unused-ignore]
+    """A c10d store of the two ends of a link. ``publish`` sends a key to the peer, which passes it to `receive`. c10d
+    calls the other methods from its threads.
+
+    c10d's TCPStore would need another port, and it looks up host names in DNS at each connect: where DNS does not
+    answer, each first handshake takes five seconds and more. NCCL uses its store for as long as it lives, and therefore
+    gets a TCPStore, whose port travels through this one.
+    """
+
+    def __init__(self, publish: Callable[[bytes, bytes], None], timeout_s: float) -> None:
+        super().__init__()
+        self._publish, self._timeout_s = publish, timeout_s
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key at both ends."""
+        self.receive(key, value)
+        self._publish(key.encode(), value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key's value. RuntimeError after the timeout or `close`."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Return once all keys are set; RuntimeError as in `get`."""
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._values.keys() >= set(keys), timeout_s)
+            if not self._values.keys() >= set(keys):
+                raise RuntimeError("the peer left" if self._closed else "the peer timed out")
+
+    def receive(self, key: str, value: bytes) -> None:
+        """Take a key that the peer has set."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits for the peer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""One link of the torch_dist transport: a TCP connection for headers, process groups for payloads."""
+"""A link of the torch_dist transport: a TCP connection for headers, and process groups for payloads."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import asyncio
 import itertools
 import logging
 import struct
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING
 from kv_transfer.fetch import Fetch, Payload, settled
 from kv_transfer.memory import Memory
+from kv_transfer.strangers import MAX_HELLO_BYTES
 from kv_transfer.transports.inbox import Arrived, Content, Inbox, InboxLink, again, check_sizes
-from kv_transfer.transports.strangers import MAX_HELLO_BYTES, Stranger
-from kv_transfer.transports.torch_groups import Groups
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
+
+if TYPE_CHECKING:
+    from kv_transfer.transports.torch_groups import Groups
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
 _QUEUED_FRAMES = 256
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class TorchDistLink(InboxLink):
-    """Sends payloads in one thread and receives them in another."""
+    """A link that sends payloads in one thread and receives them in another."""
 
     def __init__(
         self,
@@ -44,26 +45,13 @@ class TorchDistLink(InboxLink):
         self._peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
         self._announced: asyncio.Queue[tuple[bytes, int] | None] = asyncio.Queue(_QUEUED_FRAMES)
         self._receiving = False
-        self._closed = False
         self._why = ""
-        self._stranger: Stranger | None = None
-        self.on_closed: Callable[[TorchDistLink], object] = lambda _: None
         self._senders = ThreadPoolExecutor(1, "kv-torch-send")
         self._receivers = ThreadPoolExecutor(1, "kv-torch-recv")
         self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._receive())]
 
-    def strange(self, stranger: Stranger) -> None:
-        """It was accepted, and its peer has yet to introduce itself."""
-        self._stranger, stranger.cut = stranger, self.cut
-
-    def introduced(self) -> None:
-        """See `KVLink.introduced`."""
-        if self._stranger is not None:
-            self._stranger.leave()
-            self._stranger = None
-
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
-        """Announce the payload, then send a copy of it in the sending thread, which may go on after this has ended."""
+        """Announce the payload, and send a copy of it in the sending thread, which may outlast this call."""
         size = check_sizes(header, payload)
         if self._inbox.ended is not None:
             raise again(self._inbox.ended)
@@ -81,7 +69,7 @@ class TorchDistLink(InboxLink):
         if not size:
             return
         loop = asyncio.get_running_loop()
-        # On a device the copy is waited for, which is not for the event loop to do.
+        # On a device, `joined` blocks until the copy is complete.
         joined = (
             await loop.run_in_executor(self._senders, groups.joined, payload, self.memory)
             if self.on_device
@@ -93,7 +81,7 @@ class TorchDistLink(InboxLink):
                 await asyncio.shield(sent)
         except TimeoutError:
             self._leave(sent)
-            raise self._fail(f"a payload timed out, it was not taken within {self._timeout_s} s") from None
+            raise self._fail(f"a payload timed out: it was not received within {self._timeout_s} s") from None
         except asyncio.CancelledError:
             self._leave(sent)
             self._fail("a send was cancelled")
@@ -104,7 +92,7 @@ class TorchDistLink(InboxLink):
             del sent  # its error keeps this frame
 
     async def _move(self, fetch: Fetch) -> None:
-        """Copy the payload; on a device, wait for that, since the payload's memory is used again."""
+        """Copy the payload. On a device, wait for the copy, because the payload's memory is reused."""
         with fetch.writing():
             payload = self._payload
             await super()._move(fetch)
@@ -112,17 +100,11 @@ class TorchDistLink(InboxLink):
             del payload
 
     def cut(self, why: str) -> None:
-        """Close the connection and drop the groups."""
+        """Close the connection and the groups."""
         self._fail(why)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `aclose` has been called here."""
-        return self._closed
-
     async def aclose(self) -> None:
-        """Close the connection, drop the groups and let the threads end."""
-        self._closed = True
+        """Close the connection and the groups, and let the threads end."""
         self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
         self._writer.close()
         self._drop_groups()
@@ -132,7 +114,7 @@ class TorchDistLink(InboxLink):
         self._tasks.clear()  # their errors keep this link
         self._senders.shutdown(wait=False)
         self._receivers.shutdown(wait=False)
-        self.introduced()  # no stranger any more, at any rate
+        self.introduced()
         self.on_closed(self)
 
     async def _read_frames(self) -> None:
@@ -144,12 +126,12 @@ class TorchDistLink(InboxLink):
                     self._why = f"the peer announced {what}"
                     break
                 if self._stranger is not None and (number or header_size > MAX_HELLO_BYTES or size):
-                    self._why = f"the peer announced {what}, before it introduced itself"
+                    self._why = f"the peer announced {what}, before its introduction"
                     break
                 await self._announced.put((await self._reader.readexactly(header_size), size))
         except (OSError, asyncio.IncompleteReadError):
             self._why = "the peer closed the link"
-        # A receive under way may be the peer's last message, if it fails by itself otherwise.
+        # A receive in progress may complete with the peer's last message; if not, Gloo ends it by itself.
         if self._groups is not None and not (self._receiving and self._groups.fails_alone):
             self._drop_groups()
         await self._announced.put(None)
@@ -162,7 +144,7 @@ class TorchDistLink(InboxLink):
                 payload: Content = b""
                 arrival_s = 0.0
                 if size:
-                    if self._groups is None:  # the peer is gone: this payload never left it
+                    if self._groups is None:  # the peer is gone, and has not sent this payload
                         break
                     self._receiving, started_s = True, loop.time()
                     async with asyncio.timeout(self._timeout_s):
@@ -170,7 +152,7 @@ class TorchDistLink(InboxLink):
                     self._receiving, arrival_s = False, loop.time() - started_s
                 await self._inbox.put(Arrived(header, payload, arrival_s))
         except TimeoutError:
-            self._fail(f"a payload timed out, it did not come within {self._timeout_s} s")
+            self._fail(f"a payload timed out: it did not arrive within {self._timeout_s} s")
         except RuntimeError as error:
             self._fail(self._why or error)
         except TransferError:
@@ -178,7 +160,7 @@ class TorchDistLink(InboxLink):
         self._fail(self._why)
 
     def _fail(self, why: BaseException | str) -> TransferError:
-        """End the link and drop its groups, both ends' (the peer sees the connection end)."""
+        """End the link and its groups. The peer ends its own when the connection closes."""
         timed_out = "timed out" in str(why).lower()
         error = (TransferTimeout if timed_out else PeerLost)(f"{self._peer}: {why} (torch_dist)")
         self._inbox.end(error)
@@ -192,11 +174,11 @@ class TorchDistLink(InboxLink):
             groups.abort()
 
     def _leave(self, sent: asyncio.Future[Any]) -> None:
-        """Let the thread of a send that was given up end alone. NCCL ends it by the abort; with Gloo the peer drops its
-        group when it sees the connection end, else the group's timeout ends it."""
+        """Stop waiting for a send, and log an error if its thread does not end. NCCL ends it by the abort. Gloo ends it
+        when the peer closes its group, or by the group's timeout."""
 
         def complain() -> None:
-            _log.error("a send to %s does not end, its thread is left behind (torch_dist)", self._peer)
+            _log.error("a send to %s does not end; its thread stays (torch_dist)", self._peer)
 
         def ended(done: asyncio.Future[Any]) -> None:
             complaint.cancel()

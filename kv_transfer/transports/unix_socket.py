@@ -1,39 +1,46 @@
-"""What transports within one host have in common: an abstract Unix socket (it has no file, and ends with its process),
-at which no process of another user is let in."""
+"""What transports within one host share: the two ends meet at an abstract Unix socket and open each other's memory, and
+the receiver copies payloads out of the sender's memory. An abstract socket has no file and ends with its process.
+Processes of other users are refused."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import socket
 import struct
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Sequence
+from pathlib import Path
 
 from kv_transfer.base import KVLink
-from kv_transfer.memory import Memory
-from kv_transfer.transports.host import host_id
-from kv_transfer.transports.socket_link import SocketLink
+from kv_transfer.fetch import Fetch, Payload, settled
+from kv_transfer.memory import DeviceMemory, HostMemory, Memory
+from kv_transfer.transports.socket_link import MAX_REFERENCES, SocketLink
+from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.socket_transport import SocketTransport
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import Region
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
-T = TypeVar("T")
+
+def host_id() -> str:
+    """Equal in two processes if they can connect by an abstract Unix socket: the same running kernel, network
+    namespace, and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.geteuid()}"
 
 
 class UnixSocketTransport(SocketTransport):
-    """``place`` says where the memory is that its links share: both ends have to be there. By default the host."""
+    """``place`` names where on the host the shared memory lies, for example a GPU. Both ends must have the same."""
 
     def __init__(self, memory: Memory, place: str | None = None, *, timeout_s: float = 10.0) -> None:
         super().__init__(memory, timeout_s=timeout_s)
         self._place = host_id() if place is None else f"{host_id()}/{place}"
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
-        """Accept connections of processes on this host, whatever address of it ``host`` is; there are no ports."""
+        """Accept connections from processes on this host. ``host`` and ``port`` are ignored."""
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"pdserve-kv-{secrets.token_hex(16)}"
         server.bind(f"\0{name}")
@@ -41,7 +48,7 @@ class UnixSocketTransport(SocketTransport):
         return KVEndpoint(self.name, f"{self._place}/{name}")
 
     def obstacle(self, endpoint: KVEndpoint) -> str | None:
-        """Another host, or another place on it."""
+        """Why the endpoint is out of reach: it belongs to another host, user, or place."""
         theirs, _, _ = endpoint.address.rpartition("/")
         if theirs == self._place:
             return None
@@ -50,35 +57,59 @@ class UnixSocketTransport(SocketTransport):
         return "it is on another host, or another user's"
 
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """Open a connection, and exchange what the two share."""
+        """Open a connection and the peer's memory."""
         if (obstacle := self.obstacle(endpoint)) is not None:
             raise PeerLost(f"no link to {endpoint.address}: {obstacle} ({self.name})")
         name = endpoint.address.rpartition("/")[2]
         return await self._open(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{name}", endpoint, timeout_s)
 
-    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> SocketLink:
+    async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
         options = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         process, user, _ = _CREDENTIALS.unpack(options)
         if user != os.geteuid():
             raise EOFError(f"process {process} belongs to user {user}, not to {os.geteuid()}")
-        return await self._share(connection, f"process {process}")
+        peer_memory = await self._share(connection)
+        stream = SocketStream(connection, f"process {process}", self.name, self._timeout_s)
+        return SharingLink(self.name, self._memory, stream, peer_memory)
 
     @abstractmethod
-    async def _share(self, connection: socket.socket, peer: str) -> SocketLink:
-        """Exchange what is needed to read the other's memory; EOFError or TransferError if the peer does not fit."""
+    async def _share(self, connection: socket.socket) -> Memory:
+        """Exchange handles, and open the peer's memory. EOFError or TransferError if the peer does not fit."""
 
 
-async def ready(call: Callable[[], T], connection: socket.socket, *, writing: bool) -> T:
-    """What ``call`` returns once the socket lets it."""
-    loop = asyncio.get_running_loop()
-    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
-    while True:
+class SharingLink(SocketLink):
+    """A link to a process whose memory this process has opened. ``peer_memory`` is closed with the link."""
+
+    def __init__(self, transport: str, memory: Memory, stream: SocketStream, peer_memory: Memory) -> None:
+        super().__init__(transport, memory, stream, peer_size=peer_memory.size)
+        self.on_device = peer_memory.on_device
+        self._peer_memory = peer_memory
+
+    async def aclose(self) -> None:
+        """Close the socket and the peer's memory."""
         try:
-            return call()
-        except BlockingIOError:
-            possible = loop.create_future()
-            add(connection, lambda future=possible: None if future.done() else future.set_result(None))  # type: ignore[misc]
-            try:
-                await possible
-            finally:
-                remove(connection)
+            await super().aclose()
+        finally:
+            self._peer_memory.close()
+
+    def _refer(self, payload: Payload) -> Sequence[Region]:
+        if len(payload.regions) <= MAX_REFERENCES and payload.regions:
+            return payload.regions
+        if self.on_device and payload.size:
+            raise ValueError(f"a payload outside the pool ({self.transport})")
+        return ()
+
+    async def _fetch_references(self, references: Sequence[Region], fetch: Fetch) -> None:
+        if isinstance(self._peer_memory, DeviceMemory):
+            with fetch.writing():
+                fetch.write_on_device(self._peer_memory.view, references)
+                await settled(self.memory)
+        else:
+            self._copy(self._peer_memory, references, fetch)
+
+    @staticmethod
+    def _copy(memory: HostMemory, references: Sequence[Region], fetch: Fetch) -> None:
+        """Not part of the coroutine: an error's traceback would keep the coroutine's frame, and with it a view of the
+        memory."""
+        for reference in references:
+            fetch.write(memory.view(reference))

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ops.doctor.finding import Finding
     from ops.doctor.network import ClockReading
-    from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Report
+    from ops.doctor.report import ExaminedNode, ExaminedPair, Report
     from pdserve.core.config import PdserveConfig
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -48,7 +49,7 @@ def _show(console: Console, report: Report) -> None:
         console.print()
     for finding in report.findings:
         _show_finding(console, finding)
-    from ops.doctor.report import Level
+    from ops.doctor.finding import Level
 
     counts = f"{report.count(Level.FAIL)} would fail, {report.count(Level.WARN)} warnings"
     verdict = "[red]not fit[/]" if report.failed else "[green]fit[/]"
@@ -69,7 +70,7 @@ def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
         table.add_row(
             node.name, workers, f"{report.python} · {report.torch} · {report.ray} · {report.pdserve}",
             report.model_hash[:8] or "[red]none[/]",
-            ", ".join(device.name for device in report.devices) or f"{report.cores} cores",
+            ", ".join(device.name for device in report.devices) or f"{len(report.allowed_cores)} cores",
             _over(node), human_bytes(report.memory_bytes), *_clock(node.clock),
         )  # fmt: skip
     return table
@@ -77,8 +78,7 @@ def _nodes(nodes: tuple[ExaminedNode, ...]) -> Table:
 
 def _over(node: ExaminedNode) -> str:
     """Interfaces that KV travels over; addresses only where they differ from the node's."""
-    interfaces = {each.interface for each in node.endpoints.values() if each.interface is not None}
-    names = {f"{each.device} {each.address if each.address != node.name else ''}".strip() for each in interfaces}
+    names = {f"{each.device} {each.address if each.address != node.name else ''}".strip() for each in node.interfaces}
     return ", ".join(sorted(name or node.name for name in names)) or ("[red]none[/]" if node.seats else "–")
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ops.launch.log_files import LogPart
 
 FOLLOW_EVERY_S = 0.5
-PART_BYTES = 256 * 1024
 
 
 def logs(
@@ -28,6 +27,7 @@ def logs(
 ) -> None:
     """Print the log of one part of the service, on the host it was started on. Without a name, list the logs and their
     paths."""
+    from ops.launch.log_files import read_part
     from ops.launch.operator import SUPERVISOR, OperatorClient
     from ops.launch.state import ServiceState, port_of
     from pdserve.core.errors import InvalidRequest
@@ -40,13 +40,9 @@ def logs(
     if name == SUPERVISOR:
         if not state.log:
             raise InvalidRequest("the supervisor logs to the terminal it was started in; it has no file")
-        read = _reader(state.log)
+        _print(lambda _, offset: read_part(state.log, offset), follow, lines)
     else:
-
-        def read(path: str, offset: int) -> LogPart:
-            return operator.read_log(name, path, offset)
-
-    _print(read, follow, lines)
+        _print(lambda path, offset: operator.read_log(name, path, offset), follow, lines)
 
 
 def _show(found: dict[str, tuple[str, str]], as_json: bool) -> None:
@@ -57,22 +53,6 @@ def _show(found: dict[str, tuple[str, str]], as_json: bool) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, node, path in rows:
         typer.echo(f"{name:<{widths[0]}}  {node:<{widths[1]}}  {path}")
-
-
-def _reader(path: str) -> Callable[[str, int], LogPart]:
-    from ops.launch.log_files import LogPart
-    from pdserve.core.errors import LaunchError
-
-    def read(_: str, offset: int) -> LogPart:
-        try:
-            with open(path, "rb") as file:
-                file.seek(offset)
-                data = file.read(PART_BYTES)
-        except OSError as error:
-            raise LaunchError(f"cannot read {path}: {error.strerror}") from None
-        return LogPart(data, path, offset + len(data))
-
-    return read
 
 
 def _print(read: Callable[[str, int], LogPart], follow: bool, lines: int | None) -> None:

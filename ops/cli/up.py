@@ -18,9 +18,10 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="return once the service is ready")] = False,
 ) -> None:
     """Start the service on Ray: gateway, prefill and decode workers. Ctrl-C (or `pdserve down`) ends it."""
-    from rich.console import Console
+    console = stderr_console()
 
-    console = Console(stderr=True)
+    def note(text: str) -> None:
+        print_note(console, text)
 
     def announce(port: int) -> None:
         cluster = settings.cluster
@@ -32,9 +33,10 @@ def up(
         if detach:
             from ops.launch.detach import start_detached
 
-            announce(start_detached(settings, status.update, lambda text: print_note(console, text)))
+            announce(start_detached(settings, status.update, note))
             return
-        from ops.launch.supervisor import Interrupted, supervise
+        from ops.launch.shutdown import StartCancelled
+        from ops.launch.supervisor import supervise
 
         def report(stage: str) -> None:
             console.print(f"  {stage}")
@@ -46,10 +48,12 @@ def up(
             console.print("press Ctrl-C to end it")
 
         try:
-            supervise(settings, report, on_ready, note=lambda text: print_note(console, text))
-        except Interrupted as interrupted:
-            console.print(str(interrupted))
-            raise SystemExit(128 + interrupted.signum) from None
+            supervise(settings, report, on_ready, note=note)
+        except StartCancelled as cancelled:
+            if not cancelled.signum:
+                raise
+            console.print(str(cancelled))
+            raise SystemExit(128 + cancelled.signum) from None
 
 
 def down(

@@ -11,19 +11,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.model.dtypes import NativeDtypes, choose_dtype
-from engine.model.source import resolve_model
+from engine.model.source import ModelSource, resolve_model
 from ops.doctor import gateway_checks, node_checks
+from ops.doctor.finding import Finding, fail, warn
 from ops.doctor.local_host import LocalHost
 from ops.doctor.network import REMEDIES, Obstacle, dial
 from ops.doctor.node_report import NodeReport, report_versions
-from ops.doctor.pairs import ServedModel, check_measured, check_reach, check_speed, examine_pairs
+from ops.doctor.pairs import check_measured, check_reach, check_speed, examine_pairs
 from ops.doctor.probe_api import Endpoints, ProbeHost
-from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Report, fail, warn
+from ops.doctor.report import ExaminedNode, Report
 from ops.doctor.seats import Seat, seats_of
 from ops.launch.discovery import prepare_environment
 from ops.launch.plan import Node, resolve_device
 from ops.launch.ports import port_base
-from ops.model_memory import MemoryNeed, layout_of, longest_prompt, need_of
+from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, ModelError
 
@@ -67,16 +68,9 @@ def diagnose(config: PdserveConfig, progress: Progress = lambda stage: None) -> 
 
 
 def _not_joined(config: PdserveConfig, why: str, remedy: str) -> Report:
+    finding = fail("join", config.cluster.address, " ".join(why.split()), remedy)
     return Report(
-        model=config.model.path,
-        device=config.cluster.device,
-        address=config.cluster.address,
-        transport=config.transfer.transport,
-        services=(),
-        need=None,
-        nodes=(),
-        pairs=(),
-        findings=(fail("join", config.cluster.address, " ".join(why.split()), remedy),),
+        config.model.path, config.cluster.device, config.cluster.address, config.transfer.transport, findings=(finding,)
     )
 
 
@@ -87,7 +81,7 @@ class Examination:
         self._config, self._host, self._say = config, host, progress
         self._findings: list[Finding] = []
         self._device = "cpu"
-        self._own: tuple[int, ...] = ()  # the port of the examined service itself, if it is running
+        self._own_port = 0  # the public port of the examined service if it is running
         self._nodes: dict[str, ExaminedNode] = {}
         self._timeout_s = min(config.transfer.connect_timeout_s, _DIAL_S)
 
@@ -102,36 +96,40 @@ class Examination:
         self._say("asking for nodes")
         ray_nodes = list(self._host.nodes())
         running = tuple(self._host.services())
-        # Any other service counts as an obstacle, like any other process.
-        self._own = tuple(port for port in running if port == self._config.gateway.port)
+        if self._config.gateway.port in running:  # any other service is an obstacle, like any other process
+            self._own_port = self._config.gateway.port
         seats = self._seat(ray_nodes)
         nodes = [*self._nodes.values()]
         self._say(f"starting probes for {len(seats)} workers on {len(nodes)} nodes")
         list(pool.map(self._start_probes, nodes))
-        self._decide_dtype(nodes)
+        source = None
+        with contextlib.suppress(ModelError):  # a finding of check_models
+            source = resolve_model(self._config.model.path)
+        if source is not None:
+            self._decide_dtype(source, nodes)
         self._say("opening the workers' ports and KV ends")
         list(pool.map(self._open, nodes))
         self._say("connecting to workers, comparing clocks")
-        config, own = self._config, self._own
-        self._findings += gateway_checks.check_gateway_port(config.gateway, own)
-        self._findings += gateway_checks.check_tokenizer(config.model.path)
-        self._findings += gateway_checks.check_control(nodes, self._timeout_s, pool)
-        base = port_base(config.cluster)
-        self._findings += gateway_checks.check_registry(self._host.host, base, nodes, own, self._timeout_s, pool)
-        model, need = self._model()
-        pairs = [*examine_pairs(seats, self._nodes, config.transfer, model, pool, self._say)]
-        self._check_nodes(nodes, need)
-        self._check_pairs(pairs, nodes)
+        self._check_gateway(source, nodes, pool)
+        model = None
+        if source is not None:
+            with contextlib.suppress(ModelError):  # a finding of check_models
+                model = ServedModel.of(source, self._config, self._device)
+        pairs = [*examine_pairs(seats, self._nodes, self._config.transfer, model, pool, self._say)]
+        self._check_nodes(nodes, model)
+        self._findings += check_reach(pairs)
+        self._findings += check_speed(pairs, nodes)
+        self._findings += check_measured(pairs)
         return Report(
-            model=config.model.path,
+            model=self._config.model.path,
             device=self._device,
-            address=config.cluster.address,
-            transport=config.transfer.transport,
+            address=self._config.cluster.address,
+            transport=self._config.transfer.transport,
+            findings=tuple([*(each for node in nodes for each in node.findings), *self._findings]),
             services=running,
-            need=need,
+            need=None if model is None else model.need,
             nodes=tuple(nodes),
             pairs=tuple(pairs),
-            findings=tuple([*(each for node in nodes for each in node.findings), *self._findings]),
         )
 
     # --- placement ---------------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ class Examination:
             return ()
         try:
             # The resources of the service itself, if it is running, count as free.
-            seats, unplaced = seats_of(self._config, self._device, nodes, idle=bool(self._own))
+            seats, unplaced = seats_of(self._config, self._device, nodes, idle=bool(self._own_port))
         except LaunchError as error:
             remedy = "change the options that it names; `ray status` shows what nodes have and what is used"
             self._findings.append(fail("slots", _SERVICE, str(error), remedy))
@@ -185,18 +183,14 @@ class Examination:
         with node.noting(node.name, _NO_PROBE):
             node.report = node.any_probe.call("report", {"model": self._config.model.path}, _REPORT_S, NodeReport)
 
-    def _decide_dtype(self, nodes: Sequence[ExaminedNode]) -> None:
+    def _decide_dtype(self, source: ModelSource, nodes: Sequence[ExaminedNode]) -> None:
         """Choose one dtype for all workers, as `up` would."""
-        try:
-            checkpoint = resolve_model(self._config.model.path).shape.dtype
-        except ModelError:  # a finding of check_models
-            return
         places: dict[str, list[NativeDtypes]] = {}
         for node in nodes:
             if node.report is not None and node.seats:
                 places.setdefault(node.name, []).extend(node.report.native.get(self._device, ()))
         asked = self._config.model.dtype
-        choice = choose_dtype(asked, checkpoint, places)
+        choice = choose_dtype(asked, source.shape.dtype, places)
         self._findings += node_checks.check_dtype(asked, choice)
         model = self._config.model.model_copy(update={"dtype": choice.dtype})
         self._config = self._config.model_copy(update={"model": model})
@@ -220,33 +214,27 @@ class Examination:
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
-    def _model(self) -> tuple[ServedModel | None, MemoryNeed | None]:
-        """The model as the gateway's host has it; one that cannot be read is a finding of check_models."""
-        try:
-            source = resolve_model(self._config.model.path)
-            layout = layout_of(source, self._config)
-        except ModelError:
-            return None, None
-        longest = longest_prompt(source, self._config, layout, self._device)
-        return ServedModel(layout, longest), need_of(source, self._config, layout, self._device)
+    def _check_gateway(
+        self, source: ModelSource | None, nodes: Sequence[ExaminedNode], pool: ThreadPoolExecutor
+    ) -> None:
+        config, own_port, timeout_s = self._config, self._own_port, self._timeout_s
+        self._findings += gateway_checks.check_gateway_port(config.gateway, own_port)
+        if source is not None:
+            self._findings += gateway_checks.check_tokenizer(source.folder)
+        self._findings += gateway_checks.check_control(nodes, timeout_s, pool)
+        base = port_base(config.cluster)
+        self._findings += gateway_checks.check_registry(self._host.host, base, nodes, own_port, timeout_s, pool)
 
-    def _check_nodes(self, nodes: Sequence[ExaminedNode], need: MemoryNeed | None) -> None:
-        cluster, model, device, own = self._config.cluster, self._config.model.path, self._device, self._own
-        here = report_versions(model)
+    def _check_nodes(self, nodes: Sequence[ExaminedNode], model: ServedModel | None) -> None:
+        cluster, path, device, own_port = self._config.cluster, self._config.model.path, self._device, self._own_port
+        here = report_versions(path)
         self._findings += node_checks.check_versions(here, nodes)
-        self._findings += node_checks.check_models(here, self._host.node_id, nodes, model)
+        self._findings += node_checks.check_models(here, self._host.node_id, nodes, path)
         self._findings += node_checks.check_devices(nodes, device)
         self._findings += node_checks.check_cores(
-            nodes, device, cluster.cores_per_worker, own, oversubscribed=cluster.oversubscribe
+            nodes, device, cluster.cores_per_worker, own_port, oversubscribed=cluster.oversubscribe
         )
-        self._findings += node_checks.check_endpoints(nodes, device, own)
-        if need is not None:
-            self._findings += node_checks.check_memory(nodes, need, device, own)
+        self._findings += node_checks.check_endpoints(nodes, device, own_port)
+        if model is not None:
+            self._findings += node_checks.check_memory(nodes, model.need, device, own_port)
         self._findings += node_checks.check_clocks(nodes, here)
-
-    def _check_pairs(self, pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) -> None:
-        ends = [each for node in nodes for each in node.endpoints.values()]
-        interfaces = {each.worker_id: each.interface for each in ends if each.interface is not None}
-        self._findings += check_reach(pairs)
-        self._findings += check_speed(pairs, interfaces)
-        self._findings += check_measured(pairs)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from pathlib import Path
 
 from engine.model.folder import tokenizer_note
-from engine.model.source import resolve_model
 from gateway.tokenizer import load_tokenizer
-from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, listener_on, read_clock
-from ops.doctor.node_checks import PORT_REMEDY
-from ops.doctor.report import ExaminedNode, Finding, fail, ok, warn
+from ops.doctor.finding import Finding, fail, ok, warn
+from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, port_taken, read_clock
+from ops.doctor.report import ExaminedNode
 from ops.launch.ports import free_port
 from pdserve.core.clock import clock_id
 from pdserve.core.config import GatewayConfig
@@ -21,24 +21,20 @@ _GATEWAY = "the gateway"
 _ANSWER_S = 5.0
 
 
-def check_gateway_port(gateway: GatewayConfig, services: Sequence[int]) -> Iterator[Finding]:
-    """The public port has to be free."""
+def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Finding]:
+    """The public port has to be free, unless the examined service itself uses it (``own_port``; 0: it does not run)."""
     try:
         free_port(gateway.host, gateway.port)
     except LaunchError as error:
-        if gateway.port in services:
+        if gateway.port == own_port:
             yield ok("port", _GATEWAY, f"the service on port {gateway.port} runs; a second one needs another port")
         else:
             remedy = "end the process that holds it, or choose another with --port (gateway.port)"
-            yield fail("port", _GATEWAY, f"{error}{_held(gateway.port)}", remedy)
+            yield port_taken(_GATEWAY, str(error), gateway.port, remedy)
 
 
-def check_tokenizer(model: str) -> Iterator[Finding]:
-    """The gateway needs the folder's tokenizer.json to accept text."""
-    try:
-        folder = resolve_model(model).folder
-    except ModelError:
-        return  # a finding of check_models
+def check_tokenizer(folder: Path | None) -> Iterator[Finding]:
+    """The gateway needs the ``tokenizer.json`` of the model's folder to accept text."""
     try:
         if note := tokenizer_note(folder):
             yield warn("tokenizer", _GATEWAY, note, "convert the tokenizer, or have clients send token ids")
@@ -49,15 +45,14 @@ def check_tokenizer(model: str) -> Iterator[Finding]:
 
 
 def check_registry(
-    host: str, port: int, nodes: Sequence[ExaminedNode], services: Sequence[int], timeout_s: float, pool: Executor
+    host: str, port: int, nodes: Sequence[ExaminedNode], own_port: int, timeout_s: float, pool: Executor
 ) -> Iterator[Finding]:
     """Every node has to reach the workers' registry at ``host`` and ``port`` (0: any): all of them dial a listener."""
     try:
         server = PingServer(host, port)
     except OSError as error:
-        what = f"cannot listen on {host}:{port} (registry): {error.strerror}{_held(port)}"
-        if not services:  # else the port is the service's own
-            yield fail("port", _GATEWAY, what, PORT_REMEDY)
+        if not own_port:  # else the examined service listens there
+            yield port_taken(_GATEWAY, f"cannot listen on {host}:{port} (registry): {error.strerror}", port)
         return
     answers: dict[str, Obstacle] = {}
 
@@ -97,8 +92,3 @@ def check_control(nodes: Sequence[ExaminedNode], timeout_s: float, pool: Executo
             continue
         with contextlib.suppress(OSError):  # the clock stays unknown
             node.clock = read_clock(address, timeout_s)
-
-
-def _held(port: int) -> str:
-    holder = listener_on(port)
-    return f"; {holder} listens there" if holder else ""

@@ -140,3 +140,20 @@ def hiding_gbs(parts: Sequence[HandoffPart], prefill_s: float) -> float:
 def hidden_tokens_per_s(layout: KVLayout, link: LinkRate) -> float:
     """The prefill rate, in tokens per second, up to which the link keeps up."""
     return link.bytes_per_s / layout.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The predicted hand-off of a prompt of ``tokens``: bytes, and milliseconds on the wire and exposed with
+    ``transfer.overlap: none``."""
+
+    tokens: int
+    num_bytes: int
+    wire_ms: float
+    exposed_none_ms: float
+
+
+def predict_without_overlap(layout: KVLayout, tokens: int, link: LinkRate) -> Prediction:
+    """The hand-off of a prompt of ``tokens``, all of it after the prompt is computed, whatever that takes."""
+    predicted = predict(HandoffPlan(layout, tokens, tokens, "none", 0).parts(), link, 0.0)
+    return Prediction(tokens, predicted.num_bytes, predicted.wire_s * 1e3, predicted.exposed_s * 1e3)

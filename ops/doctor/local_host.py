@@ -10,11 +10,10 @@ import contextlib
 import json
 import logging
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,13 +64,12 @@ class LocalHost:
 
 class ProbeProcess(ProbeHandle):
     """A probe's process, started at once and ended by `close`. ``root`` is the installation that it runs, ``prefix`` a
-    command in front of it, ``cwd`` its working directory."""
+    command in front of it, ``cwd`` its working directory. A process that misses a deadline is killed."""
 
     def __init__(
         self, name: str, *, root: Path = ROOT, prefix: Sequence[str] = (), cwd: str | Path | None = None
     ) -> None:
         super().__init__(name)
-        self._unread, self._silent = b"", False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-P", "-m", "ops.doctor.local_host"],
@@ -88,13 +86,13 @@ class ProbeProcess(ProbeHandle):
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the process. It is killed if it does not end by itself, or has missed a deadline before."""
+        """End the process, which is killed if it does not end by itself."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(0.0 if self._silent else _END_S)
+            self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -102,29 +100,31 @@ class ProbeProcess(ProbeHandle):
         self._stderr.close()
 
     def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
+        """Send the call and wait for its answer. Kills the process after ``timeout_s``, which ends the wait."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            self._process.kill()
+
+        timer = threading.Timer(timeout_s, expire)
+        timer.start()
         try:
             self._process.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
             self._process.stdin.flush()
+            line = self._process.stdout.readline()
         except OSError:
-            raise self._lost() from None
-        answer: Mapping[str, Any] = json.loads(self._read_line(what, timeout_s))
-        return answer
-
-    def _read_line(self, what: str, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
-        fd, deadline_s = self._process.stdout.fileno(), time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(fd, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                    self._silent = True
-                    raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s")
-                if not (data := os.read(fd, 2**16)):
-                    raise self._lost()
-                self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+            line = b""
+        finally:
+            timer.cancel()
+        if line.endswith(b"\n"):  # else the process ended while it answered
+            answer: Mapping[str, Any] = json.loads(line)
+            return answer
+        if expired.is_set():
+            raise DeadlineExceeded(f"{self._name} did not answer {what} within {timeout_s:.0f} s")
+        raise self._lost()
 
     def _lost(self) -> WorkerLost:
         self._stderr.seek(0)

@@ -1,4 +1,4 @@
-"""TCP checks of the doctor: connection attempts, listening processes, and clock comparison.
+"""TCP checks of the doctor: connection attempts, the holders of ports, and clock comparison.
 
 Clocks are compared over a plain TCP connection, so that no gRPC or Ray latency enters the round trips. The server
 answers each `PING` with the times at which it received the ping and sent the answer (monotonic clock), and with the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import socketserver
 import struct
 import threading
 import time
@@ -19,9 +20,13 @@ from enum import StrEnum
 
 import psutil
 
+from ops.doctor.finding import Finding, fail
+from pdserve.core.address import join_address, split_address
+
 PING = b"pdsvping"
 _PONG = struct.Struct("<ddd")
 _IDLE_S = 5.0
+_CLOSE_POLL_S = 0.1
 _PINGS = 200
 _PING_FOR_S = 1.0
 _COMMAND_CHARS = 80
@@ -57,19 +62,6 @@ REMEDIES: Mapping[Obstacle, str] = {
 }
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``; ValueError for anything else."""
-    host, _, port = address.rpartition(":")
-    if not host:
-        raise ValueError(f"{address!r} is not host:port")
-    return host.strip("[]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """``host:port``, or ``[host]:port`` for an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def dial(address: str, timeout_s: float) -> Obstacle:
     """Open a TCP connection to ``host:port`` and close it again. ValueError for a malformed address."""
     try:
@@ -99,6 +91,17 @@ def listener_on(port: int) -> str:
     return ""
 
 
+def port_taken(
+    where: str,
+    what: str,
+    port: int,
+    remedy: str = "end the process that holds it, or move pdserve's ports with cluster.port_base",
+) -> Finding:
+    """The finding that ``port`` of this host cannot be listened on. Names the process that holds it, if known."""
+    holder = listener_on(port)
+    return fail("port", where, f"{what}; {holder} listens there" if holder else what, remedy)
+
+
 @dataclass(frozen=True, slots=True)
 class ClockReading:
     """Another host's clocks relative to this host's, in seconds: monotonic (``offset_s``) and wall (``wall_s``), both
@@ -117,52 +120,34 @@ class ClockReading:
 SAME = ClockReading(0.0, 0.0, 0.0)
 
 
-class PingServer:
+class PingServer(socketserver.TCPServer):
     """Answers `read_clock` on ``host`` and ``port`` (0: any free port) until `close`. OSError if it cannot listen."""
 
-    def __init__(self, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._host = host
-        self._server = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._server.bind((host, port))
-            self._server.listen(64)
-        except OSError:
-            self._server.close()
-            raise
-        self._thread = threading.Thread(target=self._serve, name="doctor-ping", daemon=True)
-        self._thread.start()
+    allow_reuse_address = True
+    request_queue_size = 64
 
-    @property
-    def address(self) -> str:
-        """``host:port`` of the server."""
-        return join_address(self._host, self._server.getsockname()[1])
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _PingHandler)
+        self.address = join_address(host, self.socket.getsockname()[1])
+        threading.Thread(target=self.serve_forever, args=(_CLOSE_POLL_S,), name="doctor-ping", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening. Closing twice is fine."""
+        """Stop listening. Further calls have no effect."""
+        self.shutdown()
+        self.server_close()
+
+
+class _PingHandler(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        connection: socket.socket = self.request
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_IDLE_S + 1.0)
-        self._server.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:  # closed
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(_IDLE_S)
-                _answer_pings(connection)
-
-
-def _answer_pings(connection: socket.socket) -> None:
-    while len(connection.recv(len(PING), socket.MSG_WAITALL)) == len(PING):
-        received_s = time.monotonic()
-        wall_s = time.time() - time.monotonic()
-        connection.sendall(_PONG.pack(received_s, time.monotonic(), wall_s))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(_IDLE_S)
+            while len(connection.recv(len(PING), socket.MSG_WAITALL)) == len(PING):
+                received_s = time.monotonic()
+                wall_s = time.time() - time.monotonic()
+                connection.sendall(_PONG.pack(received_s, time.monotonic(), wall_s))
 
 
 def read_clock(address: str, timeout_s: float = 5.0) -> ClockReading:

@@ -1,13 +1,15 @@
-"""Checks of the nodes' reports. Pure functions: they read reports and yield findings."""
+"""Checks of the nodes' reports. Pure functions: they read reports and yield findings.
+
+``own_port`` is the public port of the examined service if it is running, else 0."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from engine.model.dtypes import DtypeChoice
+from ops.doctor.finding import Finding, fail, ok, warn
 from ops.doctor.node_report import NodeReport
-from ops.doctor.probe_api import Trouble
-from ops.doctor.report import ExaminedNode, Finding, fail, ok, warn
+from ops.doctor.report import ExaminedNode
 from ops.model_memory import MemoryNeed
 
 _CLOCK_ERROR_S = 0.001
@@ -16,7 +18,6 @@ _TIGHT = 0.9
 _HERE = "the gateway's host"
 _SERVICE = "the service"
 _SAME_INSTALL = "install the same on every host (`ray up cluster.yaml` does), then restart Ray there"
-PORT_REMEDY = "end the process that holds it, or move pdserve's ports with cluster.port_base"
 
 
 def check_versions(here: NodeReport, nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
@@ -70,13 +71,13 @@ def check_dtype(asked: str, choice: DtypeChoice) -> Iterator[Finding]:
 
 
 def check_cores(
-    nodes: Sequence[ExaminedNode], device: str, width: int, services: Sequence[int], oversubscribed: bool
+    nodes: Sequence[ExaminedNode], device: str, width: int, own_port: int, oversubscribed: bool
 ) -> Iterator[Finding]:
     """Engines on CPUs need cores of their own: ``width`` cores per worker that no other service has claimed."""
     if device != "cpu":
         return
     for node, report in _reported(nodes):
-        others = [each for each in report.held_cores if each.core in report.allowed_cores and each.port not in services]
+        others = [each for each in report.held_cores if each.core in report.allowed_cores and each.port != own_port]
         wanted = min(len(node.seats) * width, len(report.allowed_cores))
         free = len(set(report.allowed_cores) - {each.core for each in others})
         if oversubscribed or wanted <= free or not others:
@@ -107,9 +108,7 @@ def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Findin
         yield fail("device", node.name, what, remedy)
 
 
-def check_memory(
-    nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, services: Sequence[int]
-) -> Iterator[Finding]:
+def check_memory(nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, own_port: int) -> Iterator[Finding]:
     """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
     for node, report in _reported(nodes):
         workers = len(node.seats)
@@ -127,7 +126,7 @@ def check_memory(
         )
         what = f"needs {_mb(needed)} = {parts}; {_mb(free)} {where}"
         remedy = "lower engine.kv_memory_mb (or num_blocks), place fewer workers there, or free memory"
-        if services:
+        if own_port:
             yield ok("memory", node.name, f"{what}, besides the memory of the service that is running")
         elif needed > free:
             yield fail("memory", node.name, what, remedy)
@@ -161,20 +160,20 @@ def check_clocks(nodes: Sequence[ExaminedNode], here: NodeReport) -> Iterator[Fi
             yield warn("clock", node.name, what, remedy)
 
 
-def check_endpoints(nodes: Sequence[ExaminedNode], device: str, services: Sequence[int]) -> Iterator[Finding]:
+def check_endpoints(nodes: Sequence[ExaminedNode], device: str, own_port: int) -> Iterator[Finding]:
     """Probes have to be able to listen as the workers would, on interfaces that connect the hosts."""
     for node in nodes:
         report = node.report
         # Without model or GPU there are no KV ends, which other checks report.
         is_known = report is not None and (bool(report.model_error) or (device == "cuda" and not report.devices))
-        if services and any(trouble.check == "port" for each in node.endpoints.values() for trouble in each.troubles):
-            what = f"the service on port {services[0]} uses its workers' ports, so measurements use others"
+        found = [finding for each in node.endpoints.values() for finding in each.findings]
+        if own_port and any(finding.check == "port" for finding in found):
+            what = f"the service on port {own_port} uses its workers' ports, so measurements use others"
             yield ok("port", node.name, what)
+        for finding in found:
+            if not (finding.check == "port" and own_port) and not (finding.check == "kv" and is_known):
+                yield finding
         for each in node.endpoints.values():
-            for trouble in each.troubles:
-                is_own = trouble.check == "port" and bool(services)
-                if not is_own and (trouble.check != "kv" or not is_known):
-                    yield _trouble(trouble, f"{each.worker_id} on {node.name}")
             if each.interface is not None and not each.interface.is_up:
                 what = f"{each.interface.device} ({each.interface.address}) has no carrier"
                 yield fail("interface", node.name, what, "connect it, or name another with transfer.interface")
@@ -185,25 +184,12 @@ def _check_shared(nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
     """Each node needs an address of its own: a shared one (of a bridge, or loopback) leads every node to itself."""
     owners: dict[str, ExaminedNode] = {}
     for node in nodes:
-        for address in sorted(
-            {each.interface.address for each in node.endpoints.values() if each.interface is not None}
-        ):
-            other = owners.setdefault(address, node)
+        for interface in node.interfaces:
+            other = owners.setdefault(interface.address, node)
             if other.node.ip != node.node.ip:  # else both are one host
-                what = f"KV would listen on {address}, which {other.name} has as well: each would call itself"
+                what = f"KV would listen on {interface.address}, which {other.name} has as well: each would call itself"
                 remedy = "name a device or network that connects the hosts with transfer.interface"
                 yield fail("interface", node.name, what, remedy)
-
-
-def _trouble(trouble: Trouble, where: str) -> Finding:
-    if trouble.check == "port":
-        held = f"; {trouble.holder} listens there" if trouble.holder else ""
-        return fail("port", where, f"{trouble.what}{held}", PORT_REMEDY)
-    if trouble.check == "interface":
-        return fail("interface", where, trouble.what, "name a device, network or address that every host has")
-    if trouble.check == "transport":
-        return fail("transport", where, trouble.what, "choose another transfer.transport, or auto")
-    return fail("kv", where, trouble.what, "its KV ends cannot be opened, so the worker would not start")
 
 
 def _reported(nodes: Sequence[ExaminedNode]) -> Iterator[tuple[ExaminedNode, NodeReport]]:

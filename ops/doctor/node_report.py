@@ -69,7 +69,6 @@ class NodeReport:
     model_error: str
     torch_error: str
     devices: tuple[Device, ...]
-    cores: int
     memory_bytes: int
     clock_id: str
     native: Mapping[str, tuple[NativeDtypes, ...]]
@@ -96,7 +95,6 @@ def report_versions(model: str) -> NodeReport:
         model_error=model_error,
         torch_error="",
         devices=(),
-        cores=len(os.sched_getaffinity(0)),
         memory_bytes=available_bytes(),
         clock_id=clock_id(),
         native={"cpu": tuple(native_dtypes("cpu"))},

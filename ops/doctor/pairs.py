@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
-from ops.doctor.handoff_prediction import LinkRate, hidden_tokens_per_s
+from ops.doctor.finding import Finding, fail, ok, warn
+from ops.doctor.handoff_prediction import LinkRate, hidden_tokens_per_s, predict_without_overlap
 from ops.doctor.network import REMEDIES, Obstacle
-from ops.doctor.probe_api import Meeting
-from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, fail, ok, predictions, warn
+from ops.doctor.probe_api import Endpoints, Meeting
+from ops.doctor.report import ExaminedNode, ExaminedPair
 from ops.doctor.seats import Seat
+from ops.model_memory import ServedModel
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import PdserveError
-from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role
-from worker.addresses import Interface
 
 MOST_MEASURED = 64
 """Most pairs that are measured, at about a second each; the others are only tried."""
+PROMPTS = (512, 2048)
+"""Prompt lengths, in tokens, for which hand-off times are predicted."""
 _MEASURE_S = 0.5
 _MEET_S = 60.0  # beyond the probe's own timeouts
 _SLOW_SHARE = 0.25
 _SLOW_WIRE_MS = 1000.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The KV layout of the model, and the most tokens that a prompt may have."""
-
-    layout: KVLayout
-    longest_prompt: int
 
 
 def examine_pairs(
@@ -67,18 +60,19 @@ def examine_pairs(
     measured = 0
     for (prefill, decode), tried in zip(pairs, meetings, strict=True):
         if tried.figures is None or measured == to_measure:
-            yield ExaminedPair(prefill, decode, tried, False, (), None)
+            yield ExaminedPair(prefill, decode, tried)
             continue
         measured += 1
         say(f"measuring {prefill.worker_id} → {decode.worker_id} ({measured} of {to_measure})")
         meeting = meet(prefill, decode, _MEASURE_S)
         figures = meeting.figures
         if figures is None or not figures.gbs or model is None:
-            yield ExaminedPair(prefill, decode, meeting, figures is not None, (), None)
+            yield ExaminedPair(prefill, decode, meeting)
             continue
         link = LinkRate(figures.gbs, figures.round_trip_s, transfer.max_inflight_bytes)
-        predicted = predictions(model.layout, model.longest_prompt, link)
-        yield ExaminedPair(prefill, decode, meeting, True, predicted, hidden_tokens_per_s(model.layout, link))
+        prompts = sorted({min(tokens, model.longest_prompt) for tokens in PROMPTS})
+        predicted = tuple(predict_without_overlap(model.layout, tokens, link) for tokens in prompts)
+        yield ExaminedPair(prefill, decode, meeting, predicted, hidden_tokens_per_s(model.layout, link))
 
 
 def check_reach(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
@@ -92,9 +86,9 @@ def check_reach(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
         yield fail("reach", pair.name, what, REMEDIES[meeting.obstacle])
 
 
-def check_speed(pairs: Sequence[ExaminedPair], interfaces: Mapping[str, Interface]) -> Iterator[Finding]:
-    """Links that are much slower than others of their kind, or too slow for this model. ``interfaces`` are by
-    worker id."""
+def check_speed(pairs: Sequence[ExaminedPair], nodes: Sequence[ExaminedNode]) -> Iterator[Finding]:
+    """Links that are much slower than others of their kind, or too slow for this model."""
+    endpoints = {worker_id: each for node in nodes for worker_id, each in node.endpoints.items()}
     best: dict[tuple[str, bool], float] = {}
     for pair in pairs:
         kind = (pair.meeting.transport, pair.across)
@@ -111,20 +105,21 @@ def check_speed(pairs: Sequence[ExaminedPair], interfaces: Mapping[str, Interfac
             what += f": the KV of {longest.tokens} tokens takes {longest.wire_ms / 1e3:.1f} s"
         else:
             continue
-        claims = [_claim(seat.worker_id, interfaces.get(seat.worker_id)) for seat in (pair.prefill, pair.decode)]
+        claims = [_claim(seat.worker_id, endpoints.get(seat.worker_id)) for seat in (pair.prefill, pair.decode)]
         remedy = f"it runs over {' and '.join(claims)}; if there is a faster network, name it with transfer.interface"
         yield warn("link", pair.name, what, remedy)
 
 
 def check_measured(pairs: Sequence[ExaminedPair]) -> Iterator[Finding]:
     """Pairs beyond `MOST_MEASURED`."""
-    left = sum(pair.meeting.figures is not None and not pair.measured for pair in pairs)
+    left = sum(pair.meeting.figures is not None and not pair.gbs for pair in pairs)
     if left:
         what = f"{left} of {len(pairs)} pairs were tried but not measured: at most {MOST_MEASURED} are"
         yield ok("link", "the service", what)
 
 
-def _claim(worker_id: str, interface: Interface | None) -> str:
+def _claim(worker_id: str, ends: Endpoints | None) -> str:
+    interface = ends.interface if ends is not None else None
     if interface is None or not interface.device:
         return f"an unknown interface ({worker_id})"
     speed = f"claims {interface.mbits} Mbit/s" if interface.mbits else "states no speed"

@@ -18,15 +18,16 @@ from kv_transfer.handshake import check_block_size, introduce, survey
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.threads import in_thread
-from ops.doctor.network import Obstacle, PingServer, dial, listener_on
+from ops.doctor.finding import Finding, fail
+from ops.doctor.network import Obstacle, PingServer, dial, listener_on, port_taken
 from ops.doctor.node_report import report_node
-from ops.doctor.probe_api import Endpoints, Meeting, Trouble
-from ops.doctor.probe_pool import probe_pool
+from ops.doctor.probe_api import Endpoints, Meeting
 from ops.model_memory import layout_of
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import (
     ConfigError,
     DeadlineExceeded,
+    LaunchError,
     LayoutMismatch,
     PdserveError,
     TransferError,
@@ -34,6 +35,7 @@ from pdserve.core.errors import (
     to_wire,
 )
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout
 from worker.addresses import Interface, resolve_interface
 from worker.spec import WorkerSpec
 
@@ -41,12 +43,13 @@ EPOCH = "doctor"
 LEASE_S = 30.0
 _CLOSE_S = 10.0
 _SURVEY_S = 30.0  # longest survey, on a very slow link
+_POOL_BLOCKS = 2  # no request is handed over to a probe
 _BY_TCP = ("tcp", "grpc_stream", "torch_dist")
 T = TypeVar("T")
 
 
 class WorkerProbe:
-    """Executes one `call` at a time, until `close`."""
+    """The probe of one worker. Executes one `call` at a time, until `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -85,22 +88,27 @@ class WorkerProbe:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def _open(self, spec: dict[str, Any], device: str) -> Endpoints:
-        """Listen on the ports of the worker ``spec``, or on free ones where they are taken, which is a trouble.
+        """Listen on the ports of the worker ``spec``, or on free ones where they are taken, which is a finding.
         ``device`` is the worker's (``cuda:1``)."""
         self._close()
         worker = self._spec = WorkerSpec.from_wire(spec)
-        troubles: list[Trouble] = []
-        control = self._listen_control(worker, troubles)
+        where, findings = f"{worker.worker_id} on {worker.node}", list[Finding]()
+        control = self._listen_control(worker, where, findings)
         interface: Interface | None = None
         endpoints: tuple[KVEndpoint, ...] = ()
         try:
             interface = resolve_interface(worker.config.transfer.interface, worker.host)
-            endpoints = self._listen_kv(worker, device, interface.address, troubles)
+            endpoints = self._listen_kv(worker, device, interface.address, where, findings)
         except ConfigError as error:
-            troubles.append(Trouble("interface" if interface is None else "transport", str(error)))
-        except PdserveError as error:  # of the model, or of a port taken since it was checked
-            troubles.append(Trouble("kv", str(error)))
-        return Endpoints(worker.worker_id, control, interface, endpoints, tuple(troubles))
+            check, remedy = "transport", "choose another transfer.transport, or auto"
+            if interface is None:
+                check, remedy = "interface", "name a device, network or address that every host has"
+            findings.append(fail(check, where, str(error), remedy))
+        except PdserveError as error:  # the model cannot be read, or a port was taken since it was checked
+            findings.append(
+                fail("kv", where, str(error), "its KV ends cannot be opened, so the worker would not start")
+            )
+        return Endpoints(worker.worker_id, control, interface, endpoints, tuple(findings))
 
     def _meet(self, worker_id: str, endpoints: list[Any], for_s: float, timeout_s: float) -> Meeting:
         """Open a link to another probe, shake hands, and measure for ``for_s`` seconds (0: one round trip)."""
@@ -125,26 +133,26 @@ class WorkerProbe:
             future.cancel()
             raise DeadlineExceeded(f"not done within {timeout_s:.0f} s") from None
 
-    def _listen_control(self, worker: WorkerSpec, troubles: list[Trouble]) -> str:
+    def _listen_control(self, worker: WorkerSpec, where: str, findings: list[Finding]) -> str:
         for port in (worker.port, 0):
             try:
                 self._ping = PingServer(worker.host, port)
             except OSError as error:
-                where = f"cannot listen on {worker.host}:{port} (control): {error.strerror}"
-                troubles.append(Trouble("port", where, port, listener_on(port)))
+                what = f"cannot listen on {worker.host}:{port} (control): {error.strerror}"
+                findings.append(port_taken(where, what, port))
                 continue
             return self._ping.address
         return ""
 
     def _listen_kv(
-        self, worker: WorkerSpec, device: str, address: str, troubles: list[Trouble]
+        self, worker: WorkerSpec, device: str, address: str, where: str, findings: list[Finding]
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
         names = offered_transports(transfer.transport, device=device, shared_device=worker.device_share < 1)
         source = resolve_model(worker.config.model.path)
         layout = layout_of(source, worker.config)
         check_block_size(layout)
-        self._pool = probe_pool(layout, device)
+        self._pool = _small_pool(layout, device)
         for port in dict.fromkeys((worker.kv_port, 0)):
             self._transports = [create_transport(name, self._pool.memory) for name in names]
             self._receiver = KVReceiver(
@@ -162,7 +170,7 @@ class WorkerProbe:
             except TransferError as error:
                 self._on_loop(self._close_ends(), _CLOSE_S)
                 taken = next((each for each in range(port, port + len(names)) if listener_on(each)), port)
-                troubles.append(Trouble("port", f"{error}", taken, listener_on(taken)))
+                findings.append(port_taken(where, str(error), taken))
         return ()
 
     async def _meet_over_link(
@@ -208,3 +216,19 @@ class WorkerProbe:
         if receiver is not None:
             await receiver.aclose()
         await asyncio.gather(*(transport.aclose() for transport in transports))
+
+
+def _small_pool(layout: KVLayout, device: str) -> Pool:
+    """A pool on ``device`` (``cpu``, ``cuda:0``, …), where the worker's pool would be. LaunchError if the device cannot
+    hold it."""
+    if device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise LaunchError("torch sees no GPU here")
+        try:
+            return Pool.create(layout, _POOL_BLOCKS, device, MAX_PROBE_AREA_BYTES)
+        except torch.OutOfMemoryError:
+            need_mb = (_POOL_BLOCKS * layout.block_bytes + MAX_PROBE_AREA_BYTES) / 2**20
+            raise LaunchError(f"{device} has no {need_mb:.0f} MiB free") from None
+    return Pool.create(layout, _POOL_BLOCKS, device, MAX_PROBE_AREA_BYTES)

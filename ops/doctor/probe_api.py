@@ -15,9 +15,10 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from kv_transfer.handshake import LinkFigures
+from ops.doctor.finding import Finding
 from ops.doctor.network import Obstacle
 from ops.launch.plan import Node
-from pdserve.core.errors import from_wire
+from pdserve.core.errors import WorkerLost, from_wire
 from pdserve.core.handoff import KVEndpoint
 from worker.addresses import Interface
 
@@ -32,13 +33,16 @@ class ProbeHandle(ABC):
         self._calling = threading.Lock()
 
     def call(self, what: str, arguments: Mapping[str, Any], timeout_s: float, answer_type: type[T]) -> T:
-        """Call the probe and return its answer. Raises the probe's own errors, WorkerLost if its process is gone, and
-        DeadlineExceeded after ``timeout_s``."""
+        """Call the probe and return its answer. Raises the probe's own errors, WorkerLost if its process is gone or its
+        answer is unreadable, and DeadlineExceeded after ``timeout_s``."""
         with self._calling:
             answer = self._ask(what, msgspec.to_builtins(arguments), timeout_s)
         if "error" in answer:
             raise from_wire(*answer["error"])
-        return msgspec.convert(answer["value"], answer_type)
+        try:
+            return msgspec.convert(answer["value"], answer_type)
+        except msgspec.ValidationError as error:
+            raise WorkerLost(f"{self._name} gave an unreadable answer ({error}); its pdserve differs") from None
 
     @abstractmethod
     def _ask(self, what: str, arguments: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
@@ -71,27 +75,16 @@ class ProbeHost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """A reason why a probe could not listen. ``check`` is ``port``, ``interface``, ``transport`` or ``kv``; for a port,
-    ``holder`` describes the process that has it, if known."""
-
-    check: str
-    what: str
-    port: int = 0
-    holder: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoints:
     """Where a probe listens in place of a worker. ``control`` is the ``host:port`` of its ping server (empty if it has
     none), ``interface`` the resolved ``transfer.interface``, ``kv`` the transports' endpoints (empty if they could not
-    be opened)."""
+    be opened). ``findings`` say why it could not listen as the worker would."""
 
     worker_id: str
     control: str
     interface: Interface | None
     kv: tuple[KVEndpoint, ...]
-    troubles: tuple[Trouble, ...]
+    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
-"""The doctor's results: nodes, pairs, and findings."""
+"""The doctor's results: examined nodes, pairs, and findings."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
+from ops.doctor.finding import Finding, Level, fail
+from ops.doctor.handoff_prediction import Prediction
 from ops.doctor.network import ClockReading
 from ops.doctor.node_report import NodeReport
 from ops.doctor.probe_api import Endpoints, Meeting, ProbeHandle
@@ -18,48 +18,10 @@ from ops.doctor.seats import Seat
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
 from pdserve.core.errors import PdserveError
-from pdserve.core.kv_layout import KVLayout
-
-PROMPTS = (512, 2048)
-"""Prompt lengths, in tokens, for which hand-off times are predicted."""
+from worker.addresses import Interface
 
 PROBE_HANGS = "the node, or a process on it, hangs: see its load and Ray's logs"
 """The remedy for a probe that does not answer."""
-
-
-class Level(StrEnum):
-    """FAIL: a service would not start or not serve. WARN: it would, but worse than it could."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check. ``check`` is a name from the table in docs/doctor.md, ``where`` a node, worker, pair, or
-    the service. Only a finding of level OK has no ``remedy``."""
-
-    level: Level
-    check: str
-    where: str
-    what: str
-    remedy: str = ""
-
-
-def ok(check: str, where: str, what: str) -> Finding:
-    """A remark that needs no action."""
-    return Finding(Level.OK, check, where, what)
-
-
-def warn(check: str, where: str, what: str, remedy: str) -> Finding:
-    """A problem that a service can run with."""
-    return Finding(Level.WARN, check, where, what, remedy)
-
-
-def fail(check: str, where: str, what: str, remedy: str) -> Finding:
-    """A problem that keeps a service from running."""
-    return Finding(Level.FAIL, check, where, what, remedy)
 
 
 @dataclass(slots=True)
@@ -94,15 +56,23 @@ class ExaminedNode:
         except PdserveError as error:
             self.findings.append(fail("probe", where, str(error), remedy))
 
+    @property
+    def interfaces(self) -> list[Interface]:
+        """The interfaces that KV travels over, each once, by address."""
+        found = {each.interface for each in self.endpoints.values() if each.interface is not None}
+        return sorted(found, key=lambda each: each.address)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values; times are in milliseconds."""
-        interfaces = {each.interface for each in self.endpoints.values() if each.interface is not None}
+        report = {}
+        if self.report is not None:
+            report = {**msgspec.to_builtins(self.report), "cores": len(self.report.allowed_cores)}
         return {
             "node": self.name,
             "node_id": self.node.node_id,
             "workers": [seat.worker_id for seat in self.seats],
-            **({} if self.report is None else msgspec.to_builtins(self.report)),
-            "interfaces": [asdict(each) for each in sorted(interfaces, key=lambda each: each.address)],
+            **report,
+            "interfaces": [asdict(each) for each in self.interfaces],
             "clock_offset_ms": None if self.clock is None else self.clock.offset_s * 1e3,
             "clock_error_ms": None if self.clock is None else self.clock.error_s * 1e3,
             "wall_skew_ms": None if self.clock is None else self.clock.wall_s * 1e3,
@@ -110,27 +80,15 @@ class ExaminedNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """The predicted hand-off of a prompt of ``tokens``: bytes, and milliseconds on the wire and exposed with
-    ``transfer.overlap: none``."""
-
-    tokens: int
-    num_bytes: int
-    wire_ms: float
-    exposed_none_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class ExaminedPair:
-    """A prefill and a decode worker. ``measured`` tells whether payloads were sent, and not one round trip alone.
-    ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None: not measured)."""
+    """A prefill and a decode worker. ``hidden_tokens_per_s`` is the prefill rate up to which the link keeps up (None:
+    the link was not measured, or the model is unknown)."""
 
     prefill: Seat
     decode: Seat
     meeting: Meeting
-    measured: bool
-    predictions: tuple[Prediction, ...]
-    hidden_tokens_per_s: float | None
+    predictions: tuple[Prediction, ...] = ()
+    hidden_tokens_per_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -144,8 +102,8 @@ class ExaminedPair:
 
     @property
     def gbs(self) -> float:
-        """Measured rate in 10^9 bytes per second; 0 if it was not measured."""
-        return self.meeting.figures.gbs if self.measured and self.meeting.figures is not None else 0.0
+        """Measured rate in 10^9 bytes per second; 0 if no payloads were sent."""
+        return 0.0 if self.meeting.figures is None else self.meeting.figures.gbs
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; times are in milliseconds."""
@@ -161,9 +119,9 @@ class ExaminedPair:
             "reachable": figures is not None,
             "obstacle": "" if figures is not None else str(meeting.obstacle),
             "what": meeting.what,
-            "measured": self.measured,
+            "measured": self.gbs > 0,
             "gbs": self.gbs or None,
-            "best_gbs": figures.best_gbs if figures is not None and self.measured else None,
+            "best_gbs": figures.best_gbs if figures is not None and self.gbs else None,
             "round_trip_ms": None if figures is None else figures.round_trip_s * 1e3,
             "median_round_trip_ms": None if figures is None else figures.median_round_trip_s * 1e3,
             "predictions": [asdict(each) for each in self.predictions],
@@ -171,31 +129,20 @@ class ExaminedPair:
         }
 
 
-def predictions(layout: KVLayout, longest: int, link: LinkRate) -> tuple[Prediction, ...]:
-    """Predicted hand-offs of `PROMPTS`, cut to the ``longest`` prompt that the engine takes."""
-    found = []
-    for tokens in sorted({min(each, longest) for each in PROMPTS}):
-        # With overlap none, neither chunks nor the prefill's duration matter.
-        plan = HandoffPlan(layout, tokens, tokens, "none", 0)
-        predicted = predict(plan.parts(), link, 0.0)
-        found.append(Prediction(tokens, predicted.num_bytes, predicted.wire_s * 1e3, predicted.exposed_s * 1e3))
-    return tuple(found)
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole examination. ``services`` are the ports of services that were running, ``need`` is the memory of one
-    worker (None if the model cannot be read)."""
+    """The whole examination, empty if Ray cannot be joined. ``services`` are the ports of services that were running,
+    ``need`` is the memory of one worker (None if the model cannot be read)."""
 
     model: str
     device: str
     address: str
     transport: str
-    services: tuple[int, ...]
-    need: MemoryNeed | None
-    nodes: tuple[ExaminedNode, ...]
-    pairs: tuple[ExaminedPair, ...]
     findings: tuple[Finding, ...]
+    services: tuple[int, ...] = ()
+    need: MemoryNeed | None = None
+    nodes: tuple[ExaminedNode, ...] = ()
+    pairs: tuple[ExaminedPair, ...] = ()
 
     @property
     def failed(self) -> bool:

@@ -15,10 +15,10 @@ from types import FrameType
 
 import psutil
 
-from ops.launch.leftovers import GRACE_S, ProcessId, end_processes, identify
+from ops.launch.leftovers import GRACE_S, end_processes
 from ops.launch.operator import OperatorClient
 from ops.launch.shutdown import DRAIN_S
-from ops.launch.state import ServiceState, writable_state
+from ops.launch.state import ServiceState, clear_dead_services, writable_state
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 
@@ -51,7 +51,6 @@ def start_detached(
             )
         finally:
             os.close(write_fd)
-        supervisor = identify(psutil.Process(process.pid))
         try:
             for line in reports:
                 message = json.loads(line)
@@ -68,12 +67,12 @@ def start_detached(
                     return port
         except BaseException:  # Ctrl-C does not reach the service's own session
             if process.poll() is None:
-                _end_family(psutil.Process(process.pid), STOP_TIMEOUT_S)
+                _end_family(psutil.Process(process.pid))
                 process.poll()
-            _clear(supervisor)
+            clear_dead_services()
             raise
     code = process.wait(STOP_TIMEOUT_S)
-    _clear(supervisor)
+    clear_dead_services()
     raise LaunchError(f"the service ended while starting (exit code {code}); see {log_path}")
 
 
@@ -117,24 +116,17 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _clear(supervisor: ProcessId) -> None:
-    """Remove the remains of a supervisor that was killed or ended unexpectedly."""
-    for state in ServiceState.all():
-        if state.pid == supervisor[0] and state.process() is None:
-            state.clear()
-
-
-def _end_family(process: psutil.Process, timeout_s: float) -> None:
-    """Terminate ``process``, wait up to ``timeout_s``, then kill what is left of it and its descendants by process id.
-    An interruption only shortens the wait."""
+def _end_family(process: psutil.Process) -> None:
+    """Terminate ``process``, wait up to `STOP_TIMEOUT_S`, then kill what is left of it and its descendants by process
+    id. An interruption only shortens the wait."""
     family = {process}
     try:
         family.update(process.children(recursive=True))
         process.terminate()
-        psutil.wait_procs([process], timeout=timeout_s)
+        psutil.wait_procs([process], timeout=STOP_TIMEOUT_S)
     except psutil.NoSuchProcess:
         pass
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             family.update(process.children(recursive=True))
-        end_processes(family, 5.0)
+        end_processes(family, GRACE_S)

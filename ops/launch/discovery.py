@@ -22,7 +22,7 @@ def prepare_environment(address: str) -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # every fork is followed by exec; gRPC warns otherwise
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the new behaviour, without a warning
     if address != "local" and TOKEN_FILE.exists():
-        # `ray start` uses the token if there is one; a driver has to be told.
+        # `ray start` uses the token file by itself; a driver needs this variable.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 

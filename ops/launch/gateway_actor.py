@@ -20,7 +20,8 @@ RESTART_PAUSE_S = 1.0
 
 @ray.remote
 class GatewayActor:
-    """Restarted by Ray when its process dies; workers then find it by their next heartbeat."""
+    """Restarted by Ray when its process dies; workers then find it by their next heartbeat. Call `wait_started` first,
+    and nothing else if that reports an error."""
 
     def __init__(self, config: dict[str, Any], registry_address: str, service: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -37,7 +38,7 @@ class GatewayActor:
                 os._exit(1)
 
     def wait_started(self) -> dict[str, Any]:
-        """Empty once it listens, or ``{"error": (kind, message)}``."""
+        """Empty if the gateway listens, or ``{"error": (kind, message)}``."""
         return {} if self._error is None else {"error": to_wire(self._error)}
 
     def wait_serving(self, timeout_s: float) -> dict[str, Any]:
@@ -50,19 +51,16 @@ class GatewayActor:
 
     def expect(self, members: dict[str, str], notes: list[str]) -> None:
         """Set the members of the service (worker ids and roles), and the ``notes`` shown with its status."""
-        if self._error is None:
-            self._gateway.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
+        self._gateway.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Send these workers no more requests; returns when they have finished, or after ``drain_s`` seconds."""
-        if self._error is None:
-            self._gateway.retire(worker_ids, drain_s)
+        self._gateway.retire(worker_ids, drain_s)
 
     def drain(self) -> int:
         """Refuse new requests; returns the number of requests in progress."""
-        return self._gateway.drain() if self._error is None else 0
+        return self._gateway.drain()
 
     def stop(self) -> None:
         """Close everything. Requests in progress end with UNAVAILABLE; call `drain` first."""
-        if self._error is None:
-            self._gateway.stop(0.0)
+        self._gateway.stop(0.0)

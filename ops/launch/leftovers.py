@@ -45,7 +45,7 @@ def find(identity: ProcessId) -> psutil.Process | None:
     try:
         process = psutil.Process(identity[0])
         same = abs(process.create_time() - identity[1]) < 1.0
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        return process if same and _runs(process) else None
     except psutil.NoSuchProcess:
         return None
 

@@ -1,4 +1,4 @@
-"""Logs of gateway and workers. Ray writes the output of a process to a file on its node."""
+"""The logs of gateway and workers. Ray writes the output of a process to a file on its node."""
 
 from __future__ import annotations
 
@@ -28,20 +28,11 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """Bytes of the log file at ``path``, and the offset at which the next part begins."""
+    """At most `PART_BYTES` of the log file at ``path``, and the offset at which the next part begins."""
 
     data: bytes
     path: str
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class LogPlace:
-    """A log file on a node."""
-
-    node_id: str
-    node: str
-    path: str
 
 
 def locate(actor: Any) -> ProcessPlace | None:
@@ -52,29 +43,31 @@ def locate(actor: Any) -> ProcessPlace | None:
     return ProcessPlace(known["Address"]["NodeID"], known["Address"]["IPAddress"], known["Pid"])
 
 
-def log_of(place: ProcessPlace) -> LogPlace:
-    """The log file of a process."""
-    return LogPlace(place.node_id, place.node, _on_node(place.node_id, path_of, place.pid))
+def log_path(process: ProcessPlace) -> str:
+    """The log file of ``process`` on its node; empty if there is none. LaunchError if the node does not answer."""
+    path: str = _on_node(process.node_id, _find_log, process.pid)
+    return path
 
 
-def read_part(place: LogPlace, path: str, offset: int) -> LogPart:
-    """The part of the log at ``offset``, or its first part if the log is no longer at ``path``."""
-    offset = offset if path == place.path else 0
-    data: bytes = _on_node(place.node_id, read_bytes, place.path, offset)
-    return LogPart(data, place.path, offset + len(data))
+def read_log(process: ProcessPlace, path: str, offset: int) -> LogPart:
+    """The part of the log of ``process`` at ``offset``, or its first part if the log is not at ``path`` (any more).
+    LaunchError if the node does not answer, or the log cannot be read."""
+    log = log_path(process)
+    part: LogPart = _on_node(process.node_id, read_part, log, offset if path == log else 0)
+    return part
 
 
-def path_of(pid: int) -> str:
-    """The file that Ray writes the output of process ``pid`` to; empty if there is none. Runs on its node."""
-    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
-    return next((str(path) for path in folder.glob(f"worker-*-{pid}.err")), "")
-
-
-def read_bytes(path: str, offset: int) -> bytes:
-    """A part of a file. Runs on the file's node."""
+def read_part(path: str, offset: int) -> LogPart:
+    """The part of a file of this host at ``offset``. OSError if it cannot be read."""
     with open(path, "rb") as file:
         file.seek(offset)
-        return file.read(PART_BYTES)
+        data = file.read(PART_BYTES)
+    return LogPart(data, path, offset + len(data))
+
+
+def _find_log(pid: int) -> str:
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    return next((str(path) for path in folder.glob(f"worker-*-{pid}.err")), "")
 
 
 def _on_node(node_id: str, function: Any, *arguments: Any) -> Any:

@@ -186,9 +186,8 @@ class Members:
         """End workers and free their slots. They are asked to stop, and killed after ``stop_timeout_s`` (0: at once).
         Errors of Ray are ignored, because it may be failing."""
         if stop_timeout_s > 0:
-            placed = [member for member in members if _or_empty(member)]
-            with contextlib.suppress(ray.exceptions.RayError):
-                stopping = [member.actor.stop.remote() for member in placed]  # workers without a node would not answer
+            with contextlib.suppress(ray.exceptions.RayError):  # workers without a node would not answer
+                stopping = [member.actor.stop.remote() for member in members if member.node_id]
                 ray.wait(stopping, num_returns=len(stopping), timeout=stop_timeout_s) if stopping else None
         for member in members:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -237,10 +236,3 @@ class Members:
     def _free_ordinal(self) -> int:
         taken = {member.ordinal for member in self._members.values()}
         return next(ordinal for ordinal in itertools.count() if ordinal not in taken)
-
-
-def _or_empty(member: Member) -> str:
-    try:
-        return member.node_id
-    except ray.exceptions.RayError:
-        return ""

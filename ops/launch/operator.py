@@ -72,7 +72,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
     def ListLogs(self, request: pb.ListLogsRequest, context: grpc.ServicerContext) -> pb.ListLogsResponse:
         """The logs of supervisor, gateway, and workers."""
         logs = [pb.Log(name=SUPERVISOR, node="here", path=self._log)]
-        logs += [pb.Log(name=name, node=log.node, path=log.path) for name, log in self._service.logs().items()]
+        logs += [pb.Log(name=name, node=node, path=path) for name, (node, path) in self._service.logs().items()]
         return pb.ListLogsResponse(logs=logs)
 
     def ReadLog(self, request: pb.ReadLogRequest, context: grpc.ServicerContext) -> pb.ReadLogResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+from pdserve.core.address import join_address
 from pdserve.core.config import ClusterConfig
 from pdserve.core.errors import LaunchError
 
@@ -44,7 +45,7 @@ def free_port(host: str, port: int, key: str = "gateway.port") -> int:
             bound: int = probe.getsockname()[1]
             return bound
     except OSError as error:
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        where = join_address(host, port)
         if isinstance(error, socket.gaierror):
             raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
         hint = " with --port" if key == "gateway.port" else ""

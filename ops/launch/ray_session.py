@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from ops.launch.discovery import find_ray
 from ops.launch.leftovers import RAY_FOLDER_PREFIX, RAY_FOLDERS, clear_leftovers
 from ops.launch.plan import Node
+from pdserve.core.address import split_address
 from pdserve.core.errors import LaunchError, PdserveError
 
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -60,14 +61,11 @@ class RaySession:
     def start(
         self,
         *,
-        num_cpus: int | None = None,
-        num_gpus: int | None = None,
         check: Callable[[], None] = lambda: None,
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """Start or join Ray; LaunchError if that fails. ``num_cpus`` and ``num_gpus`` are for a Ray of our own
-        (default: all that the host has). ``check`` is called repeatedly and may raise to end the wait. ``report`` gets
-        the address that is joined, if the configuration leaves it open."""
+        """Start or join Ray; LaunchError if that fails. ``check`` is called repeatedly and may raise to end the wait.
+        ``report`` gets the address that is joined, if the configuration leaves it open."""
         if self.folder is None:
             address = self._address
             if address == "auto":
@@ -87,8 +85,7 @@ class RaySession:
                 self._init(
                     check,
                     address="local",
-                    num_cpus=len(os.sched_getaffinity(0)) if num_cpus is None else num_cpus,
-                    num_gpus=num_gpus,
+                    num_cpus=len(os.sched_getaffinity(0)),
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     _temp_dir=str(self.folder),
@@ -180,9 +177,8 @@ class RaySession:
 
 def _listens(address: str) -> OSError | None:
     """None if ``host:port`` accepts connections, else the error."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _ALIVE_TIMEOUT_S):
+        with socket.create_connection(split_address(address), _ALIVE_TIMEOUT_S):
             return None
     except OSError as error:
         return error

@@ -20,11 +20,12 @@ from engine.model.source import ModelSource, resolve_model
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
-from ops.launch.log_files import LogPart, LogPlace, locate, log_of, read_part
+from ops.launch.log_files import LogPart, ProcessPlace, locate, log_path, read_log
 from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
 from ops.launch.ports import free_port, port_base
 from ops.launch.ray_session import RaySession, one_line
+from ops.launch.shutdown import StartCancelled
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.worker import Role
@@ -45,10 +46,6 @@ log = logging.getLogger(__name__)
 
 class RayLost(LaunchError):
     """The Ray that the service runs on is gone, or cannot start workers any more."""
-
-
-class StartCancelled(LaunchError):
-    """The service was asked to end while it was starting."""
 
 
 class Service:
@@ -179,7 +176,7 @@ class Service:
             self._changing.release()
 
     def tend(self) -> None:
-        """Periodic maintenance: tell the gateway, which may have been restarted, the service's members. RayLost if
+        """Periodic maintenance: send the service's members to the gateway, which may have been restarted. RayLost if
         Ray's control service or this node's raylet is gone."""
         if trouble := self._session.trouble():
             self._missed += 1
@@ -188,7 +185,7 @@ class Service:
             return
         self._missed = 0
         if not self._changing.locked():
-            self._tell_members()
+            self._send_members()
 
     def processes(self) -> tuple[ProcessId, ...]:
         """Gateway, workers, and engines on this host of a service that joined a Ray, where nothing else identifies
@@ -205,19 +202,24 @@ class Service:
         self._processes = tuple(sorted(found))
         return self._processes
 
-    def logs(self) -> dict[str, LogPlace]:
-        """The logs of gateway and workers, without those that have no process yet."""
-        if self._gateway is None or self._session.trouble():
-            return {}
-        places = {name: locate(actor) for name, actor in self._actors().items()}
-        return {name: log_of(place) for name, place in places.items() if place is not None}
+    def logs(self) -> dict[str, tuple[str, str]]:
+        """Node and path of the logs of gateway and workers, without those that have no process yet."""
+        return {name: (place.node, log_path(place)) for name, place in self._places().items()}
 
     def read_log(self, name: str, path: str, offset: int) -> LogPart:
-        """A part of the log of the gateway or a worker. LaunchError if there is none."""
-        place = self.logs().get(name)
+        """The part of the log of the gateway or a worker at ``offset``, or its first part if the log is not at ``path``
+        (any more). LaunchError if there is none."""
+        place = self._places().get(name)
         if place is None:
             raise LaunchError(f"{name} has no log: it does not exist, or has no process yet")
-        return read_part(place, path, offset)
+        return read_log(place, path, offset)
+
+    def _places(self) -> dict[str, ProcessPlace]:
+        """The processes of gateway and workers, without those that have none yet; empty while Ray does not answer."""
+        if self._gateway is None or self._session.trouble():
+            return {}
+        located = {name: locate(actor) for name, actor in self._actors().items()}
+        return {name: place for name, place in located.items() if place is not None}
 
     def _actors(self) -> dict[str, Any]:
         members = self._members.all if self._members else ()
@@ -265,7 +267,7 @@ class Service:
             except BaseException:
                 members.remove(added)
                 raise
-        self._tell_members()
+        self._send_members()
         return [member.worker_id for member in waiting]
 
     def _start_gateway(self) -> None:
@@ -307,19 +309,19 @@ class Service:
         self._report(f"loading {self.model} in {choice.dtype} on {len(added)} workers ({device})")
         self._take_notes(members.wait_ready(added, timeout_s, self._report, self._check))
         self._await_gateway(self._gateway.wait_serving.remote(timeout_s), timeout_s)
-        self._tell_members()
+        self._send_members()
 
     def _await_placed(self, members: Members, added: Sequence[Member], timeout_s: float) -> None:
         """Wait until all workers have a node, and report what is missing."""
         began_s = time.monotonic()
-        told = ""
+        reported = ""
         while waiting := members.unplaced(added, CHECK_EVERY_S):
             self._check()
             waited_s = time.monotonic() - began_s
-            wants = "; ".join(
-                f"{in_words(bundle)} for {_names([member for member in waiting if member.bundle == bundle])}"
-                for bundle in _different([member.bundle for member in waiting])
-            )
+            by_bundle: dict[str, list[Member]] = {}
+            for member in waiting:
+                by_bundle.setdefault(in_words(member.bundle), []).append(member)
+            wants = "; ".join(f"{bundle} for {_names(group)}" for bundle, group in by_bundle.items())
             if waited_s > timeout_s:
                 raise LaunchError(
                     f"Ray could not place {_names(waiting)} within {timeout_s:.0f} s: no node has {wants} to spare; "
@@ -327,8 +329,8 @@ class Service:
                 )
             if waited_s > PLACE_REPORT_S:
                 free = "; ".join(f"{node.ip} has {in_words(node.available)}" for node in self._session.nodes())
-                if told != (told := f"waiting for room: {wants}; now free: {free}"):
-                    self._report(told)
+                if reported != (reported := f"waiting for room: {wants}; now free: {free}"):
+                    self._report(reported)
 
     def _await_gateway(self, answer: Any, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s + STOP_TIMEOUT_S
@@ -336,16 +338,16 @@ class Service:
             self._check()
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"the gateway did not answer within {timeout_s:.0f} s")
-        told = ray.get(answer)
-        if "error" in told:
-            raise from_wire(*told["error"])
+        result = ray.get(answer)
+        if "error" in result:
+            raise from_wire(*result["error"])
 
     def _await_nodes(self) -> tuple[list[Node], str, dict[Role, Bundle]]:
         """The nodes, the device, and the workers' bundles. Waits for missing nodes of a Ray that was joined, because
         nodes join some time after `ray up` has returned."""
         cluster = self.config.cluster
         deadline_s = time.monotonic() + (cluster.start_timeout_s if cluster.nodes else NODES_TIMEOUT_S)
-        told = ""
+        reported = ""
         while True:
             self._check()
             nodes = self._session.nodes()
@@ -357,18 +359,18 @@ class Service:
             except LaunchError as error:
                 if self.owns_ray or time.monotonic() > deadline_s:
                     raise
-                if told != str(error):
-                    told = str(error)
-                    self._report(f"waiting for nodes: {told}")
+                if reported != str(error):
+                    reported = str(error)
+                    self._report(f"waiting for nodes: {reported}")
                 time.sleep(NODES_POLL_S)
 
-    def _take_notes(self, notes: Mapping[str, list[str]], tell: Report | None = None) -> None:
-        """Pass notes on to the user, and keep them for the status."""
+    def _take_notes(self, notes: Mapping[str, list[str]], report: Report | None = None) -> None:
+        """Report notes to the user, and keep them for the service's status."""
         self._notes.update(notes)
         for text in (text for texts in notes.values() for text in texts):
-            (tell or self._note)(text)
+            (report or self._note)(text)
 
-    def _tell_members(self) -> None:
+    def _send_members(self) -> None:
         members = self._members.all if self._members else ()
         notes = [text for texts in self._notes.values() for text in texts]
         self._gateway.expect.remote({member.worker_id: str(member.role) for member in members}, notes)
@@ -382,10 +384,6 @@ def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.worker_id for member in members)
-
-
-def _different(bundles: Sequence[Bundle]) -> list[Bundle]:
-    return [bundle for index, bundle in enumerate(bundles) if bundle not in bundles[:index]]
 
 
 def end_children() -> None:

@@ -1,4 +1,5 @@
-"""The shutdown of a service: who requests it, how much time is left for requests in progress, and its progress."""
+"""The shutdown of a service: its requests by signals and calls, the time left for requests in progress, and its
+progress."""
 
 from __future__ import annotations
 
@@ -9,12 +10,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+from pdserve.core.errors import LaunchError
 
 DRAIN_S = 30.0
 """Time for requests in progress after SIGTERM, Ctrl-C, or `pdserve down` without --drain."""
 
 FOLLOW_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class StartCancelled(LaunchError):
+    """The service was asked to end while it was starting. ``signum`` is the signal that asked; 0 for `pdserve down`."""
+
+    signum = 0
 
 
 class ServiceShutdown:
@@ -30,6 +40,7 @@ class ServiceShutdown:
         self._signals = 0
         self._heeded = 0
         self._ended = False
+        self._previous: dict[signal.Signals, Any] = {}  # handlers from before `caught`
         self._followers: list[queue.SimpleQueue[str | None]] = []
         self.signum = 0
         """The last signal; 0 if there was none."""
@@ -56,8 +67,8 @@ class ServiceShutdown:
         with self._lock:
             self._deadline_s = deadline_s if self._deadline_s is None else min(deadline_s, self._deadline_s)
 
-    def tell(self, stage: str) -> None:
-        """Report progress, also to the callers of `follow`."""
+    def report(self, stage: str) -> None:
+        """Report progress, also to all callers of `follow`."""
         self._report(stage)
         with self._lock:
             for follower in self._followers:
@@ -72,15 +83,15 @@ class ServiceShutdown:
 
     def follow(self) -> Iterator[str]:
         """Progress from now on, until `end`; an empty string for every second without any."""
-        told: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        stages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with self._lock:
-            self._followers.append(told)
+            self._followers.append(stages)
             if self._ended:
-                told.put(None)
+                stages.put(None)
         try:
             while True:
                 try:
-                    stage = told.get(timeout=FOLLOW_S)
+                    stage = stages.get(timeout=FOLLOW_S)
                 except queue.Empty:
                     stage = ""
                 if stage is None:
@@ -88,28 +99,28 @@ class ServiceShutdown:
                 yield stage
         finally:
             with self._lock:
-                self._followers.remove(told)
+                self._followers.remove(stages)
 
     @contextmanager
-    def caught(self) -> Iterator[Callable[[], None]]:
-        """Within this context SIGTERM, SIGINT and SIGHUP only request the shutdown. Gives a function that reinstalls
-        the handlers; call it while Ray connects and afterwards, because Ray installs a handler that aborts the process
-        three seconds after a signal. Only on the main thread."""
-
-        def on_signal(signum: int, frame: FrameType | None) -> None:
-            signal.alarm(0)  # Ray's handler would abort the process with an alarm
-            self.signum = signum
-            self._signals += 1
-
-        def renew() -> None:
-            for number in previous:
-                signal.signal(number, on_signal)
+    def caught(self) -> Iterator[None]:
+        """Within this context SIGTERM, SIGINT and SIGHUP only request the shutdown. Only on the main thread."""
 
         handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
-        previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
-        renew()
+        self._previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        self.renew_handlers()
         try:
-            yield renew
+            yield
         finally:
-            for number, handler in previous.items():
+            for number, handler in self._previous.items():
                 signal.signal(number, handler)
+
+    def renew_handlers(self) -> None:
+        """Install the handlers of `caught` again. Call this while Ray connects and afterwards, because Ray installs a
+        handler that aborts the process three seconds after a signal."""
+        for number in self._previous:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        signal.alarm(0)  # Ray's handler would abort the process with an alarm
+        self.signum = signum
+        self._signals += 1

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import psutil
 
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, find
@@ -113,10 +113,8 @@ class ServiceState:
     def load(cls, path: Path) -> ServiceState:
         """Read a state file; FileNotFoundError, or LaunchError if it is malformed."""
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            processes = tuple((int(pid), float(created)) for pid, created in fields.pop("processes", ()))
-            return cls(**fields, processes=processes)
-        except (TypeError, ValueError, AttributeError):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except msgspec.DecodeError:
             raise LaunchError(f"{path}: not a service's state file; remove it") from None
 
     @classmethod
@@ -155,7 +153,7 @@ class ServiceState:
     def _write(self) -> None:
         with writable_state() as folder:
             draft = folder / f"{self.port}.{os.getpid()}.draft"
-            draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            draft.write_bytes(msgspec.json.encode(self))
             draft.replace(self.path(self.port))
 
 

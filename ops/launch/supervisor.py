@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ops.launch.discovery import prepare_environment
-from ops.launch.shutdown import ServiceShutdown
+from ops.launch.shutdown import ServiceShutdown, StartCancelled
 from ops.launch.state import ServiceState, clear_dead_services
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
@@ -41,14 +41,6 @@ RESTART_FORGET_S = 600.0
 RESTART_VARIABLE = "PDSERVE_RESTART"
 
 
-class Interrupted(LaunchError):
-    """The start was ended by the signal ``signum``."""
-
-    def __init__(self, message: str, signum: int) -> None:
-        super().__init__(message)
-        self.signum = signum
-
-
 @dataclass(frozen=True, slots=True)
 class Restart:
     """Passed from a supervisor to its successor over exec. A process that has lost its Ray cannot start another one,
@@ -63,8 +55,8 @@ class Restart:
     last_s: float = 0.0
 
     @classmethod
-    def told(cls) -> Restart:
-        """The restart that this process continues. Reads the variable once."""
+    def from_environment(cls) -> Restart:
+        """The restart that this process continues, which is then removed from the environment."""
         value = os.environ.pop(RESTART_VARIABLE, "")
         return cls(**json.loads(value)) if value else cls()
 
@@ -89,44 +81,36 @@ def supervise(
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run a service until SIGTERM, SIGINT or `pdserve down`. ``on_ready`` gets the port, ``note`` what users have to
-    know about the service. Raises PdserveError if it cannot start (Interrupted after a signal) or its Ray is lost.
+    know about the service. Raises PdserveError if it cannot start (StartCancelled if it was
+    asked to end meanwhile) or its Ray is lost.
 
     Must be called on the main thread. A signal during start-up ends the start. Later, the first signal lets requests in
     progress go on for `shutdown.DRAIN_S`; the second ends them."""
     prepare_environment(config.cluster.address)
-    shutdown, restart = ServiceShutdown(report), Restart.told()
+    shutdown, restart = ServiceShutdown(report), Restart.from_environment()
     if restart.port is not None:
         config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": restart.port})})
-    with shutdown.caught() as renew_handlers:
+    with shutdown.caught():
         for port, left in clear_dead_services().items():
             report(f"removed the remains of a killed service on port {port}{f': {left}' if left else ''}")
-        from ops.launch.service import Service, StartCancelled  # imports Ray
+        from ops.launch.service import Service  # imports Ray
 
         service = Service(config, report, note)
         service.prepare()
         try:
-            _Supervisor(service, shutdown, restart, renew_handlers, log_path).run(on_ready)
+            _Supervisor(service, shutdown, restart, log_path).run(on_ready)
         except StartCancelled as cancelled:
-            if not shutdown.signum:
-                raise
-            raise Interrupted(str(cancelled), shutdown.signum) from None
+            cancelled.signum = shutdown.signum
+            raise
 
 
 class _Supervisor:
     """One run of a service."""
 
-    def __init__(
-        self,
-        service: Service,
-        shutdown: ServiceShutdown,
-        restart: Restart,
-        renew_handlers: Callable[[], None],
-        log_path: str,
-    ) -> None:
+    def __init__(self, service: Service, shutdown: ServiceShutdown, restart: Restart, log_path: str) -> None:
         from ops.launch.operator import OperatorServer, new_socket
 
         self._service, self._shutdown, self._restart = service, shutdown, restart
-        self._renew_handlers = renew_handlers
         self._noting = threading.Lock()
         config = service.config
         host = config.gateway.host
@@ -161,13 +145,13 @@ class _Supervisor:
             if (lost := self._serve()) is not None:
                 again = self._restart.after(lost, self._service)
                 # Reported first, because the next steps may end this process (see `RaySession.stop`).
-                self._shutdown.tell(f"{lost}; {'starting it again' if again else 'ending the service'}")
+                self._shutdown.report(f"{lost}; {'starting it again' if again else 'ending the service'}")
                 self._note(phase="restarting" if again else "stopping")
                 if again is None:
                     raise lost
             else:
                 self._drain()
-                self._shutdown.tell("stopping")
+                self._shutdown.report("stopping")
         finally:
             try:
                 self._service.stop()
@@ -197,7 +181,7 @@ class _Supervisor:
         starting.start()
         while starting.is_alive():
             starting.join(LOOK_EVERY_S)
-            self._renew_handlers()
+            self._shutdown.renew_handlers()
             if self._shutdown.is_requested():
                 self._service.cancel()
         if failed:
@@ -233,15 +217,15 @@ class _Supervisor:
 
     def _drain(self) -> None:
         self._note(phase="stopping")
-        told = 0
+        reported = 0
         while (running := self._service.drain()) and self._shutdown.time_left_s > 0:
-            if running != told:
+            if running != reported:
                 again = " (a second signal ends them now)" if self._shutdown.signum else ""
-                self._shutdown.tell(f"waiting for requests in progress: {running}{again}")
-                told = running
+                self._shutdown.report(f"waiting for requests in progress: {running}{again}")
+                reported = running
             time.sleep(LOOK_EVERY_S)
         if running:
-            self._shutdown.tell(f"ending requests in progress: {running}")
+            self._shutdown.report(f"ending requests in progress: {running}")
 
     def _note_members(self) -> None:
         counts = self._service.counts
@@ -264,7 +248,7 @@ def main() -> None:
         os.set_inheritable(report_fd, False)
         pipe = os.fdopen(report_fd, "w", buffering=1, encoding="utf-8")
 
-    def tell(message: dict[str, object]) -> None:
+    def send(message: dict[str, object]) -> None:
         log.info("%s", message)
         if pipe is not None and not pipe.closed:
             try:
@@ -273,7 +257,7 @@ def main() -> None:
                 log.warning("the start-up report is no longer read")
 
     def on_ready(port: int) -> None:
-        tell({"ready": port})
+        send({"ready": port})
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # unwritten output
                 pipe.close()
@@ -281,17 +265,14 @@ def main() -> None:
     try:
         supervise(
             PdserveConfig.parse(json.loads(config_json)),
-            lambda stage: tell({"stage": stage}),
+            lambda stage: send({"stage": stage}),
             on_ready,
             log_path,
-            lambda text: tell({"note": text}),
+            lambda text: send({"note": text}),
         )
-    except Interrupted as error:
-        tell({"error": to_wire(LaunchError(str(error)))})
-        sys.exit(128 + error.signum)
     except PdserveError as error:
-        tell({"error": to_wire(error)})
-        sys.exit(1)
+        send({"error": to_wire(error)})
+        sys.exit(128 + error.signum if isinstance(error, StartCancelled) and error.signum else 1)
 
 
 if __name__ == "__main__":

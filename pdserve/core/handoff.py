@@ -1,4 +1,4 @@
-"""What the two ends of a hand-off tell each other and the router: where blocks go, and the proof that they came."""
+"""Values about hand-offs that workers and the router exchange: endpoints, links, token 1, and the proof."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class KVEndpoint:
-    """Where a receiver listens for KV: a transport's name and its address (``host:port``, or a name within a host)."""
+    """Where a receiver listens: a transport's name and an address (``host:port``, or a name within a host)."""
 
     transport: str
     address: str
@@ -17,36 +17,15 @@ class KVEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class KVPeer:
-    """A worker at the other end of a KV link: ``epoch`` identifies its incarnation, ``endpoints`` are where it
-    listens (best first)."""
+    """A worker at the other end of a KV link. ``epoch`` identifies its incarnation. ``endpoints`` are best first."""
 
     worker_id: str
     epoch: str
     endpoints: tuple[KVEndpoint, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """Where a receiver wants the blocks of one hand-off. ``epoch`` identifies the receiver's incarnation and ``nonce``
-    the hand-off: a message that carries others is refused. The prompt's first ``num_skipped`` blocks are held already
-    and must not be sent; of the remaining, the i-th goes into slot ``num_skipped + i`` of ``num_blocks``.
-    The receiver alone knows which physical blocks these are."""
-
-    worker_id: str
-    endpoints: tuple[KVEndpoint, ...]
-    epoch: str
-    nonce: str
-    num_blocks: int
-    num_skipped: int
-
-    @property
-    def peer(self) -> KVPeer:
-        """The receiver."""
-        return KVPeer(self.worker_id, self.epoch, self.endpoints)
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What travels behind the last block of a hand-off: prefill's token, and whether it ends the request."""
+    """The trailer of a hand-off: token 1, and whether it ends the request."""
 
     token_id: int
     ends_here: bool
@@ -54,8 +33,8 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A link that a sender has to a receiver: its transport, why this one, and what it moved at best when it was opened
-    (10^9 bytes per second; 0: not measured)."""
+    """A sender's link to a receiver: the transport, the reason for choosing it, and the best rate of the probes when
+    the link was opened (10^9 bytes per second; 0: not measured)."""
 
     worker_id: str
     transport: str
@@ -64,20 +43,19 @@ class PeerLink:
 
 
 class TransferProof(msgspec.Struct, frozen=True):
-    """The receiver's account of one hand-off, all of it counted where the bytes arrived.
+    """The receiver's measurements of one hand-off.
 
-    ``kv_bytes`` verified and in the pool; ``kv_bytes_retried`` received but thrown away (failed checksum, duplicate).
-    Times are durations of the receiver's clock, except ``export_ms``:
+    ``kv_bytes`` are verified and in the pool; ``kv_bytes_retried`` were received and dropped (failed checksum, or
+    duplicate). Times are durations on the receiver's clock, except ``export_ms``:
 
-    - ``export_ms``: the sender read and hashed the blocks (and brought them to the host, if they lay on a device);
-    - ``wire_ms``: the receiver moved their bytes, from each message's header to its payload's end, summed up;
-    - ``import_ms``: the receiver hashed them (and brought them to its device);
-    - ``span_ms``: first message's arrival to last block verified, waiting for the prefill included;
-    - ``request_to_ready_ms``: blocks allocated to last block verified.
+    - ``export_ms``: the sender read and hashed the blocks, and copied them from its device to the host;
+    - ``wire_ms``: the receiver moved the bytes, from each message's header to the end of its payload, in total;
+    - ``import_ms``: the receiver hashed the blocks, and copied them to its device;
+    - ``span_ms``: from the first message to the last verified block, including waits for the prefill;
+    - ``request_to_ready_ms``: from the allocation of the blocks to the last verified block.
 
-    What the hand-off added to the request's latency is none of these but the stage ``kv_exposed``.
-    ``ceiling_gbs`` is what the link moved at best when it was measured at the handshake (0: not measured), in 10^9
-    bytes per second.
+    The latency that the hand-off adds to the request is the stage ``kv_exposed``, which is not among these.
+    ``ceiling_gbs`` is the best rate of the probes at the handshake, in 10^9 bytes per second (0: not measured).
     """
 
     transport: str
@@ -96,12 +74,12 @@ class TransferProof(msgspec.Struct, frozen=True):
 
     @property
     def gbs(self) -> float:
-        """What was achieved: 10^9 bytes per second of ``wire_ms + import_ms`` (while one message is hashed the next
-        queues in the kernel, so either alone would flatter); 0 if nothing travelled."""
+        """The rate over ``wire_ms + import_ms``, in 10^9 bytes per second; 0 if nothing was sent. Either time alone
+        would be too short, because the next message arrives while one is hashed."""
         busy_ms = self.wire_ms + self.import_ms
         return self.kv_bytes / busy_ms / 1e6 if busy_ms else 0.0
 
     @property
     def share_of_ceiling(self) -> float | None:
-        """``gbs`` over ``ceiling_gbs``; None if nothing travelled or nothing was measured."""
+        """``gbs`` over ``ceiling_gbs``; None if nothing was sent or measured."""
         return self.gbs / self.ceiling_gbs if self.ceiling_gbs and self.gbs else None

@@ -264,7 +264,7 @@ def test_a_burst_beyond_the_queue_is_answered_or_refused() -> None:
         assert answered + len(errors) == 1500
         assert answered >= 20
         assert {type(error) for error in errors} == {CapacityExceeded}, {str(error) for error in errors}
-        assert all("requests wait already (router.max_queue)" in str(error) for error in errors)
+        assert all("requests are waiting (router.max_queue)" in str(error) for error in errors)
         assert leaked_blocks(cluster.wait_idle()) == 0
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduling.block_manager import BlockManager
+from tests.engine.integrity import check_blocks
 
 
 def test_allocate_covers_the_tokens_and_no_more() -> None:
@@ -36,7 +37,7 @@ def test_pressure_is_an_answer_and_changes_nothing() -> None:
     assert manager.blocks("a") == [0, 1]
     assert manager.blocks("b") == []
     assert manager.free_blocks == 1
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_lowest_numbers_first_so_that_the_live_span_stays_dense() -> None:
@@ -56,20 +57,14 @@ def test_freeing_an_owner_of_nothing_frees_nothing() -> None:
     assert manager.free("a") == 2
     assert manager.free("a") == 0
     assert manager.free_blocks == 2
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_the_empty_list_of_an_owner_of_nothing_is_not_shared() -> None:
     manager = BlockManager(2, 1)
     manager.blocks("a").append(7)
     assert manager.blocks("a") == []
-    manager.check_integrity()
-
-
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0), (-1, 4)])
-def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match="at least one block"):
-        BlockManager(num_blocks, block_size)
+    check_blocks(manager)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +79,11 @@ def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> Non
 def test_integrity_sees_each_kind_of_damage(corrupt: object, complaint: str) -> None:
     manager = BlockManager(4, 1)
     assert manager.allocate("a", 2)
-    manager.check_integrity()
+    check_blocks(manager)
     assert callable(corrupt)
     corrupt(manager)
     with pytest.raises(AssertionError, match=complaint):
-        manager.check_integrity()
+        check_blocks(manager)
 
 
 OWNERS = st.sampled_from("abcde")
@@ -115,7 +110,7 @@ def test_blocks_are_conserved(num_blocks: int, block_size: int, operations: list
                 assert manager.blocks(owner) == before + lowest_free[: want - len(before)]
             else:
                 assert manager.blocks(owner) == before
-        manager.check_integrity()
+        check_blocks(manager)
         assert manager.free_blocks == num_blocks - sum(held.values())
         assert all(len(manager.blocks(owner)) == number for owner, number in held.items())
     for owner in list(held):
@@ -142,13 +137,13 @@ def test_blocks_of_a_running_owner_are_shared_and_freed_with_the_last() -> None:
     assert manager.allocate("b", 3, found)
     assert manager.blocks("b") == [0, 1, 3]
     assert manager.free_blocks == 2
-    manager.check_integrity()
+    check_blocks(manager)
     assert manager.free("a") == 3
     assert manager.free_blocks == 3  # block 2
-    manager.check_integrity()
+    check_blocks(manager)
     assert manager.free("b") == 3
     assert (manager.free_blocks, manager.cached_blocks) == (6, 3)
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_kept_blocks_are_found_until_no_other_is_free_and_then_go_end_first() -> None:
@@ -161,7 +156,7 @@ def test_kept_blocks_are_found_until_no_other_is_free_and_then_go_end_first() ->
     assert manager.allocate("b", 6)
     assert manager.blocks("b") == [3, 4, 5, 2, 1, 0]
     assert manager.find([b"0"]) == []
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_what_is_shared_is_not_evicted_for_the_rest() -> None:
@@ -172,7 +167,7 @@ def test_what_is_shared_is_not_evicted_for_the_rest() -> None:
     assert manager.allocate("b", 3, found)
     assert manager.blocks("b") == [0, 1, 2]
     assert manager.cached_blocks == 2
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_too_few_blocks_beside_the_shared_ones_change_nothing() -> None:
@@ -180,7 +175,7 @@ def test_too_few_blocks_beside_the_shared_ones_change_nothing() -> None:
     manager.free("a")
     assert not manager.allocate("b", 5, manager.find([b"0", b"1"]))
     assert (manager.free_blocks, manager.cached_blocks, manager.blocks("b")) == (4, 3, [])
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_only_a_new_owner_shares() -> None:
@@ -202,12 +197,12 @@ def test_integrity_sees_a_wrong_count_and_a_shared_block_that_is_not_findable() 
     manager = published()
     manager._owners[0] = 2
     with pytest.raises(AssertionError, match=r"blocks \[0\] have another number of owners"):
-        manager.check_integrity()
+        check_blocks(manager)
     manager = BlockManager(4, 1)
     assert manager.allocate("a", 1)
     assert manager.allocate("b", 2, [0])
     with pytest.raises(AssertionError, match="block 0 belongs to owner 'a' and to owner 'b'"):
-        manager.check_integrity()
+        check_blocks(manager)
 
 
 PREFIXES = st.lists(st.integers(0, 1), min_size=1, max_size=6)
@@ -240,5 +235,5 @@ def test_a_block_found_by_a_prefix_was_published_for_it(
                 for block, digest in list(zip(owned[owner], digests, strict=True))[len(shared) :]:
                     content[block] = digest
                     manager.publish(block, digest)
-        manager.check_integrity()
+        check_blocks(manager)
         assert manager.free_blocks == num_blocks - len({block for blocks in owned.values() for block in blocks})

@@ -86,7 +86,7 @@ def test_what_attention_is(
     rows = sum(len(s.token_ids) for s in seqs)
     before = pool.tensor.clone()
     keys_values = torch.randn(rows, 2 * KV_HEADS, HEAD_DIM)
-    step.write(keys_values, pool.layers[LAYER])
+    pool.layers[LAYER].vectors.index_copy_(0, step.slots, keys_values.view(-1, HEAD_DIM))
     row = 0
     for seq in seqs:
         for position in range(seq.start, seq.start + len(seq.token_ids)):

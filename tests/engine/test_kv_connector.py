@@ -10,6 +10,7 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from tests.engine.harness import submit
+from tests.engine.integrity import check_scheduler
 
 CONFIG = SchedulerConfig(64, 8, 64, 4, 16)
 
@@ -41,7 +42,7 @@ def step(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
     output = scheduler.schedule()
     sampled = {part.attempt_id: [SampledToken(7)] for part in output.seqs if part.sample}
     scheduler.update(output, sampled, 0.0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return {part.attempt_id: (part.start, len(part.token_ids)) for part in output.seqs}
 
 
@@ -84,7 +85,7 @@ def test_blocks_are_held_at_the_end_until_the_connector_is_done_with_them() -> N
     assert not scheduler.has_work
     scheduler.release("a")
     assert scheduler.load().free_blocks == 16
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_what_is_cached_already_needs_no_reading() -> None:

@@ -95,7 +95,7 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
     tensors = _edit(folder)
     tensors["model.norm.weight"] = torch.zeros(17)
     _store(folder, tensors)
-    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is \[17\], config\.json makes it \[16\]"):
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is \[17\], but config\.json requires \[16\]"):
         _load(folder)
 
 

@@ -139,12 +139,12 @@ def framed(*values: object) -> bytes:
 
 @pytest.mark.parametrize("name", ["TokenOut", "Progress", "object", ""])
 def test_unknown_messages_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no engine message"):
+    with pytest.raises(ValueError, match="invalid engine message"):
         read(framed(name))
 
 
 def test_a_message_of_another_pipe_is_refused() -> None:
-    with pytest.raises(ValueError, match="no engine message"):
+    with pytest.raises(ValueError, match="invalid engine message"):
         read(encode(Pong()), Command)
 
 
@@ -156,7 +156,7 @@ def test_an_unknown_kv_role_is_refused() -> None:
 
 @pytest.mark.parametrize("fields", [(), ("r1",), ("r1", "42"), ("r1", 42, 1)])
 def test_missing_wrong_and_further_fields_are_refused(fields: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match="no engine message"):
+    with pytest.raises(ValueError, match="invalid engine message"):
         read(framed("KVReady", *fields))
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduling.prefix_cache import PrefixCache, PrefixDigests
+from tests.engine.integrity import check_cache
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 
@@ -36,7 +37,7 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
         assert cache.retire(block)
     cache.revive(0)
     assert cache.retire(0)
-    assert list(cache.idle) == [1, 2, 0]
+    assert list(cache._idle) == [1, 2, 0]
     assert [cache.evict() for _ in range(3)] == [1, 2, 0]
     assert cache.find([b"0"]) == []
     assert len(cache) == 0
@@ -52,7 +53,7 @@ def test_a_second_copy_stays_unknown() -> None:
     assert (cache.find([b"x"]), cache.find([b"y"])) == ([4], [])
     assert (cache.knows(4), cache.knows(5)) == (True, False)
     assert not cache.retire(5)
-    cache.check_integrity()
+    check_cache(cache)
 
 
 def test_only_an_unbroken_run_from_the_first_is_found() -> None:
@@ -68,7 +69,7 @@ def test_integrity_sees_damage() -> None:
     cache.publish(1, b"a")
     cache._idle[2] = None
     with pytest.raises(AssertionError, match=r"blocks \[2\] are kept, but cannot be found"):
-        cache.check_integrity()
+        check_cache(cache)
     cache._by_digest[b"b"] = 1
     with pytest.raises(AssertionError, match="do not match"):
-        cache.check_integrity()
+        check_cache(cache)

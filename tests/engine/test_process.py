@@ -354,13 +354,13 @@ async def test_the_engine_ends_when_the_command_pipe_closes(folder: Path) -> Non
     ("changes", "error", "message"),
     [
         ({"model": "/nowhere"}, ModelError, "/nowhere: no such folder"),
-        ({"max_model_len": 513}, ConfigError, r"^engine\.max_model_len: 513 is more than the model's context of 512"),
-        ({"num_blocks": None, "kv_memory_bytes": 1000}, ConfigError, r"^engine\.kv_memory_mb: .* hold no block"),
+        ({"max_model_len": 513}, ConfigError, r"^engine\.max_model_len: 513 exceeds the model's context of 512"),
+        ({"num_blocks": None, "kv_memory_bytes": 1000}, ConfigError, r"^engine\.kv_memory_mb: .* less than one block"),
         ({"cores": (4095,)}, LaunchError, r"cannot bind the engine to cores \[4095\]"),
         pytest.param(
             {"device": "cuda"},
             ConfigError,
-            r"^cluster\.device: cuda was asked for",
+            r"^cluster\.device: cuda is set",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],

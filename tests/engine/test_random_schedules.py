@@ -17,6 +17,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import BLOCK, make_runner, submit
+from tests.engine.integrity import check_scheduler
 from tests.random_models import save_random_model
 
 POOL_BLOCKS = 64
@@ -114,7 +115,7 @@ def run(
             continue
         output = scheduler.schedule()
         step = scheduler.update(output, runner.execute(output.seqs), 0.0)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         for token in step.tokens:
             tokens[token.attempt_id].append(token.token_id)
     raise AssertionError(f"still running after {MAX_STEPS} steps")

@@ -28,6 +28,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import EngineStatus
 from pdserve.core.sampling import SamplingParams
 from tests.engine.harness import submit
+from tests.engine.integrity import check_scheduler
 
 LOCAL, PUSH, RECEIVE = KVRole.LOCAL, KVRole.PUSH, KVRole.RECEIVE
 EOS = 99
@@ -111,7 +112,7 @@ class Rig:
                 self.progress += event.progress
             else:
                 self._events.append(event)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return step
 
     def step(self, token: int | None = None) -> tuple[dict[str, int], StepResult]:
@@ -359,7 +360,7 @@ def test_push_stops_after_one_token_and_holds_its_blocks(max_tokens: int) -> Non
     rig.scheduler.release("a")
     assert rig.free == 8
     rig.scheduler.release("a")
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
 
 
 def test_held_blocks_are_freed_by_abort_too() -> None:
@@ -441,7 +442,7 @@ def test_receive_whose_first_token_is_its_last_is_finished_at_once_and_says_so(
     assert rig.take_events() == [Finished("r", reason)]
     assert not rig.busy()
     assert rig.scheduler.load() == Load(32, 0, 0, 0)
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
 
 
 def test_kv_ready_is_ignored_unless_awaited() -> None:
@@ -639,7 +640,7 @@ def test_abort_in_every_state_frees_all() -> None:
         assert rig.scheduler._seqs["x"].status is status
         for name in ("x", "a", "b"):
             rig.scheduler.abort(name)
-        rig.scheduler.check_integrity()
+        check_scheduler(rig.scheduler)
         load = rig.scheduler.load()
         assert (load.free_blocks, load.running, load.waiting) == (7, 0, 0)
         assert not rig.busy()
@@ -658,7 +659,7 @@ def test_a_request_aborted_while_its_step_runs_keeps_its_blocks_until_that_is_ov
     rig.submit("b", 2, 2, RECEIVE)
     output, _ = rig.schedule()
     rig.scheduler.abort("a")
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
     assert rig.free == 0
     assert rig.take_events() == []
     step = rig.finish(output)
@@ -729,7 +730,7 @@ def test_tokens_after_the_last_are_dropped(
     assert not rig.busy()
     rig.scheduler.release("a")
     assert rig.free == 32
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
 
 
 def part_of(rig: Rig) -> tuple[SchedulerOutput, list[int], int]:
@@ -743,7 +744,7 @@ def take(rig: Rig, output: SchedulerOutput, *tokens: int) -> list[tuple[int, str
     """Bring a step of one request to its end with ``tokens``; those that count, and why they are the last."""
     sampled = {output.seqs[0].attempt_id: [SampledToken(token) for token in tokens]}
     step = rig.scheduler.update(output, sampled, rig.clock.now())
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
     return [(token.token_id, token.finish_reason) for token in step.tokens]
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from engine.messages import KVRole
 from engine.scheduling.baselines import ChunkTokens, scheduler_class
-from engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine.scheduling.token_budget import TokenBudget
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig, TokenBudget
 from pdserve.core.errors import ConfigError
 from tests.engine.test_scheduler import EOS, Rig
 

@@ -23,6 +23,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOut
 from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
 from tests.engine.harness import submit
+from tests.engine.integrity import check_scheduler
 
 EOS = 0
 VOCABULARY = 13
@@ -156,7 +157,7 @@ class World:
         self.in_step = {block for part in output.seqs for block in part.block_ids}
         for attempt_id in abort_in_step:
             self.abort(attempt_id)
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
         self.in_step = set()
         if not output.seqs:
             return acted
@@ -172,7 +173,7 @@ class World:
             if token.finish_reason and request.plan.role is not KVRole.PUSH:
                 request.over = True
         self._hear()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         self._check_findable()
         return True
 
@@ -221,7 +222,7 @@ class World:
             elif request.reserved is not None or request.held is not None:
                 acted = True  # it will be, in bounded time
             self._hear()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return acted
 
     def _hear_progress(self, progress: Progress) -> None:
@@ -401,7 +402,7 @@ def check_end(world: World) -> None:
     assert (load.free_blocks, load.running, load.waiting) == (config.num_blocks, 0, 0)
     assert not world.scheduler.has_work
     assert not world.scheduler.schedule().seqs
-    world.scheduler.check_integrity()
+    check_scheduler(world.scheduler)
     assert world.reserved_order == sorted(world.reserved_order, key=lambda name: int(name[1:])), (
         "first come first served"
     )

@@ -16,7 +16,7 @@ from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.silent import Silent
+from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster, undisturbed
 
 CELL = "128/shm/none/idle"
@@ -262,7 +262,7 @@ def test_a_load_on_a_service(tmp_path: Path) -> None:
     )
     folder = RunFolder.create(tmp_path, "added-ttft", options.model_dump(mode="json"))
     with local_cluster({}) as cluster:
-        outcome = run_experiment(AddedTtft(options), folder, Silent(), target=cluster.target)
+        outcome = run_experiment(AddedTtft(options), folder, Quiet(), target=cluster.target)
     assert outcome.summary is not None
     assert outcome.failures == []
     _, cell = outcome.summary["cells"]
@@ -284,8 +284,8 @@ def test_a_run_against_a_service_is_measured_resumed_and_redrawn(tmp_path: Path)
     options = AddedTtftOptions.choose({"prompt_lens": "32,70", "pairs": 3, "rates": ""}, quick=True)
     folder = RunFolder.create(tmp_path, "added-ttft", options.model_dump(mode="json"))
     with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
-        outcome = run_experiment(AddedTtft(options), folder, Silent(), target=cluster.target)
-        again = run_experiment(AddedTtft(options), folder, Silent(), target=cluster.target)
+        outcome = run_experiment(AddedTtft(options), folder, Quiet(), target=cluster.target)
+        again = run_experiment(AddedTtft(options), folder, Quiet(), target=cluster.target)
 
     assert outcome.failures == []
     assert not outcome.interrupted
@@ -318,7 +318,7 @@ def test_a_planted_delay_is_found_in_its_stage(tmp_path: Path) -> None:
 
     def causes_ms(target: str) -> dict[str, float]:
         folder = RunFolder.create(tmp_path, "added-ttft", options.model_dump(mode="json"))
-        outcome = run_experiment(AddedTtft(options), folder, Silent(), target=target)
+        outcome = run_experiment(AddedTtft(options), folder, Quiet(), target=target)
         assert outcome.summary is not None
         (cell,) = outcome.summary["cells"]
         return dict(cell["causes_ms"])

@@ -14,7 +14,7 @@ from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.splits import Split
 from pdserve.core.errors import InvalidRequest
-from tests.experiments.silent import Silent
+from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
 
@@ -131,10 +131,10 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     )
     folder = RunFolder.create(tmp_path, "goodput", options.model_dump(mode="json"))
     with local_cluster({}) as cluster:
-        outcome = run_experiment(Goodput(options), folder, Silent(), target=cluster.target)
+        outcome = run_experiment(Goodput(options), folder, Quiet(), target=cluster.target)
         other = Goodput(GoodputOptions.choose({"splits": "2P1D"}))
         with pytest.raises(InvalidRequest, match="--splits: the running service is 1P1D"):
-            run_experiment(other, RunFolder.create(tmp_path, "other", {}), Silent(), target=cluster.target)
+            run_experiment(other, RunFolder.create(tmp_path, "other", {}), Quiet(), target=cluster.target)
     assert outcome.failures == []
     assert outcome.summary is not None
     assert [system["system"] for system in outcome.summary["systems"]] == ["1P1D disaggregated", "2 colocated"]

@@ -17,7 +17,7 @@ from experiments.run_folder import RunData
 from experiments.series import Series, SeriesPlan
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import WorkerLost
-from tests.experiments.silent import Silent
+from tests.experiments.quiet import Quiet
 
 
 class Counting(Experiment):
@@ -79,7 +79,7 @@ def states(each: Series) -> dict[str, str]:
 
 def test_a_series_goes_on_after_failures_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_them = Series.create(tmp_path, SeriesPlan(Series.names(None)))
-    assert all_of_them.run(lambda name: nullcontext(Silent()))
+    assert all_of_them.run(lambda name: nullcontext(Quiet()))
     assert states(all_of_them) == {
         "wrong": "failed: it is wrong",
         "breaking": "failed: it is gone",
@@ -95,7 +95,7 @@ def test_a_series_goes_on_after_failures_and_is_resumed(tmp_path: Path, monkeypa
     monkeypatch.setattr(Breaking, "problem", None)
     monkeypatch.setattr(Counting, "measured", [])
     again = Series.open(all_of_them.path)
-    assert not again.run(lambda name: nullcontext(Silent()))
+    assert not again.run(lambda name: nullcontext(Quiet()))
     assert Counting.measured == ["breaking/b", "stopped/b", "counting/a", "counting/b"]  # nothing twice
     assert states(again) == {"wrong": "failed: it is wrong", "breaking": "finished", "stopped": "finished",
                              "counting": "finished"}  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_series_goes_on_after_failures_and_is_resumed(tmp_path: Path, monkeypa
 def test_the_plan_is_kept(tmp_path: Path) -> None:
     plan = SeriesPlan(["counting"], quick=True, model="tiny", settings={"engine.num_blocks": 64})
     made = Series.create(tmp_path, plan)
-    assert not made.run(lambda name: nullcontext(Silent()))
+    assert not made.run(lambda name: nullcontext(Quiet()))
     assert json.loads((made.path / "series.json").read_text())["plan"]["model"] == "tiny"
     (entry,) = made.states()
     assert "model: tiny" in (made.path / entry["folder"] / "config.yaml").read_text()

@@ -21,7 +21,7 @@ def stream(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_byte_level_pieces_make_exactly_the_whole_decode(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Any tokens whatever: special ones, ones beyond the vocabulary, bytes that are no UTF-8."""
+    """Arbitrary tokens: special ones, ids outside the vocabulary, and bytes that are not UTF-8."""
     token_ids = data.draw(st.lists(st.integers(0, 420), max_size=40))
     assert "".join(stream(tokenizer.detokenizer(()), token_ids)) == tokenizer.decode(token_ids)
 
@@ -80,7 +80,7 @@ def test_window_shows_broken_bytes_late_but_shows_them(sentencepiece: HFTokenize
     assert "".join(pieces) == "�" * 100
 
 
-def test_window_ends_with_what_is_incomplete(sentencepiece: HFTokenizer) -> None:
+def test_window_flushes_incomplete_characters(sentencepiece: HFTokenizer) -> None:
     token_ids = spell(sentencepiece, "a😀")
     assert stream(WindowDetokenizer(sentencepiece.decode), token_ids[:-1])[:4] == ["a", "", "", ""]
     assert stream(WindowDetokenizer(sentencepiece.decode), token_ids[:-1])[-1] == "���"

@@ -1,4 +1,4 @@
-"""A gateway that drains refuses what is new and finishes what has begun, retries included."""
+"""A draining gateway refuses new requests and finishes those in progress, with retries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_draining_refuses_new_requests_and_finishes_the_others(start_servi
     await service.until(lambda: service.gateway.drain() == 0)
 
 
-async def test_what_is_cut_is_told_unavailable(start_service: StartService) -> None:
+async def test_requests_cut_off_by_a_stop_are_unavailable(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     service.fleet["d0"].hangs = {"decode"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT))

@@ -37,7 +37,7 @@ def test_every_error_of_the_tree_has_the_status_it_should() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x")])
-def test_what_nobody_foresaw_is_internal(error: Exception) -> None:
+def test_unexpected_errors_are_internal(error: Exception) -> None:
     assert status_of(error) is grpc.StatusCode.INTERNAL
 
 

@@ -38,14 +38,14 @@ def test_bos_comes_once_if_asked_for(build: Callable[..., Tokenizer], bos: objec
     assert ids[0] == 0
 
 
-def test_bos_follows_the_file_unless_told_otherwise(build: Callable[..., Tokenizer]) -> None:
+def test_bos_follows_the_file_unless_configured_otherwise(build: Callable[..., Tokenizer]) -> None:
     assert build(None).encode("abc")[0] != 0
     assert build({"bos_token": "<s>"}).encode("abc")[0] != 0
     assert build(None, template=True).encode("abc")[0] == 0
     assert build({"add_bos_token": False, "bos_token": "<s>"}, template=True).encode("abc")[0] != 0
 
 
-async def test_long_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
+async def test_long_texts_are_encoded_like_short_ones(tokenizer: Tokenizer) -> None:
     for text in ("short", "long " * IN_THREAD_CHARACTERS):
         assert await tokenizer.encode_async(text) == tokenizer.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text

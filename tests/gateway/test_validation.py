@@ -198,7 +198,7 @@ def test_max_tokens_are_clipped_only_if_the_client_did_not_say() -> None:
         fit(200, None)
 
 
-def test_what_fits_the_context_but_no_pool_is_a_matter_of_capacity() -> None:
+def test_a_request_that_fits_the_context_but_no_pool_exceeds_the_capacity() -> None:
     small = Limits(context_length=200, pool_tokens=64, vocab_size=500)
     assert fit(10, None, small) == 54
     assert fit(10, 54, small) == 54

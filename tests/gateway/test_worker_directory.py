@@ -24,7 +24,7 @@ OTHER_LAYOUT = KVLayout.uniform("fake", "bfloat16", block_size=4, num_layers=2, 
 
 
 async def settle() -> None:
-    """All that follows in this process has happened: turns of the event loop count, however long they take."""
+    """Wait a number of turns of the event loop, in which all pending work of this process is done."""
     for _ in range(100):
         await asyncio.sleep(0)
     await asyncio.sleep(0.03)
@@ -77,7 +77,7 @@ async def test_a_broken_connection_is_opened_again(start_service: StartService) 
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
 
 
-async def test_silence_fails_what_runs_on_the_worker(start_service: StartService) -> None:
+async def test_a_silent_worker_fails_its_requests(start_service: StartService) -> None:
     service = await start_service(
         "p0", "d0", router={"heartbeat_s": 0.05, "heartbeat_timeout_s": 1.0, "max_attempts": 1}
     )
@@ -90,7 +90,7 @@ async def test_silence_fails_what_runs_on_the_worker(start_service: StartService
         await asyncio.wait_for(running, 30.0)
 
 
-async def test_layouts_that_differ_are_told_before_any_request(
+async def test_different_layouts_are_logged_before_any_request(
     start_service: StartService, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -143,7 +143,7 @@ async def test_all_pairs_are_connected(start_service: StartService) -> None:
 async def test_a_link_that_opens_while_its_worker_is_being_connected_counts(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No heartbeat follows that would tell of it again."""
+    """Without a further heartbeat that would report it again."""
     service = await start_service()
     service.make("d0")
     await service.beat("d0")
@@ -164,7 +164,7 @@ async def test_a_link_that_opens_while_its_worker_is_being_connected_counts(
 
 
 def beat_with(field: str, value: object) -> bytes:
-    """A heartbeat that a worker of some other version might send."""
+    """A heartbeat of a worker of another version."""
     kind, info, *rest = msgspec.msgpack.decode(to_frame(Beat(fake_info("x", Role.PREFILL), WorkerLoad())).data)
     return msgspec.msgpack.encode([kind, {**info, field: value}, *rest])
 
@@ -203,7 +203,7 @@ async def test_a_superseded_incarnation_is_told_to_end(start_service: StartServi
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
 
 
-async def test_who_retires_finishes_first(start_service: StartService) -> None:
+async def test_a_retiring_worker_finishes_first(start_service: StartService) -> None:
     service = await start_service("p0", "d0", "d1", router={"policy": "round_robin"})
     await settle()
     service.gateway.expect({"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "d2": Role.DECODE})
@@ -230,7 +230,7 @@ async def test_who_retires_finishes_first(start_service: StartService) -> None:
     assert (await service.beat("d0")).superseded
 
 
-async def test_who_does_not_finish_in_time_is_left_and_its_requests_go_on(start_service: StartService) -> None:
+async def test_requests_of_a_worker_that_retires_too_slowly_continue_elsewhere(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     service.fleet["d0"].hangs = {"decode_more"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,27 @@ class Ends:
     def in_s(self, seconds: float) -> float:
         """A deadline so far away."""
         return self.clock.now() + seconds
+
+    def start(
+        self,
+        name: str,
+        block_ids: Sequence[int],
+        num_skipped: int = 0,
+        *,
+        for_s: float = 10.0,
+        receiver_for_s: float | None = None,
+    ) -> None:
+        """Begin a hand-off at both ends, into these blocks of the receiver, with a deadline in ``for_s``."""
+        self.push(name, len(block_ids), for_s=for_s)
+        self.announce(name, block_ids, num_skipped, for_s=receiver_for_s or for_s)
+
+    def announce(self, name: str, block_ids: Sequence[int], num_skipped: int = 0, *, for_s: float = 20.0) -> None:
+        """Have the receiver announce a hand-off to the sender."""
+        self.receiver.announce(name, "p", block_ids, num_skipped, self.in_s(for_s))
+
+    def push(self, name: str, num_blocks: int, *, for_s: float = 20.0) -> None:
+        """Have the sender begin a hand-off."""
+        self.sender.push(name, self.peer, num_blocks, self.in_s(for_s))
 
     def blocks_of(self, store: HostPool, ids: list[int]) -> bytes:
         """The content of blocks."""

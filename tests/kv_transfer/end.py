@@ -68,13 +68,15 @@ class End:
         self._reader = threading.Thread(target=self._read, name="end-read", daemon=True)
         self._reader.start()
         self._about: Values | None = None
+        self._asking = threading.Lock()
 
     @property
     def about(self) -> Values:
         """What it said when it was ready."""
-        if self._about is None:
-            self._about = self.result(0)
-        return self._about
+        with self._asking:
+            if self._about is None:
+                self._about = self.result(0)
+            return self._about
 
     @property
     def alive(self) -> bool:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from kv_transfer.protocol import checksum
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, to_wire
-from pdserve.core.handoff import KVDestination, KVEndpoint, KVPeer
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool, changed
+from tests.kv_transfer.status import status_of
 from tests.kv_transfer.tampering import TamperingTransport
 from tests.planted.kv_receiver import DelayedReceiver
 
@@ -185,15 +185,11 @@ class ReceivingEnd(End):
         endpoints = await self.receiver.start("127.0.0.1")
         return {"endpoints": [[endpoint.transport, endpoint.address] for endpoint in endpoints]}
 
-    async def expect(self, request: str, count: int, deadline_s: float, skipped: int = 0) -> Values:
-        """Reserve blocks, the first ``skipped`` of which hold what they should."""
+    async def announce(self, request: str, sender_id: str, count: int, deadline_s: float, skipped: int = 0) -> Values:
+        """Take blocks, the first ``skipped`` of which hold what they should, and announce them to the sender."""
         self.blocks[request] = blocks = self.pool.take(count)
         self.deadlines[request], self.skipped[request] = self.clock.now() + deadline_s, skipped
-        return asdict(self.receiver.expect(request, blocks, skipped, self.deadlines[request]))
-
-    async def announce(self, request: str, sender_id: str) -> Values:
-        """Tell its sender where it goes."""
-        self.receiver.announce(request, sender_id)
+        self.receiver.announce(request, sender_id, blocks, skipped, self.deadlines[request])
         return {}
 
     async def wait(self, request: str) -> Values:
@@ -206,7 +202,11 @@ class ReceivingEnd(End):
 
     async def status(self, request: str) -> Values:
         """How far it is."""
-        return {"status": self.receiver.status(request)}
+        return {"status": status_of(self.receiver, request)}
+
+    async def links(self) -> Values:
+        """From whom there are links."""
+        return {"links": list(self.receiver._links)}
 
     async def refused(self) -> Values:
         """Counts of refusals."""
@@ -269,13 +269,6 @@ class SendingEnd(End):
         self.tampering[transport].plan.extend(plan)
         return {}
 
-    async def start(self, request: str, transport: str, destination: Values, deadline_s: float, seed: int) -> Values:
-        """Begin a hand-off of random content."""
-        where = msgspec.convert(destination, KVDestination)
-        blocks = self._take(request, transport, where.num_blocks, deadline_s, seed)
-        self.senders[transport].start(request, where, self.deadlines[request])
-        return {"content": self.pool.content(blocks[where.num_skipped :])}
-
     async def push(
         self,
         request: str,
@@ -286,20 +279,15 @@ class SendingEnd(End):
         seed: int,
         skipped: int = 0,
     ) -> Values:
-        """Begin one that ``peer`` announces."""
-        blocks = self._take(request, transport, count, deadline_s, seed)
-        self.senders[transport].push(request, msgspec.convert(peer, KVPeer), count, self.deadlines[request])
-        return {"content": self.pool.content(blocks[skipped:])}
-
-    def _take(self, request: str, transport: str, count: int, deadline_s: float, seed: int) -> list[int]:
-        """Blocks with random content for a hand-off."""
+        """Begin a hand-off of random content, which ``peer`` announces."""
         self.blocks[request] = blocks = self.pool.take(count)
         draw, size = random.Random(seed), self.store.layout.block_bytes
         for block in blocks:
             self.store.data[block * size : (block + 1) * size] = draw.randbytes(size)
         self.deadlines[request] = self.clock.now() + deadline_s
         self.by_request[request] = self.senders[transport]
-        return blocks
+        self.senders[transport].push(request, msgspec.convert(peer, KVPeer), count, self.deadlines[request])
+        return {"content": self.pool.content(blocks[skipped:])}
 
     async def send(
         self,
@@ -333,7 +321,7 @@ class SendingEnd(End):
 
     async def status(self, request: str) -> Values:
         """How far it is."""
-        return {"status": self.by_request[request].status(request)}
+        return {"status": status_of(self.by_request[request], request)}
 
     async def links(self, transport: str) -> Values:
         """To whom there are links."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.kv_transfer.end import End, Values, until
@@ -19,8 +19,8 @@ _numbers = itertools.count(1)
 class HandOff:
     """One from the sender to the receiver; the numbers are those of the orders to wait."""
 
-    request: str
     count: int
+    request: str = field(default_factory=lambda: f"r{next(_numbers)}")
     sending: int = 0
     receiving: int = 0
     content: int = 0
@@ -62,55 +62,51 @@ class Pair:
     def unlink(self) -> None:
         """Have no link, as before the first hand-off."""
         self.sender.call("unlink", transport=self.transport)
+        assert until(lambda: not self.receiver.call("links")["links"])
 
-    def expect(self, count: int, deadline_s: float, *, request: str = "", skipped: int = 0) -> tuple[HandOff, Values]:
-        """Reserve blocks at the receiver, which waits for them."""
-        handoff = HandOff(request or f"r{next(_numbers)}", count)
-        reserved = self.receiver.call(
-            "expect", request=handoff.request, count=count, deadline_s=deadline_s, skipped=skipped
+    @property
+    def peer(self) -> Values:
+        """The receiver, as the sender is told of it."""
+        ((_, address),) = self.receiver.about["endpoints"]
+        if self.relay is not None:
+            address = self.relay.address
+        endpoints = [{"transport": self.transport, "address": address}]
+        return {"worker_id": "d", "epoch": self.receiver.epoch, "endpoints": endpoints}
+
+    def announce(self, handoff: HandOff, deadline_s: float) -> None:
+        """Have the receiver take blocks, tell the sender, and wait for them."""
+        self.receiver.call(
+            "announce",
+            request=handoff.request,
+            sender_id=f"p-{self.transport}",
+            count=handoff.count,
+            deadline_s=deadline_s,
         )
         handoff.receiving = self.receiver.begin("wait", request=handoff.request)
-        if self.relay is not None:
-            reserved["endpoints"] = [{"transport": self.transport, "address": self.relay.address}]
-        return handoff, reserved
 
-    def order_start(self, handoff: HandOff, reserved: Values, deadline_s: float) -> int:
+    def order_push(self, handoff: HandOff, deadline_s: float) -> int:
         """Tell the sender to begin it, and to wait."""
         number = self.sender.begin(
-            "start",
+            "push",
             request=handoff.request,
             transport=self.transport,
-            destination=reserved,
+            peer=self.peer,
+            count=handoff.count,
             deadline_s=deadline_s,
             seed=next(_numbers),
         )
         handoff.sending = self.sender.begin("wait", request=handoff.request)
         return number
 
-    def push(self, handoff: HandOff, reserved: Values, deadline_s: float) -> None:
-        """Have the sender begin it and queue all of it, and wait: the receiver has yet to announce it."""
-        peer = {name: reserved[name] for name in ("worker_id", "epoch", "endpoints")}
-        pushed = self.sender.call(
-            "push",
-            request=handoff.request,
-            transport=self.transport,
-            peer=peer,
-            count=handoff.count,
-            deadline_s=deadline_s,
-            seed=next(_numbers),
-        )
-        handoff.content = pushed["content"]
-        handoff.sending = self.sender.begin("wait", request=handoff.request)
-        self.send(handoff, last=True)
-
-    def announce(self, handoff: HandOff) -> None:
-        """Have the receiver tell the sender where it goes."""
-        self.receiver.call("announce", request=handoff.request, sender_id=f"p-{self.transport}")
+    def push(self, handoff: HandOff, deadline_s: float) -> None:
+        """Have the sender begin it, and wait."""
+        handoff.content = self.sender.result(self.order_push(handoff, deadline_s))["content"]
 
     def start(self, count: int, deadline_s: float) -> HandOff:
         """A hand-off of which no block is queued yet."""
-        handoff, reserved = self.expect(count, deadline_s)
-        handoff.content = self.sender.result(self.order_start(handoff, reserved, deadline_s))["content"]
+        handoff = HandOff(count)
+        self.push(handoff, deadline_s)
+        self.announce(handoff, deadline_s)
         return handoff
 
     def send(self, handoff: HandOff, first: int = 0, count: int | None = None, *, last: bool = False) -> None:

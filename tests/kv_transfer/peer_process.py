@@ -12,6 +12,7 @@ from kv_transfer.memory import HostMemory
 from kv_transfer.protocol import checksum
 from kv_transfer.receiver import KVReceiver
 from pdserve.core.clock import MonotonicClock
+from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool
 
@@ -51,8 +52,9 @@ async def receive(transport_name: str, blocks: int) -> None:
         clock=clock,
         lease_s=5.0,
     )
-    await receiver.start("127.0.0.1")
-    say(**asdict(receiver.expect("r", range(blocks), 0, clock.now() + 20)))
+    endpoints = await receiver.start("127.0.0.1")
+    receiver.announce("r", "p", range(blocks), 0, clock.now() + 20)
+    say(**asdict(KVPeer("d", "e", endpoints)))
     received = await receiver.wait("r")
     say(kv_bytes=received.proof.kv_bytes, content=checksum([store.data], b""), trailer=received.trailer.decode())
     await asyncio.sleep(60)  # until killed: the last answer must be on its way

@@ -32,12 +32,11 @@ from kv_transfer.protocol import (
     decode,
     encode,
 )
-from kv_transfer.transfer import TransferStatus
 from pdserve.core.errors import ChecksumMismatch, TransferError, TransferRefused, WorkerLost
-from pdserve.core.handoff import KVDestination
 from pdserve.core.kv_layout import MAX_PROBE_BYTES, KVLayout
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import LAYOUT as LAYOUT_OF_ENDS
+from tests.kv_transfer.status import Status, status_of
 from tests.kv_transfer.tampering import TamperingTransport
 from tests.loopback import LoopbackTransport
 
@@ -61,15 +60,29 @@ class RawPeer:
     async def say(self, header: Header | bytes, payload: bytes = b"") -> Header:
         """The receiver's answer to a message."""
         await self.link.send(header if isinstance(header, bytes) else encode(header), inline(payload))
+        return await self.heard()
+
+    async def heard(self) -> Header:
+        """The receiver's next message."""
         async with asyncio.timeout(30):
             return decode((await self.link.recv()).header)
 
+    async def announced(
+        self, ends: Any, name: str, block_ids: list[int], num_skipped: int = 0, *, for_s: float = 5.0
+    ) -> Announce:
+        """A hand-off that the receiver announces to this peer."""
+        ends.receiver.announce(name, "raw", block_ids, num_skipped, ends.in_s(for_s))
+        announced = await self.heard()
+        assert isinstance(announced, Announce)
+        assert announced.attempt_id == name
+        return announced
 
-def blocks(destination: KVDestination, seq: int, first_slot: int, payload: bytes, **changes: Any) -> Blocks:
+
+def blocks(announced: Announce, seq: int, first_slot: int, payload: bytes, **changes: Any) -> Blocks:
     """A right header for this payload of 1 KiB blocks, with ``changes``."""
     header = Blocks(
-        nonce=destination.nonce,
-        epoch=destination.epoch,
+        nonce=announced.nonce,
+        epoch="e1",
         attempt_id="r",
         seq=seq,
         first_slot=first_slot,
@@ -85,7 +98,7 @@ def blocks(destination: KVDestination, seq: int, first_slot: int, payload: bytes
 
 
 ONE, TWO = b"\1" * 1024, b"\2" * 2048
-ATTACKS: dict[str, tuple[str, Callable[[KVDestination], tuple[Blocks, bytes]]]] = {
+ATTACKS: dict[str, tuple[str, Callable[[Announce], tuple[Blocks, bytes]]]] = {
     "a stale epoch": ("stale_epoch", lambda d: (blocks(d, 2, 2, ONE, epoch="e0"), ONE)),
     "an unknown nonce": ("unknown_nonce", lambda d: (blocks(d, 2, 2, ONE, nonce="0" * 32), ONE)),
     "another request's id": ("wrong_request", lambda d: (blocks(d, 2, 2, ONE, attempt_id="other"), ONE)),
@@ -123,13 +136,13 @@ ATTACKS: dict[str, tuple[str, Callable[[KVDestination], tuple[Blocks, bytes]]]] 
 async def test_a_wrong_message_is_refused_and_touches_nothing(make_ends: MakeEnds, attack: str) -> None:
     reason, make = ATTACKS[attack]
     ends = await make_ends()
-    ends.receiver.expect("other", [20, 21], 0, ends.in_s(5))
-    destination = ends.receiver.expect("r", [10, 11, 12, 13], 1, ends.in_s(5))
     peer = await RawPeer.meet(ends)
-    assert await peer.say(blocks(destination, 1, 1, b"\7" * 1024), b"\7" * 1024) == Ack(destination.nonce, 1)
+    await peer.announced(ends, "other", [20, 21])
+    announced = await peer.announced(ends, "r", [10, 11, 12, 13], 1)
+    assert await peer.say(blocks(announced, 1, 1, b"\7" * 1024), b"\7" * 1024) == Ack(announced.nonce, 1)
     before = bytes(ends.target.data)
 
-    header, payload = make(destination)
+    header, payload = make(announced)
     answer = await peer.say(header, payload)
     assert isinstance(answer, Refused)
     assert answer.kind == ("ChecksumMismatch" if reason == "checksum" else "TransferRefused")
@@ -140,11 +153,11 @@ async def test_a_wrong_message_is_refused_and_touches_nothing(make_ends: MakeEnd
     if reason == "checksum":
         after[own] = before[own]
     assert after == before
-    assert ends.receiver.status("r") is TransferStatus.TRANSFERRING
-    assert ends.receiver.status("other") is TransferStatus.BOOTSTRAPPING
+    assert status_of(ends.receiver, "r") is Status.TRANSFERRING
+    assert status_of(ends.receiver, "other") is Status.BOOTSTRAPPING
 
-    final = blocks(destination, 2, 2, TWO, last=True, trailer=b"t")
-    assert await peer.say(final, TWO) == Ack(destination.nonce, 2)
+    final = blocks(announced, 2, 2, TWO, last=True, trailer=b"t")
+    assert await peer.say(final, TWO) == Ack(announced.nonce, 2)
     received = await ends.receiver.wait("r")
     assert (received.proof.kv_bytes, received.proof.messages, received.trailer) == (3072, 2, b"t")
     assert received.proof.kv_bytes_retried == (len(payload) if reason in ("checksum", "duplicate") else 0)
@@ -158,22 +171,24 @@ async def test_a_wrong_message_is_refused_and_touches_nothing(make_ends: MakeEnd
 
 async def test_a_hand_off_belongs_to_the_link_it_began_on(make_ends: MakeEnds) -> None:
     ends = await make_ends()
-    destination = ends.receiver.expect("r", [1, 2], 0, ends.in_s(5))
-    first, second = await RawPeer.meet(ends), await RawPeer.meet(ends)
-    assert await first.say(Open(destination.nonce, "e1", "r")) == Ack(destination.nonce, 0)
-    assert isinstance(await second.say(blocks(destination, 1, 0, ONE), ONE), Refused)
-    await second.link.send(encode(Abort(destination.nonce, "TransferError", "not yours")))
-    assert isinstance(await second.say(Open(destination.nonce, "e1", "r")), Refused)
+    first = await RawPeer.meet(ends)
+    announced = await first.announced(ends, "r", [1, 2])
+    second = await RawPeer.meet(ends)
+    assert await second.heard() == announced
+    assert await first.say(Open(announced.nonce, "e1", "r")) == Ack(announced.nonce, 0)
+    assert isinstance(await second.say(blocks(announced, 1, 0, ONE), ONE), Refused)
+    await second.link.send(encode(Abort(announced.nonce, "TransferError", "not yours")))
+    assert isinstance(await second.say(Open(announced.nonce, "e1", "r")), Refused)
     assert ends.receiver.refused == {"wrong_link": 2}
-    assert ends.receiver.status("r") is TransferStatus.WAITING
+    assert status_of(ends.receiver, "r") is Status.WAITING
 
 
 async def test_a_message_after_the_last_is_refused(make_ends: MakeEnds) -> None:
     ends = await make_ends(delay_s=0.2)
-    destination = ends.receiver.expect("r", [1], 0, ends.in_s(5))
     peer = await RawPeer.meet(ends)
-    await peer.link.send(encode(blocks(destination, 1, 0, ONE, last=True)), inline(ONE))
-    answer = await peer.say(blocks(destination, 2, 1, b"", last=True))
+    announced = await peer.announced(ends, "r", [1])
+    await peer.link.send(encode(blocks(announced, 1, 0, ONE, last=True)), inline(ONE))
+    answer = await peer.say(blocks(announced, 2, 1, b"", last=True))
     assert isinstance(answer, Refused)
     assert ends.receiver.refused == {"reordered": 1}
     await ends.receiver.wait("r")
@@ -181,9 +196,9 @@ async def test_a_message_after_the_last_is_refused(make_ends: MakeEnds) -> None:
 
 async def test_aborting_between_copy_and_verdict_leaves_nothing_behind(make_ends: MakeEnds) -> None:
     ends = await make_ends(delay_s=0.1)
-    ends.sender.start("r", ends.receiver.expect("r", [1], 0, ends.in_s(5)), ends.in_s(5))
+    ends.start("r", [1], for_s=5)
     ends.sender.send_blocks("r", 0, [1], last=True)
-    while ends.receiver.status("r") is not TransferStatus.TRANSFERRING:  # noqa: ASYNC110
+    while status_of(ends.receiver, "r") is not Status.TRANSFERRING:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await ends.receiver.abort("r")
     with pytest.raises(TransferError, match="aborted by its receiver"):
@@ -362,8 +377,8 @@ async def test_malformed_headers_are_counted_and_the_link_goes_on(make_ends: Mak
     for header in headers:
         assert isinstance(await peer.say(header, ONE), Refused)
     assert ends.receiver.refused == {"malformed": len(headers)}
-    destination = ends.receiver.expect("r", [1], 0, ends.in_s(5))
-    assert await peer.say(blocks(destination, 1, 0, ONE, last=True), ONE) == Ack(destination.nonce, 1)
+    announced = await peer.announced(ends, "r", [1])
+    assert await peer.say(blocks(announced, 1, 0, ONE, last=True), ONE) == Ack(announced.nonce, 1)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +422,7 @@ async def test_a_corrupt_message_is_sent_again(make_ends: MakeEnds, corrupt: tup
         message_bytes=2048,
     )
     ids = [9, 8, 7, 6, 5, 4, 3, 2]
-    ends.sender.start("r", ends.receiver.expect("r", ids, 0, ends.in_s(5)), ends.in_s(5))
+    ends.start("r", ids, for_s=5)
     ends.sender.send_blocks("r", 0, range(8), last=True, trailer=b"t")
     received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert ends.blocks_of(ends.target, ids) == ends.blocks_of(ends.source, list(range(8)))
@@ -430,7 +445,7 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
         max_inflight_bytes=2048,
     )
     for name, ids in (("r", [1, 2, 3, 4]), ("other", [5, 6])):
-        ends.sender.start(name, ends.receiver.expect(name, ids, 0, ends.in_s(5)), ends.in_s(5))
+        ends.start(name, ids, for_s=5)
         ends.sender.send_blocks(name, 0, ids, last=True)
     async with asyncio.timeout(30):
         await asyncio.gather(*(end.wait(name) for end in (ends.sender, ends.receiver) for name in ("r", "other")))
@@ -442,7 +457,7 @@ async def test_what_comes_again_passes_the_bound_on_what_is_on_its_way(
 async def test_a_message_that_never_arrives_whole_is_given_up(make_ends: MakeEnds) -> None:
     source = HostPool(LAYOUT_OF_ENDS, 64)
     ends = await make_ends(source=source, sending=corrupting(source.memory, *range(100)))
-    ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
+    ends.start("r", [1, 2], for_s=5)
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     with pytest.raises(ChecksumMismatch):
         await ends.sender.wait("r")
@@ -465,7 +480,7 @@ async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
 
     with monkeypatch.context() as patch:
         patch.setattr(getattr(ends, failing), "regions", fail)
-        ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(5)), ends.in_s(5))
+        ends.start("r", [1, 2], for_s=5)
         ends.sender.send_blocks("r", 0, [1, 2], last=True)
         own, other = (ends.sender, ends.receiver) if failing == "source" else (ends.receiver, ends.sender)
         with pytest.raises(WorkerLost):
@@ -477,13 +492,13 @@ async def test_a_pool_that_is_gone_fails_one_hand_off_not_the_link(
 
 async def test_a_sender_paused_past_its_lease_cannot_write(make_ends: MakeEnds) -> None:
     ends = await make_ends(lease_s=0.1)
-    destination = ends.receiver.expect("r", [1, 2], 0, ends.in_s(5))
     peer = await RawPeer.meet(ends)
-    assert isinstance(await peer.say(Open(destination.nonce, "e1", "r")), Ack)
+    announced = await peer.announced(ends, "r", [1, 2])
+    assert isinstance(await peer.say(Open(announced.nonce, "e1", "r")), Ack)
     with pytest.raises(TransferError, match="silent"):
         await ends.receiver.wait("r")
     assert isinstance(decode((await peer.link.recv()).header), Abort)
-    ends.receiver.expect("next", [1, 2], 0, ends.in_s(5))  # the same blocks, somebody else's now
-    assert isinstance(await peer.say(blocks(destination, 1, 0, TWO, last=True), TWO), Refused)
+    await peer.announced(ends, "next", [1, 2])  # the same blocks, somebody else's now
+    assert isinstance(await peer.say(blocks(announced, 1, 0, TWO, last=True), TWO), Refused)
     assert ends.receiver.refused == {"unknown_nonce": 1}
     assert ends.target.data == bytes(len(ends.target.data))

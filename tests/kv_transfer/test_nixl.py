@@ -18,7 +18,6 @@ from kv_transfer.base import KVLink
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.memory import HostMemory
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.transfer import TransferStatus
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.socket_link import SocketLink
 from pdserve.core.errors import ConfigError, PeerLost, TransferError
@@ -28,6 +27,7 @@ from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import answering
 from tests.kv_transfer.fake_nixl import FakeNetwork
 from tests.kv_transfer.relay import Relay
+from tests.kv_transfer.status import Status, status_of
 
 LAYOUT = KVLayout.uniform(
     "model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64
@@ -286,12 +286,12 @@ async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for
     try:
         await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
         network.polls = 2**62
-        ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(20)), ends.in_s(20))
+        ends.start("r", [1, 2, 3], for_s=20)
         ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
         await read_begun(network)
         relay.stall(0)
         await ends.sender.abort("r")
-        assert ends.receiver.status("r") is TransferStatus.TRANSFERRING
+        assert status_of(ends.receiver, "r") is Status.TRANSFERRING
         ends.source.data[:] = bytes(len(ends.source.data))  # the next owner's
         network.polls = 0
         async with asyncio.timeout(5):
@@ -313,7 +313,7 @@ def until_refused(receiver: KVReceiver, relay: Relay) -> None:
 @pytest.mark.usefixtures("any_nixl")
 async def test_what_is_read_is_hashed_whatever_the_configuration_says(make_ends: MakeEnds) -> None:
     ends = await make_ends("nixl", layout=LAYOUT, checksum=False)
-    ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(10)), ends.in_s(10))
+    ends.start("r", [1, 2, 3])
     ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
     received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert received.proof.checksum == "xxh3-64 verified"
@@ -357,7 +357,7 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
     try:
         await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
         network.polls = 2**62
-        ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(20)), ends.in_s(20))
+        ends.start("r", [1, 2, 3], for_s=20)
         ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
         await read_begun(network)
         if gives_up:
@@ -388,7 +388,7 @@ async def test_an_abort_waits_for_a_read_even_if_nothing_waits_for_the_transfer_
     ends = await make_ends("nixl", layout=LAYOUT)
     await ends.sender.connect("d", "e1", ends.endpoints)
     network.polls = 2**62
-    ends.sender.start("r", ends.receiver.expect("r", [1, 2, 3], 0, ends.in_s(0.3)), ends.in_s(20))
+    ends.start("r", [1, 2, 3], for_s=20, receiver_for_s=0.3)
     ends.sender.send_blocks("r", 0, [7, 8, 9], last=True)
     waiting = asyncio.create_task(ends.receiver.wait("r"))
     await asyncio.sleep(0.5)

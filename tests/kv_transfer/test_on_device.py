@@ -88,7 +88,7 @@ async def test_blocks_and_layers_go_from_device_to_device(
     sending, receiving = pair(kind, source, target)
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
     target_ids, source_ids = [40, 3, 17, 18, 19, 60], [5, 6, 7, 20, 9, 8]
-    ends.sender.start("r", ends.receiver.expect("r", target_ids, 1, ends.in_s(10)), ends.in_s(10))
+    ends.start("r", target_ids, 1)
     ends.sender.send_blocks("r", 0, source_ids[:4], range(1))
     ends.sender.send_blocks("r", 0, source_ids[:4], range(1, 2))
     ends.sender.send_blocks("r", 4, source_ids[4:], last=True, trailer=b"token 1")

@@ -25,6 +25,7 @@ from kv_transfer.transports.torch_link import TorchDistLink
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import LAYOUT
+from tests.kv_transfer.status import status_of
 
 MakeEnds = Callable[..., Awaitable[Any]]
 TIMEOUT_S = 0.4
@@ -178,7 +179,7 @@ async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, givin
     ends = await make_ends("torch_dist", lease_s=30.0, source=source, sending=sending)
     await ends.sender.connect("d", "e1", ends.endpoints)
     groups = stick(ends.sender._peers["d"]._link)
-    ends.sender.start("r", ends.receiver.expect("r", [1, 2], 0, ends.in_s(30)), ends.in_s(30))
+    ends.start("r", [1, 2], for_s=30)
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     await begun(groups)
     if giving_up == "abort":  # the send goes on until the transport's timeout
@@ -209,7 +210,7 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
                 await over.wait()
 
     monkeypatch.setattr(ends.sender._peers["d"]._link, "send", send)
-    ends.sender.start("r", ends.receiver.expect("r", [1], 0, ends.in_s(30)), ends.in_s(0.3))
+    ends.start("r", [1], for_s=0.3, receiver_for_s=30)
     ends.sender.send_blocks("r", 0, [1], last=True)
     await reading.wait()
     with within(8):
@@ -220,7 +221,7 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
                 await ends.sender.wait("r")
     assert "r: a send of its blocks has not ended for 0.2 s" in caplog.text
     with pytest.raises(TransferEnded, match="not being sent"):
-        ends.sender.status("r")
+        status_of(ends.sender, "r")
     over.set()
 
 
@@ -248,7 +249,7 @@ class Communicator:
 
 
 @pytest.mark.parametrize("way", ["send", "recv"])
-def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str) -> None:
+def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, together = threading.Event(), threading.Barrier(2)
     groups = Groups.__new__(Groups)
     tensor: Any = SimpleNamespace()
@@ -261,12 +262,13 @@ def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str) -> None:
         _on_device=True,
         _by_sender=communicators,
         _streams=[stream, stream],
-        _torch=SimpleNamespace(
-            uint8=0,
-            empty=lambda *_, **__: tensor,
-            cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext()),
-        ),
     )
+    torch = SimpleNamespace(
+        uint8=0,
+        empty=lambda *_, **__: tensor,
+        cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext()),
+    )
+    monkeypatch.setattr("kv_transfer.transports.torch_groups.torch", torch)
     outcome: list[object] = []
 
     def operate() -> None:

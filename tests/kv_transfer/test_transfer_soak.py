@@ -35,8 +35,7 @@ FAULTS = (
     *[f"{what} {role}" for what in ("kill", "stop", "cut", "abort") for role in ("sender", "receiver")],
     *["corrupt", "duplicate", "expire"],
 )
-ORDERS = ("told", "pushed, announced", "announced, pushed")
-"""Whether the sender is told at its start where a hand-off goes, or by the receiver over their link."""
+ORDERS = ("pushed, announced", "announced, pushed")
 _log = logging.getLogger(__name__)
 
 
@@ -120,24 +119,15 @@ class Churn:
     def _pass(self, hand_off: Draw, sender: End, receiver: End) -> tuple[Values, Values, int | None]:
         """What the two ends report of it (nothing, if an end was killed), and a hash of what was to travel."""
         request = f"r{hand_off.number}"
-        reserved = receiver.call(
-            "expect",
-            request=request,
-            count=hand_off.count,
-            deadline_s=hand_off.deadline_s,
-            skipped=hand_off.skipped,
-        )
-        reserved["endpoints"] = [each for each in reserved["endpoints"] if each["transport"] == hand_off.transport]
-        receiving = receiver.begin("wait", request=request)
-        start = sending = -1
+        start = sending = receiving = -1
         try:
             if hand_off.fault in ("corrupt", "duplicate"):
                 sender.call("tamper", transport=hand_off.transport, plan=[hand_off.fault])
             if hand_off.order == "announced, pushed":
-                self._announce(hand_off, request, receiver)
-            start = self._begin(hand_off, request, sender, reserved)
+                receiving = self._announce(hand_off, request, receiver)
+            start = self._push(hand_off, request, sender, receiver)
             if hand_off.order == "pushed, announced":
-                self._announce(hand_off, request, receiver)
+                receiving = self._announce(hand_off, request, receiver)
             sending = sender.begin("wait", request=request)
             for order in _orders(hand_off):
                 sender.begin("send", request=request, **order)
@@ -147,21 +137,33 @@ class Churn:
             pass
         return _result(sender, sending), _result(receiver, receiving), _result(sender, start).get("content")
 
-    def _begin(self, hand_off: Draw, request: str, sender: End, reserved: Values) -> int:
-        common: Values = {
-            "request": request,
-            "transport": hand_off.transport,
-            "deadline_s": hand_off.deadline_s,
-            "seed": hand_off.number,
-        }
-        if hand_off.order == "told":
-            return sender.begin("start", destination=reserved, **common)
-        peer = {name: reserved[name] for name in ("worker_id", "epoch", "endpoints")}
-        return sender.begin("push", peer=peer, count=hand_off.count, skipped=hand_off.skipped, **common)
+    def _push(self, hand_off: Draw, request: str, sender: End, receiver: End) -> int:
+        endpoints = [
+            {"transport": transport, "address": address}
+            for transport, address in receiver.about["endpoints"]
+            if transport == hand_off.transport
+        ]
+        return sender.begin(
+            "push",
+            request=request,
+            transport=hand_off.transport,
+            peer={"worker_id": "d", "epoch": receiver.epoch, "endpoints": endpoints},
+            count=hand_off.count,
+            deadline_s=hand_off.deadline_s,
+            seed=hand_off.number,
+            skipped=hand_off.skipped,
+        )
 
-    def _announce(self, hand_off: Draw, request: str, receiver: End) -> None:
-        # It may be over there already, which is no bug here.
-        receiver.begin("announce", request=request, sender_id=f"p-{hand_off.transport}")
+    def _announce(self, hand_off: Draw, request: str, receiver: End) -> int:
+        receiver.call(
+            "announce",
+            request=request,
+            sender_id=f"p-{hand_off.transport}",
+            count=hand_off.count,
+            deadline_s=hand_off.deadline_s,
+            skipped=hand_off.skipped,
+        )
+        return receiver.begin("wait", request=request)
 
     def _strike(self, hand_off: Draw, request: str, sender: End, receiver: End) -> None:
         ends = {"sender": sender, "receiver": receiver}

@@ -166,7 +166,7 @@ async def test_the_largest_payload_and_no_larger(name: str) -> None:
     async with answering(sender):
         await asyncio.gather(sender.send(b"h", await sender.payload([largest])), fetch())
     assert at(receiver, whole)[-2:] == b"\0\7"
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(ValueError, match="the limit is"):
         await sender.send(b"h", await sender.payload([whole]))
     await asyncio.gather(client.aclose(), listener.aclose())
 

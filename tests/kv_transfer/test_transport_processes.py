@@ -25,7 +25,7 @@ from kv_transfer.protocol import checksum
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferTimeout
-from pdserve.core.handoff import KVDestination, KVEndpoint
+from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool, inline
 
@@ -149,8 +149,8 @@ async def test_a_hand_off_to_another_process(transport_name: str) -> None:
         connect_timeout_s=10.0,
     )
     async with peer("receive", transport_name, "32") as process:
-        destination = msgspec.convert(await line_of(process), KVDestination)
-        sender.start("r", destination, clock.now() + 20)
+        receiver = msgspec.convert(await line_of(process), KVPeer)
+        sender.push("r", receiver, 32, clock.now() + 20)
         sender.send_blocks("r", 0, range(32), last=True, trailer=b"token 1")
         sent = await sender.wait("r")
         said = await line_of(process)
@@ -160,7 +160,7 @@ async def test_a_hand_off_to_another_process(transport_name: str) -> None:
             "trailer": "token 1",
         }
         assert sent.bytes == said["kv_bytes"]
-        sender.start("late", destination, clock.now() + 20)
+        sender.push("late", receiver, 32, clock.now() + 20)
         process.kill()
         start = time.monotonic()
         with pytest.raises(PeerLost):

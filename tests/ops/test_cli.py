@@ -233,7 +233,7 @@ def test_model_info_counts_in_what_the_device_computes(
     assert pdserve("model-info", "tiny", "--device", "tpu").err.startswith("error: device: 'tpu' is none of")
 
 
-def test_model_info_tells_of_a_missing_tokenizer(pdserve: Any, tmp_path: Path) -> None:
+def test_model_info_notes_a_missing_tokenizer(pdserve: Any, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path, "gqa")
     assert f"note: {folder} has no tokenizer.json: prompts must be token ids" in pdserve("model-info", str(folder)).out
 
@@ -263,7 +263,7 @@ def test_model_info(pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert pdserve("model-info", "dummy:8b", "--dtype", "int3").err.startswith("error: dtype: ")
 
 
-def test_model_info_names_what_a_family_has_of_its_own(pdserve: Any, tmp_path: Path) -> None:
+def test_model_info_names_peculiarities_of_a_family(pdserve: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     shape = {
         "architectures": ["Qwen3ForCausalLM"],

@@ -1,4 +1,4 @@
-"""The demo against a scripted service, and what it makes of findings."""
+"""The demo against a scripted service, and its verdict on failures."""
 
 from __future__ import annotations
 

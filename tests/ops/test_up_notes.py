@@ -1,4 +1,4 @@
-"""What `up` tells before anything goes wrong: a dtype that is converted, a tokenizer or weights that are missing."""
+"""Notes and errors of `up`: a converted dtype, a missing tokenizer, and missing weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def status_of(port: int) -> ServiceStatus:
 
 @pytest.mark.ray
 def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folder: Path, ports: list[int]) -> None:
-    """All are told by `up` and by the status, and token ids are served."""
+    """`up` and the status show all notes, and token ids are served."""
     (folder / "tokenizer.json").unlink()
     other = PdserveConfig.parse({"cluster": {"cores_per_worker": os.cpu_count()}, "gateway": {"port": free_port()}})
     spec = WorkerSpec("prefill-0", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", "127.0.0.1:1", "test", config=other)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from kv_transfer.receive_link import ReceiveLink
 from kv_transfer.receive_transfer import ReceiveTransfer
-from kv_transfer.receiver import KVReceiver, ReceiveLink
+from kv_transfer.receiver import KVReceiver
 from pdserve.core.errors import TransferError
 
 

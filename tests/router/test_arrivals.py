@@ -124,7 +124,7 @@ async def test_a_full_line_and_prompts_that_wait_to_be_read_refuse_and_bursts_ar
 ) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1, max_queue=max_queue)
     cluster.fleet["p0"].hangs = {"prefill"}
-    with pytest.raises(CapacityExceeded, match=f"{max_queue} requests wait already"):
+    with pytest.raises(CapacityExceeded, match=f"{max_queue} requests are waiting"):
         cluster.router.arrived(max_queue)
     waiting = [cluster.record(name=f"r{index}") for index in range(max_queue + 1)]
     tasks = [asyncio.create_task(cluster.tokens(record)) for record in waiting]

@@ -121,7 +121,7 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         needs(prefer="p1"),
         view(worker("p0"), busy("p1", 50), worker("d0")),
         ("p1", "d0"),
-        "prefill on p1: the attempt before ran there, and its cache holds the prompt",
+        "prefill on p1: the last attempt ran there, and its prefix cache holds the prompt",
     ),
     "not where its cache is, if that is full": (
         needs(prefer="p1"),
@@ -160,7 +160,7 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         needs(Mode.AUTO),
         view(worker("p0"), worker("d0", max_tokens=29)),
         ("p0", None),
-        "mode auto: prompt and max_tokens: 20 + 10 tokens exceed what any worker's KV pool holds",
+        "mode auto: prompt and max_tokens: 20 + 10 tokens exceed the KV pool of every worker",
     ),
 }
 
@@ -247,9 +247,7 @@ def test_what_no_worker_could_hold_is_never_placed(mode: WaitMode) -> None:
     small = view(worker("p0", max_tokens=29), worker("d0", max_tokens=29, ready=False))
     decision = place(needs(mode), small)
     assert isinstance(decision, Never)
-    assert str(decision.error).startswith(
-        "prompt and max_tokens: 20 + 10 tokens exceed what any worker's KV pool holds"
-    )
+    assert str(decision.error).startswith("prompt and max_tokens: 20 + 10 tokens exceed the KV pool of every worker")
     assert "(29 tokens at most)" in str(decision.error)
     assert isinstance(place(needs(mode), view(worker("p0", live=False, ready=False, max_tokens=1))), Wait)
 

@@ -285,7 +285,7 @@ async def test_a_request_that_loses_two_workers_in_a_row_ends(make_cluster: Make
     cluster = make_cluster(prefill=4, decode=1, policy="round_robin")
     for worker_id in ("p0", "p1", "p2", "p3"):
         cluster.fleet[worker_id].fail("prefill", WorkerLost(f"{worker_id} is lost"))
-    with pytest.raises(WorkerLost, match="p1 is lost; it is the second worker in a row"):
+    with pytest.raises(WorkerLost, match="p1 is lost; the second worker in a row"):
         await cluster.tokens(cluster.record())
     assert not cluster.fleet["p2"].requests
     cluster.check_idle()
@@ -308,7 +308,7 @@ async def test_retries_pause_longer_each_time(make_cluster: MakeCluster, monkeyp
     real = Deadline.sleep
 
     async def sleep(self: Deadline, seconds: float, doing: str) -> None:
-        if doing == "waiting to be tried again":
+        if doing == "waiting for a retry":
             slept.append(seconds)
         await real(self, seconds, doing)
 

@@ -241,7 +241,7 @@ async def test_a_request_goes_where_its_kv_fits(make_cluster: MakeCluster) -> No
         assert worker is not None
         worker.info = replace(worker.info, num_blocks=2)
     for mode in (Mode.PD, Mode.COLOCATED, Mode.AUTO):
-        with pytest.raises(CapacityExceeded, match=r"5 \+ 4 tokens exceed what any worker's KV pool holds \(8 tokens"):
+        with pytest.raises(CapacityExceeded, match=r"5 \+ 4 tokens exceed the KV pool of every worker \(8 tokens"):
             await cluster.tokens(cluster.record(mode=mode))
     cluster.check_idle()
 
@@ -299,7 +299,7 @@ async def test_a_full_queue_refuses(make_cluster: MakeCluster) -> None:
     tasks = [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(3)]
     await asyncio.sleep(0.01)
     refused = cluster.record()
-    with pytest.raises(CapacityExceeded, match=r"2 requests wait already \(router.max_queue\)"):
+    with pytest.raises(CapacityExceeded, match=r"2 requests are waiting \(router.max_queue\)"):
         await cluster.tokens(refused)
     assert refused.status is RequestStatus.FAILED
     for task in tasks:

@@ -1,4 +1,5 @@
-"""How many functions of ours a block passes between the engine that computed it and the engine that will use it."""
+"""The number of pdserve's functions that a block passes between the engine that computes it and the one that uses
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 
 from decode_worker.receive import ReceiveHandoff
 from engine.messages import Command, Computed, KVEvent, KVReady, Progress, Reserved, encode
-from engine.process.client import KVEventReader
+from engine.process.client import EventReader
 from kv_transfer.factory import create_transport
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
@@ -38,7 +39,7 @@ STATIONS = {
     "ReceiveTransfer.accept": "it is verified",
     "Engine.send": "decode's engine is told",
 }
-"""Where a block changes hands."""
+"""The functions at which a block is passed on."""
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
 TRANSFER = TransferConfig(lease_s=600.0)  # no heartbeat falls into the trace
 
@@ -52,9 +53,9 @@ class Engine:
         self.told: list[Command] = []
         self.ready = threading.Event()
 
-    def take_kv_events(self) -> KVEventReader:
+    def take_kv_events(self) -> EventReader[KVEvent]:
         """The reading end."""
-        return KVEventReader(self._reads)
+        return EventReader(self._reads, KVEvent)  # type: ignore[arg-type]  # a union
 
     def say(self, event: KVEvent) -> None:
         """Write an event."""
@@ -81,11 +82,11 @@ class Trace:
         self._on = False
 
     def start(self) -> None:
-        """From now on."""
+        """Begin to collect."""
         self._on = True
 
     def stop(self) -> None:
-        """Until now."""
+        """Stop collecting."""
         self._on = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:

@@ -31,7 +31,7 @@ from worker.cores import (
 from worker.spec import WorkerSpec
 
 FIRST = 1_000_000 + os.getpid() * 16
-"""Cores that no machine has, so that services that run beside the tests have none of them."""
+"""Numbers above those of any machine, so that services that run beside the tests have not claimed them."""
 
 
 def make_spec(
@@ -75,7 +75,7 @@ def test_a_core_is_free_again_once_its_worker_has_ended(claim: Claim) -> None:
     assert claim(make_spec(port=3))[0].cores == (0,)
 
 
-def test_where_cores_are_short_those_with_the_fewest_engines_are_shared_and_it_is_told(claim: Claim) -> None:
+def test_cores_with_the_fewest_engines_are_shared_and_noted(claim: Claim) -> None:
     claim(make_spec("prefill-0", port=1, width=3))
     spec, held = claim(make_spec("decode-0", port=2, width=2))
     assert spec.cores == (0, 3)

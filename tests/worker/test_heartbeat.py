@@ -1,4 +1,4 @@
-"""What a worker tells the gateway with its heartbeats, and what it makes of the answers."""
+"""The heartbeats of a worker, and its reaction to the answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from worker.messages import BEATS, Beat, BeatAnswer, to_frame
 
 PREFILL, DECODE = prefill_worker.push.ROLES, decode_worker.receive.ROLES
 SELDOM = {"heartbeat_s": 60.0, "heartbeat_timeout_s": 600.0}
-"""With such settings only news make a worker report."""
+"""With these settings a worker sends heartbeats only after changes."""
 SOON_S = 15.0
 
 
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Registry(worker_pb2_grpc.RegistryServicer):
-    """The gateway's end: it wants these links, and keeps what it is told."""
+    """The gateway's registry: answers with the wanted links, and records the heartbeats."""
 
     wanted: list[KVPeer] = field(default_factory=list)
     superseded: bool = False

@@ -1,4 +1,4 @@
-"""Hand-offs on the KV thread: however one ends, it is at rest before its request gives its blocks back."""
+"""Hand-offs on the KV thread: nothing accesses the blocks of a hand-off after it has ended, in whichever way."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv
 
 
 class Pool(HostPool):
-    """One that has no file to unmap."""
+    """A pool without a file to unmap."""
 
     closed = False
 
     def close(self) -> None:
-        """Take note."""
+        """Record the call."""
         self.closed = True
 
 
 class Engine:
-    """What the thread needs of one: its KV events, which the test makes, and its ear."""
+    """The part of an engine client that the thread needs. The test makes its KV events and reads its commands."""
 
     def __init__(self) -> None:
         self.told: list[Command] = []
@@ -41,19 +41,19 @@ class Engine:
         self.closed = False
 
     def take_kv_events(self) -> Engine:
-        """This."""
+        """The engine is its own reader of events."""
         return self
 
     def follow(self, on_event: Callable[[KVEvent], None]) -> None:
-        """Tell it here."""
+        """Set the receiver of events."""
         self.tell = on_event
 
     def close(self) -> None:
-        """Tell no more."""
+        """Record the call."""
         self.closed = True
 
     def send(self, command: Command) -> None:
-        """Hear it."""
+        """Record the command."""
         self.told.append(command)
 
 
@@ -68,13 +68,13 @@ class Handoff:
         self._events, self._outcome, self._bug = events, outcome, bug
 
     def begin(self, ends: KVEnds) -> None:
-        """Note it."""
+        """Record the beginning."""
         self.began = True
         self._ends = ends
         self._enough = asyncio.Event()
 
     def on_event(self, event: Reserved | Progress) -> None:
-        """Note it, or fail."""
+        """Record the event, or raise an error."""
         assert self.began
         self.seen.append(event)
         if self._bug is not None:
@@ -83,7 +83,7 @@ class Handoff:
             self._enough.set()
 
     async def run(self) -> object:
-        """Take some time to come to rest."""
+        """Wait for the events; take some time to end when cancelled."""
         self.running.set()
         try:
             if self._events:
@@ -116,7 +116,7 @@ class Harness:
         )
 
     def tell(self, *events: KVEvent) -> None:
-        """Have the engine tell these, all within one turn of the KV loop."""
+        """Send these events within one turn of the KV loop."""
 
         def tell() -> None:
             for event in events:
@@ -127,7 +127,7 @@ class Harness:
 
 @pytest.fixture
 async def harness() -> AsyncIterator[Harness]:
-    """One that listens."""
+    """A KV thread that listens."""
     harness = Harness()
     await harness.kv.start("127.0.0.1")
     yield harness
@@ -138,7 +138,7 @@ async def harness() -> AsyncIterator[Harness]:
 
 
 def progress(num_tokens: int, attempt_id: str = "r") -> Progress:
-    """So many tokens are computed."""
+    """The event that so many tokens are computed."""
     return Progress(attempt_id, num_tokens, [])
 
 
@@ -189,7 +189,7 @@ async def test_an_event_that_the_loop_sees_before_the_beginning_is_not_lost(harn
      (ZeroDivisionError("a bug"), PdserveError("ZeroDivisionError: a bug"))],
     ids=["an error", "a bug"],
 )  # fmt: skip
-async def test_an_error_goes_back(harness: Harness, raised: Exception, told: PdserveError) -> None:
+async def test_an_error_is_raised_on_the_control_loop(harness: Harness, raised: Exception, told: PdserveError) -> None:
     async with harness.kv.begin(Handoff(outcome=raised)) as running, asyncio.timeout(10):
         with pytest.raises(PdserveError) as caught:
             await running.done
@@ -198,7 +198,7 @@ async def test_an_error_goes_back(harness: Harness, raised: Exception, told: Pds
 
 @pytest.mark.parametrize("waits_for", ["the hand-off", "something else"])
 async def test_a_request_that_is_given_up_leaves_its_hand_off_at_rest(harness: Harness, waits_for: str) -> None:
-    """Whatever it waits for: when its coroutine is over, nothing touches its blocks any more."""
+    """In whichever phase it is ended, nothing accesses its blocks after its coroutine has ended."""
     handoff = Handoff(1)
 
     async def serve() -> None:
@@ -258,8 +258,8 @@ async def test_a_hand_off_that_ends_after_its_request_was_given_up_is_no_error(h
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_a_bug_in_what_it_makes_of_events_ends_a_hand_off_once(harness: Harness, begun: bool) -> None:
-    """Also if the first events are there in the turn of the loop in which it begins, and more while it ends."""
+async def test_a_bug_in_event_handling_ends_a_hand_off_once(harness: Harness, begun: bool) -> None:
+    """Even if the first events arrive in the turn of the loop in which it begins, and more while it ends."""
     handoff = Handoff(5, bug=ZeroDivisionError("a bug"))
     if not begun:
         hold = threading.Event()
@@ -303,7 +303,7 @@ async def test_an_event_of_a_hand_off_that_has_just_ended_is_no_error(harness: H
     assert handoff.at_rest.is_set()
 
 
-async def test_closing_fails_what_is_under_way(harness: Harness) -> None:
+async def test_closing_fails_running_hand_offs(harness: Harness) -> None:
     handoff = Handoff(1)
     async with harness.kv.begin(handoff) as running:
         await come(handoff.running)

@@ -1,4 +1,4 @@
-"""A worker's links: what is wanted is opened, what breaks is opened again, and each news is told once."""
+"""A worker's links: wanted links are opened, broken ones are opened again, and each change is reported once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_is_wanted_is_opened_once_and_told(ends: Ends, keeper: LinkKeeper) -> None:
+async def test_a_wanted_link_is_opened_once_and_reported(ends: Ends, keeper: LinkKeeper) -> None:
     ends.gate.clear()
     for _ in range(3):
         keeper.want([peer("d0"), peer("d1")])
@@ -76,7 +76,7 @@ async def test_what_is_wanted_is_opened_once_and_told(ends: Ends, keeper: LinkKe
     assert (len(ends.asked), ends.news) == (2, 2)
 
 
-async def test_what_fails_is_tried_whenever_it_is_wanted_and_told_once(ends: Ends, keeper: LinkKeeper) -> None:
+async def test_a_failed_link_is_retried_and_reported_once(ends: Ends, keeper: LinkKeeper) -> None:
     ends.errors = {"d0": TransferTimeout("no answer")}
     for turn in range(1, 4):
         keeper.want([peer("d0"), peer("d1")])
@@ -96,7 +96,7 @@ async def test_what_fails_is_tried_whenever_it_is_wanted_and_told_once(ends: End
     assert (ends.news, ends.asked.count("d1/1")) == (3, 1)
 
 
-async def test_what_is_wanted_no_more_is_forgotten(ends: Ends, keeper: LinkKeeper) -> None:
+async def test_a_link_that_is_no_longer_wanted_is_forgotten(ends: Ends, keeper: LinkKeeper) -> None:
     keeper.want([peer("d0")])
     await settle()
     ends.gate.clear()
@@ -113,7 +113,7 @@ async def test_what_is_wanted_no_more_is_forgotten(ends: Ends, keeper: LinkKeepe
     assert keeper.states() == [LinkState("d0", "1", link("d0"))]
 
 
-async def test_a_link_that_broke_is_not_told_and_opened_again(ends: Ends, keeper: LinkKeeper) -> None:
+async def test_a_broken_link_is_not_reported_and_opened_again(ends: Ends, keeper: LinkKeeper) -> None:
     keeper.want([peer("d0")])
     await settle()
     ends.links.clear()
@@ -138,7 +138,7 @@ async def test_a_new_incarnation_is_linked_anew(ends: Ends, keeper: LinkKeeper) 
     assert ends.news == 2
 
 
-async def test_an_unexpected_error_is_told_too(
+async def test_an_unexpected_error_is_reported(
     ends: Ends, keeper: LinkKeeper, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -152,7 +152,7 @@ async def test_an_unexpected_error_is_told_too(
     assert "unexpected error while a KV link is opened" in caplog.text
 
 
-async def test_closing_gives_up_what_is_being_opened(ends: Ends, keeper: LinkKeeper) -> None:
+async def test_closing_cancels_links_being_opened(ends: Ends, keeper: LinkKeeper) -> None:
     ends.gate.clear()
     keeper.want([peer("d0")])
     await settle()

@@ -1,4 +1,4 @@
-"""Nothing is lost between gateway and worker, and what is no message is an error that says so."""
+"""Messages are equal after encoding and decoding, and malformed ones are errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ REQUESTS = {
 
 
 def check(decoder: FrameDecoder[Any], message: Message) -> None:
-    """It survives the trip, types included."""
+    """The decoded message is equal to the original, types included."""
     frame = pb.Frame.FromString(to_frame(message).SerializeToString())
     back = decoder.decode(frame)
     assert (type(back), back) == (type(message), message)
@@ -153,12 +153,12 @@ def test_beat_answers(superseded: bool, peers: list[KVPeer]) -> None:
 
 
 def parts_of(message: object) -> Any:
-    """A message as what msgpack knows: lists, maps, and plain values."""
+    """A message as lists, maps, and plain values."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), strict=False)
 
 
 def changed(message: object, path: tuple[Any, ...], value: object) -> bytes:
-    """Its bytes with something else at ``path``; ... takes that away."""
+    """The message's bytes with another value at ``path``; an ellipsis removes the value."""
     whole = parts_of(message)
     inner = whole
     for step in path[:-1]:
@@ -228,7 +228,7 @@ MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
 
 
 @pytest.mark.parametrize(("decoder", "data"), MALFORMED.values(), ids=MALFORMED)
-def test_what_is_no_message_is_an_error(decoder: FrameDecoder[Any], data: bytes) -> None:
+def test_malformed_messages_are_errors(decoder: FrameDecoder[Any], data: bytes) -> None:
     with pytest.raises(PdserveError, match=r"^an unreadable message .* differ in version$") as refused:
         decoder.decode(pb.Frame(data=data))
     assert type(refused.value) is PdserveError
@@ -248,13 +248,13 @@ ONE_OF_EACH: list[tuple[FrameDecoder[Any], Message]] = [
 ]
 
 
-def test_there_is_one_of_each() -> None:
+def test_every_message_type_has_an_example() -> None:
     assert {type(message) for _, message in ONE_OF_EACH} == set(Message.__subclasses__())
 
 
 @pytest.mark.parametrize(("decoder", "message"), ONE_OF_EACH, ids=lambda each: type(each).__name__)
 def test_bytes_changed_on_the_way_are_a_message_or_an_error(decoder: FrameDecoder[Any], message: Message) -> None:
-    """Nothing else is ever raised."""
+    """Decoding random bytes raises PdserveError only."""
     draw, right = random.Random(7), to_frame(message).data
     for _ in range(1000):
         data = bytearray(right)

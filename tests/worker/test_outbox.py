@@ -1,4 +1,4 @@
-"""A step's outputs leave in one message, replies by themselves, and a closed stream takes nothing."""
+"""Outputs of a step are sent in one message, replies one by one, and nothing after a stream is closed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_outputs_are_batched() -> None:
     assert messages == [*replies, Outputs(outputs, [("r9", Failure("WorkerLost", "gone"))])]
 
 
-async def test_nothing_is_told_twice() -> None:
+async def test_messages_are_sent_once() -> None:
     outbox = Outbox()
     outbox.error("r1", WorkerLost("gone"))
     (failures,) = [TO_GATEWAY.decode(frame) for frame in await outbox.take()]

@@ -44,6 +44,7 @@ from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo
 from pdserve.pb import worker_pb2 as pb
 from tests.host_pool import HostPool
+from tests.kv_transfer.status import status_of
 from tests.local_cluster import free_port
 from tests.planted import delays
 from tests.random_models import greedy_tokens, save_random_model
@@ -129,15 +130,14 @@ async def sending_to(info: WorkerInfo) -> AsyncIterator[KVSender]:
 
 
 class Receiving:
-    """A decode worker's KV end: ``receiver``, and what prefill is told of it."""
+    """A decode worker's KV end: ``receiver``, and the peer that the prefill worker is given."""
 
     def __init__(self, receiver: KVReceiver, peer: KVPeer) -> None:
         self.receiver, self.peer = receiver, peer
 
     def announce(self, attempt_id: str, blocks: Sequence[int], sender: WorkerInfo) -> None:
-        """Make room for a request's KV, and tell the worker that has it."""
-        self.receiver.expect(attempt_id, blocks, 0, MonotonicClock().now() + TIMEOUT_S)
-        self.receiver.announce(attempt_id, sender.worker_id)
+        """Allocate blocks for a request's KV, and announce them to the prefill worker."""
+        self.receiver.announce(attempt_id, sender.worker_id, blocks, 0, MonotonicClock().now() + TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
@@ -162,32 +162,32 @@ async def receiving_for(info: WorkerInfo) -> AsyncIterator[Receiving]:
 
 
 def request_for(attempt_id: str, timeout_s: float = TIMEOUT_S, max_tokens: int = 4, **sampling: object) -> Request:
-    """Greedy, without a sampled end, for a long time unless it fails."""
+    """A greedy request without an end-of-sequence token."""
     params = SamplingParams(max_tokens, seed=1, **{"ignore_eos": True, **sampling})  # type: ignore[arg-type]
     return Request("r", PROMPT, params, timeout_s=timeout_s, attempt_id=attempt_id)
 
 
 async def outputs(stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
-    """All of them, which must come at once."""
+    """All outputs, which must come at once."""
     async with asyncio.timeout(AT_ONCE_S):
         return [output async for output in stream]
 
 
 async def outputs_after(pause_s: float, stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
-    """The same, asked for a moment later."""
+    """All outputs of a request that is sent a moment later."""
     await asyncio.sleep(pause_s)
     return await outputs(stream)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what comes to pass soon."""
+    """Wait until ``condition`` holds."""
     async with asyncio.timeout(AT_ONCE_S):
-        while not condition():  # noqa: ASYNC110 - nobody announces it
+        while not condition():  # noqa: ASYNC110 - conditions have no events
             await asyncio.sleep(0.01)
 
 
 async def check_idle(worker: Worker, restarts: int = 0) -> None:
-    """All blocks come back, and no part of the worker keeps anything."""
+    """Wait until all blocks are free and no part of the worker holds a request."""
     table, kv = worker._table, worker.incarnation.kv
     await until(lambda: worker.load.free_blocks == worker.info.num_blocks)
     await until(lambda: (worker.load.running, worker.load.waiting) == (0, 0))
@@ -201,7 +201,7 @@ async def check_idle(worker: Worker, restarts: int = 0) -> None:
 
 
 async def hand_over(sender: KVSender, info: WorkerInfo, attempt_id: str, trailer: object) -> None:
-    """Send blocks of zeros, and this for token 1."""
+    """Send blocks of zeros and this token 1."""
     sender.push(attempt_id, info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
     sender.send_blocks(attempt_id, 0, range(4), last=True, trailer=msgspec.msgpack.encode(trailer))
     await sender.wait(attempt_id)
@@ -210,8 +210,8 @@ async def hand_over(sender: KVSender, info: WorkerInfo, attempt_id: str, trailer
 # --- token 1 as decode gets it ---------------------------------------------------------------------------------------
 
 
-async def test_decode_fails_at_once_what_its_engine_ended_alone(model: Path) -> None:
-    """Prefill's token 1 goes on; to this engine it is the last. No step of it will ever have a token of the request."""
+async def test_decode_fails_a_request_that_only_its_engine_ended(model: Path) -> None:
+    """Token 1 ends the request for the decode engine, but not for prefill. No step will have a token of the request."""
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         failed, _ = await asyncio.gather(
             outputs(client.receive(request_for("a", stop_token_ids=(42,)), TEST_PEER)),
@@ -253,7 +253,7 @@ async def test_a_token_that_no_model_has_ends_its_request_and_not_the_engine(mod
 async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_engine_too(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine would go on, and nobody would read it."""
+    """Otherwise the engine would continue a request whose outputs are not read."""
     told = spy_on_engine(monkeypatch)
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         (output,), _ = await asyncio.gather(
@@ -266,7 +266,7 @@ async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_
 
 
 def spy_on_engine(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
-    """What engines are told from now on."""
+    """The commands that are sent to engines from now on."""
     told: list[Command] = []
     send = EngineClient.send
 
@@ -281,7 +281,7 @@ def spy_on_engine(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-async def test_what_prefill_cannot_send_fails_its_request_at_once(model: Path) -> None:
+async def test_prefill_fails_a_request_at_once_if_its_blocks_cannot_be_sent(model: Path) -> None:
     """The receiver wants fewer blocks than the prompt has. Both ends hear of it at once; the gateway does from prefill,
     or (once that has given its token) from decode."""
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
@@ -306,7 +306,7 @@ async def test_what_prefill_cannot_send_fails_its_request_at_once(model: Path) -
 
 
 async def test_a_bug_in_a_hand_off_fails_its_request_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not stay open until its deadline, at neither end."""
+    """Neither end may stay open until the deadline."""
     send_blocks = KVSender.send_blocks
 
     def fail(sender: KVSender, attempt_id: str, *arguments: Any, **more: Any) -> None:
@@ -333,7 +333,7 @@ async def test_a_bug_in_a_hand_off_fails_its_request_at_once(model: Path, monkey
         await check_idle(worker)
 
 
-async def test_prefill_holds_what_nobody_announces_until_the_deadline(model: Path) -> None:
+async def test_prefill_holds_unannounced_blocks_until_the_deadline(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         started_s = time.monotonic()
         (output,) = await outputs(client.push(request_for("r", timeout_s=2.0), decode.peer))
@@ -348,7 +348,7 @@ async def test_prefill_holds_what_nobody_announces_until_the_deadline(model: Pat
                 await decode.receiver.wait("r")
 
 
-async def test_prefill_holds_what_nobody_announces_until_it_is_given_up(model: Path) -> None:
+async def test_prefill_holds_unannounced_blocks_until_an_abort(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         for name in ("a", "b"):
             await outputs(client.push(request_for(name), decode.peer))
@@ -367,7 +367,7 @@ async def test_prefill_holds_what_nobody_announces_until_it_is_given_up(model: P
 
 
 async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
-    """Whatever has been announced or sent by then."""
+    """Regardless of what has been announced or sent by then."""
     async with (
         running(model, Role.PREFILL, PREFILL, {"prefill": 300.0}) as (worker, client),
         receiving_for(client.info) as decode,
@@ -387,8 +387,8 @@ async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
         await asyncio.gather(*streams, return_exceptions=True)
 
 
-async def test_prefill_fails_at_once_what_it_cannot_reach(model: Path) -> None:
-    """Nobody listens there: the gateway hears of it from prefill, unless token 1 was faster."""
+async def test_prefill_fails_at_once_if_its_peer_is_unreachable(model: Path) -> None:
+    """Nothing listens there. Prefill reports the failure, unless token 1 was faster."""
     async with running(model, Role.PREFILL, PREFILL, {"prefill": 300.0}) as (worker, client):
         async with receiving_for(client.info) as decode:
             peer = decode.peer
@@ -398,15 +398,15 @@ async def test_prefill_fails_at_once_what_it_cannot_reach(model: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_prefill_gives_back_what_its_receiver_gives_up(model: Path, begun: bool) -> None:
-    """Once that has told where the blocks go, whether the request is there by then or not."""
+async def test_prefill_releases_blocks_that_its_receiver_gives_up(model: Path, begun: bool) -> None:
+    """After the announcement, whether or not the request has arrived by then."""
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         await worker.incarnation.kv.connect(decode.peer)
         decode.announce("r", range(4), client.info)
         stream = outputs(client.push(request_for("r"), decode.peer))
         if begun:
             pushing = asyncio.create_task(stream)
-            await until(lambda: decode.receiver.status("r") != "bootstrapping")
+            await until(lambda: status_of(decode.receiver, "r") != "bootstrapping")
             await decode.receiver.abort("r")
         else:
             (peer,) = worker.incarnation.kv._sender._peers.values()
@@ -420,8 +420,8 @@ async def test_prefill_gives_back_what_its_receiver_gives_up(model: Path, begun:
 # --- decode ----------------------------------------------------------------------------------------------------------
 
 
-async def test_decode_fails_what_its_sender_never_begins_by_its_lease(model: Path) -> None:
-    """The sender lives and is linked."""
+async def test_decode_fails_a_transfer_that_never_begins_by_its_lease(model: Path) -> None:
+    """The sender is alive and linked."""
     lease = {"lease_s": 0.5}
     async with running(model, Role.DECODE, DECODE, transfer=lease) as (worker, client), sending_to(client.info):
         with pytest.raises(TransferTimeout, match=r"KV of r is incomplete and the peer was silent for 0\.5 s"):
@@ -429,7 +429,7 @@ async def test_decode_fails_what_its_sender_never_begins_by_its_lease(model: Pat
         await check_idle(worker)
 
 
-async def test_decode_fails_what_its_sender_never_begins_by_its_deadline(model: Path) -> None:
+async def test_decode_fails_a_transfer_that_never_begins_by_its_deadline(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
         started_s = time.monotonic()
         with pytest.raises(TransferTimeout, match="KV of r is incomplete and its deadline passed"):
@@ -438,15 +438,15 @@ async def test_decode_fails_what_its_sender_never_begins_by_its_deadline(model: 
         await check_idle(worker)
 
 
-async def test_decode_fails_what_comes_from_nowhere(model: Path) -> None:
-    """No such worker has a link, nor makes one."""
+async def test_decode_fails_a_request_whose_sender_is_unknown(model: Path) -> None:
+    """No such worker has a link or opens one."""
     async with running(model, Role.DECODE, DECODE) as (worker, client):
         with pytest.raises(PeerLost, match="there is no KV link from test"):
             await outputs(client.receive(request_for("r"), TEST_PEER))
         await check_idle(worker)
 
 
-async def test_decode_fails_at_once_what_its_sender_has_given_up(model: Path) -> None:
+async def test_decode_fails_at_once_if_its_sender_gave_up(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
         await sender.abort("r")
@@ -455,23 +455,23 @@ async def test_decode_fails_at_once_what_its_sender_has_given_up(model: Path) ->
         await check_idle(worker)
 
 
-async def test_decode_fails_at_once_what_its_sender_is_lost_with(model: Path) -> None:
+async def test_decode_fails_at_once_if_its_sender_is_lost(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client):
         async with sending_to(client.info) as sender:
             stream = asyncio.create_task(outputs(client.receive(request_for("r"), TEST_PEER)))
             sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
             sender.send_blocks("r", 0, range(2))
-            await until(lambda: sender.status("r") == "transferring")
+            await until(lambda: status_of(sender, "r") == "transferring")
         with pytest.raises(PeerLost):
             await stream
         await check_idle(worker)
 
 
-async def test_decode_fails_what_gets_no_room_by_its_deadline(model: Path) -> None:
+async def test_decode_fails_a_request_without_room_at_its_deadline(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
         filling = [asyncio.create_task(outputs(client.receive(request_for(f"f{i}"), TEST_PEER))) for i in range(8)]
         await until(lambda: worker.load.free_blocks <= 4 and worker.load.waiting > 0)
-        with pytest.raises(DeadlineExceeded, match="request r outlived its deadline on worker decode-0"):
+        with pytest.raises(DeadlineExceeded, match="request r exceeded its deadline on worker decode-0"):
             await outputs(client.receive(request_for("r", timeout_s=0.5), TEST_PEER))
         await asyncio.gather(*(client.abort(f"f{i}") for i in range(8)))
         await check_idle(worker)
@@ -491,7 +491,7 @@ class Phases:
         self.streams: dict[str, asyncio.Task[None]] = {}
 
     async def reach(self) -> None:
-        """Have one in each, of which the last fills the pool."""
+        """Begin a request in each phase; the last one fills the pool."""
         deadline_s = MonotonicClock().now() + TIMEOUT_S
         self._begin("streaming", max_tokens=400)
         await hand_over(self.sender, self.client.info, "streaming", FirstToken(42, ends_here=False))
@@ -499,7 +499,6 @@ class Phases:
         self._begin("receiving KV")
         self.sender.push("receiving KV", self.client.info.peer, 4, deadline_s)
         self.sender.send_blocks("receiving KV", 0, range(2))
-        receiver = self.worker.incarnation.kv._receiver
         await until(lambda: self._status("receiving KV") == "transferring")
         self._begin("waiting for KV")
         await until(lambda: self._status("waiting for KV") == "bootstrapping")
@@ -508,12 +507,12 @@ class Phases:
         self._begin("waiting for room")
         await until(lambda: self.worker.load.free_blocks < 4 and self.worker.load.waiting > 0)
         assert self._status("waiting for room") is None
-        assert receiver.status("waiting for KV") == "bootstrapping"
+        assert self._status("waiting for KV") == "bootstrapping"
         assert not self.streams["streaming"].done()
 
     def _status(self, name: str) -> str | None:
-        incoming = self.worker.incarnation.kv._receiver._by_attempt.get(name)
-        return None if incoming is None else incoming.status
+        receiver = self.worker.incarnation.kv._receiver
+        return status_of(receiver, name) if name in receiver._by_attempt else None
 
     def _begin(self, name: str, max_tokens: int = 4) -> None:
         tokens = self.tokens[name] = []
@@ -525,14 +524,14 @@ class Phases:
         self.streams[name] = asyncio.create_task(read())
 
     async def close(self) -> None:
-        """End the test's own part."""
+        """Close the test's KV end."""
         for stream in self.streams.values():
             stream.cancel()
         await asyncio.gather(*self.streams.values(), return_exceptions=True)
 
 
 @pytest.mark.parametrize("first", Phases.NAMES)
-async def test_decode_gives_back_what_is_given_up_in_each_phase(model: Path, first: str) -> None:
+async def test_decode_releases_aborted_requests_in_each_phase(model: Path, first: str) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         phases = Phases(worker, client, sender)
         try:
@@ -552,7 +551,7 @@ async def test_decode_gives_back_what_is_given_up_in_each_phase(model: Path, fir
             await phases.close()
 
 
-async def test_decode_gives_everything_back_when_its_gateway_is_gone(model: Path) -> None:
+async def test_decode_releases_everything_when_its_gateway_is_lost(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         other = await WorkerClient.connect(client.info)
         stream = asyncio.create_task(outputs(other.run(request_for("of another", max_tokens=50))))
@@ -570,7 +569,7 @@ async def test_decode_gives_everything_back_when_its_gateway_is_gone(model: Path
             await other.aclose()
 
 
-async def test_a_killed_engine_fails_what_is_on_it_in_each_phase(model: Path) -> None:
+async def test_a_killed_engine_fails_its_requests_in_each_phase(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         phases = Phases(worker, client, sender)
         try:
@@ -600,7 +599,7 @@ async def test_a_killed_engine_fails_what_is_on_it_in_each_phase(model: Path) ->
 
 @pytest.mark.parametrize("order", ["at once", "decode first", "prefill first"])
 async def test_both_halves_in_any_order(model: Path, order: str) -> None:
-    """Two workers and nothing between them but their KV link."""
+    """Two workers that are connected by their KV link only."""
     async with (
         running(model, Role.PREFILL, PREFILL) as (prefill, to_prefill),
         running(model, Role.DECODE, DECODE) as (decode, to_decode),
@@ -640,8 +639,8 @@ async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None
         await prefill.incarnation.kv.connect(to_decode.info.peer)
         pushing = asyncio.create_task(outputs(to_prefill.push(request_for("r"), to_decode.info.peer)))
         receiving = asyncio.create_task(outputs(to_decode.receive(request_for("r"), to_prefill.info.peer)))
-        incoming = decode.incarnation.kv._receiver._by_attempt
-        await until(lambda: "r" in incoming and incoming["r"].status in ("waiting", "transferring"))
+        receiver = decode.incarnation.kv._receiver
+        await until(lambda: "r" in receiver._by_attempt and status_of(receiver, "r") in ("waiting", "transferring"))
         given_up, other = (pushing, receiving) if half == "prefill" else (receiving, pushing)
         async with asyncio.timeout(AT_ONCE_S):
             await (to_prefill if half == "prefill" else to_decode).abort("r")
@@ -654,7 +653,7 @@ async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None
 
 
 async def test_requests_given_up_at_any_moment_leave_nothing(model: Path) -> None:
-    """At one half, with the other a moment later, or at both; those that are left alone are right."""
+    """At one end first, or at both ends at once; other requests are not affected."""
     draw = random.Random(3)
     expected = greedy_tokens(model, PROMPT, 6)
     async with (
@@ -691,7 +690,7 @@ async def test_requests_given_up_at_any_moment_leave_nothing(model: Path) -> Non
 
 
 async def broken(served: ServedRequest) -> None:
-    """A way to serve requests that has a bug."""
+    """A role with a bug."""
     served.submit(KVRole.LOCAL)
     raise ZeroDivisionError("a bug")
 
@@ -703,7 +702,7 @@ async def test_a_bug_in_a_part_of_a_request_fails_it_at_once(model: Path) -> Non
         await check_idle(worker)
 
 
-async def test_what_a_worker_cannot_do_is_refused(model: Path) -> None:
+async def test_requests_that_a_worker_cannot_serve_are_refused(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         with pytest.raises(InvalidRequest, match="worker prefill-0 is a prefill worker and cannot receive"):
             await outputs(client.receive(request_for("r"), TEST_PEER))

@@ -1,4 +1,4 @@
-"""A worker's spec survives the trip."""
+"""A worker's spec is equal after `to_wire` and `from_wire`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only an engine that neither answers nor computes is taken for hung."""
+"""An engine hangs only if it neither answers nor computes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BUSY, IDLE = "while True: pass", "import time; time.sleep(60)"
 
 
 class Engine:
-    """A process that is no engine: it never answers a ping."""
+    """An ordinary process, which never answers a ping."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", code])
         self.pid = self.process.pid
 
     def send(self, command: Command) -> None:
-        """Nobody reads it."""
+        """Drop the command."""
 
 
 @pytest.fixture

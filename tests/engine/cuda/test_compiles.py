@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import triton_decode, triton_layer, triton_prefill
+from engine.kernels import cuda_decode_attention, cuda_layer, cuda_prefill_attention
 from tests.engine.cuda.conftest import INTERPRETED
 
 if INTERPRETED:
@@ -72,12 +72,12 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         recorders.append(Recorder(getattr(module, name), capability))
         monkeypatch.setattr(module, name, recorders[-1])
 
-    monkeypatch.setattr(triton_prefill, "capability_of", lambda device: divmod(capability, 10))
-    stand_in(triton_decode, "_attend_split")
-    stand_in(triton_decode, "_combine_splits")
-    stand_in(triton_prefill, "_attend_tile")
-    for name in ("_rms_norm", "_silu_times", "_rotate_and_write", "_write"):
-        stand_in(triton_layer, name)
+    monkeypatch.setattr(cuda_prefill_attention, "capability_of", lambda device: divmod(capability, 10))
+    stand_in(cuda_decode_attention, "_attend_split")
+    stand_in(cuda_decode_attention, "_combine_splits")
+    stand_in(cuda_prefill_attention, "_attend_tile")
+    for name in ("_rms_norm", "_silu_times", "_rotate_and_write"):
+        stand_in(cuda_layer, name)
     return recorders
 
 
@@ -104,12 +104,11 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
     tables, tiles = meta(rows, 64, dtype=torch.int32), meta(5, 4, dtype=torch.int32)
     qkv = meta(rows, heads + 2 * kv_heads, head_dim)
     cos = sin = meta(rows, 1, head_dim)
-    query = triton_layer.rotate_and_write(qkv, cos, sin, meta(heads + kv_heads, head_dim), 1e-5, slots, keys, values)
-    triton_layer.write(qkv[:, heads:], slots, keys, values)
+    query = cuda_layer.rotate_and_write(qkv, cos, sin, meta(heads + kv_heads, head_dim), 1e-5, slots, keys, values)
     out = meta(rows, heads, head_dim)
-    triton_decode.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, out)
+    cuda_decode_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, out)
     for window in (None, 4096):
-        triton_prefill.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out)
-    triton_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
-    triton_layer.silu_times(meta(rows, 2 * intermediate))
+        cuda_prefill_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out)
+    cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
+    cuda_layer.silu_times(meta(rows, 2 * intermediate))
     assert all(kernel.compiled for kernel in kernels)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
-from engine.kernels.cuda_layer import CUDA_FORM
+from engine.kernels.cuda_layer import CUDALayer
 from engine.model.decoder import LlamaDecoder
 from engine.model.kv_pool import KVPool
 from engine.model.loader import load_weights
@@ -63,7 +63,7 @@ def make_engine(folder: Path, device: torch.device, block_size: int) -> tuple[Mo
     )
     pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
     weights = load_weights(source, torch.float32, device)
-    model = LlamaDecoder(weights, shape.max_position_embeddings, CUDA_FORM)
+    model = LlamaDecoder(weights, shape.max_position_embeddings, CUDALayer)
     attention = CUDAAttention(pool, shape.num_heads)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
     if device.type == "cuda":

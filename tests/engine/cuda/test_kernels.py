@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention
-from engine.kernels.triton_decode import attend_decodes
-from engine.kernels.triton_layer import rms_norm, rotate_and_write, silu_times
+from engine.kernels.cuda_decode_attention import attend_decodes
+from engine.kernels.cuda_layer import rms_norm, rotate_and_write, silu_times
 from engine.model.kv_pool import TORCH_DTYPES, KVPool, LayerKV
 from engine.model.rope import rotate_
 from engine.scheduling.batch import ScheduledSeq
@@ -94,7 +94,8 @@ def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.de
     qkv = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim).to(device, TORCH_DTYPES[dtype])
     before = pool.tensor.clone()
     kv = pool.layers[LAYER]
-    step.write(qkv[:, shape.heads :], kv)
+    unturned = torch.ones(rows, 1, shape.head_dim, device=device), torch.zeros(rows, 1, shape.head_dim, device=device)
+    rotate_and_write(qkv, *unturned, None, 0.0, step.slots, kv.k, kv.v)
     out = (
         step.attend(qkv[:, : shape.heads], kv, shape.window, shape.head_dim**-0.5)
         .double()

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ops.doctor.examine import Examination
+from ops.doctor.finding import Finding, Level
 from ops.doctor.local_host import ProbeProcess
 from ops.doctor.node_report import ROOT
 from ops.doctor.probe_api import ProbeHandle
-from ops.doctor.report import Finding, Level, Report
+from ops.doctor.report import Report
 from ops.launch.plan import Node
 from pdserve.core.config import PdserveConfig
 

@@ -1,4 +1,4 @@
-"""Findings from made-up reports: what no test can plant on one host, and what must not be found."""
+"""Checks of made-up reports: faults that cannot be planted on one host, and hosts without faults."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 
 from engine.model.dtypes import NativeDtypes, choose_dtype
 from kv_transfer.handshake import LinkFigures
+from ops.doctor.finding import Finding, Level, fail
+from ops.doctor.handoff_prediction import Prediction
 from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_checks import (
     check_clocks,
@@ -26,8 +28,8 @@ from ops.doctor.node_checks import (
 )
 from ops.doctor.node_report import Device, NodeReport
 from ops.doctor.pairs import check_reach, check_speed
-from ops.doctor.probe_api import Endpoints, Meeting, Trouble
-from ops.doctor.report import ExaminedNode, ExaminedPair, Finding, Level, Prediction
+from ops.doctor.probe_api import Endpoints, Meeting
+from ops.doctor.report import ExaminedNode, ExaminedPair
 from ops.doctor.seats import Seat
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
@@ -48,7 +50,6 @@ REPORT = NodeReport(
     model_error="",
     torch_error="",
     devices=(),
-    cores=8,
     memory_bytes=10 * GB,
     clock_id="boot-a/time:[1]",
     native={"cpu": (NativeDtypes("a CPU", ("float32", "bfloat16")),)},
@@ -101,7 +102,7 @@ def test_versions(change: dict[str, Any], level: Level | None) -> None:
     assert all(finding.where == "10.0.0.3" and finding.remedy for finding in findings)
 
 
-def test_a_model_that_the_gateways_host_lacks_is_told_once() -> None:
+def test_a_model_missing_on_the_gateways_host_is_found_once() -> None:
     here = replace(REPORT, model_hash="", model_error="no such folder")
     findings = [*check_models(here, "10.0.0.2", [node(here), node(REPORT, "10.0.0.3")], "path")]
     assert [finding.where for finding in findings] == ["the gateway's host"]
@@ -121,12 +122,12 @@ def test_a_report_survives_the_trip() -> None:
 def test_cores_that_another_service_has_claimed(workers: int, width: int, found: bool) -> None:
     held = CoreHolder(1, 123, os.getuid(), 50_052, "", "prefill-0")
     nodes = [node(replace(REPORT, held_cores=(held, replace(held, core=7))), workers=workers)]
-    findings = list(check_cores(nodes, "cpu", width, (), oversubscribed=False))
+    findings = list(check_cores(nodes, "cpu", width, 0, oversubscribed=False))
     assert levels(findings) == ([Level.WARN] if found else [])
     assert not found or "core 1: prefill-0 of the service on port 50052 (process 123)" in findings[0].what
-    assert not list(check_cores(nodes, "cpu", width, (50_052,), oversubscribed=False)), "its own cores are its own"
-    assert not list(check_cores(nodes, "cpu", width, (), oversubscribed=True))
-    assert not list(check_cores(nodes, "cuda", width, (), oversubscribed=False))
+    assert not list(check_cores(nodes, "cpu", width, 50_052, oversubscribed=False)), "its own cores are its own"
+    assert not list(check_cores(nodes, "cpu", width, 0, oversubscribed=True))
+    assert not list(check_cores(nodes, "cuda", width, 0, oversubscribed=False))
 
 
 @pytest.mark.parametrize("asked", ["auto", "bfloat16", "float32"])
@@ -147,19 +148,19 @@ def test_devices() -> None:
 
 
 def test_workers_of_a_node_add_up() -> None:
-    assert not [*check_memory([node(workers=2)], NEED, "cpu", [])]
-    (tight,) = check_memory([node(replace(REPORT, memory_bytes=6_500_000_000), workers=2)], NEED, "cpu", [])
+    assert not [*check_memory([node(workers=2)], NEED, "cpu", 0)]
+    (tight,) = check_memory([node(replace(REPORT, memory_bytes=6_500_000_000), workers=2)], NEED, "cpu", 0)
     assert tight.level is Level.WARN
-    (fails,) = check_memory([node(workers=4)], NEED, "cpu", [])
+    (fails,) = check_memory([node(workers=4)], NEED, "cpu", 0)
     assert (fails.level, "4 ×" in fails.what) == (Level.FAIL, True)
-    (beside,) = check_memory([node(workers=4)], NEED, "cpu", [50_051])
+    (beside,) = check_memory([node(workers=4)], NEED, "cpu", 50_051)
     assert beside.level is Level.OK
 
 
 def test_a_gpu_of_its_own_for_each_worker_or_a_share() -> None:
     gpus = replace(REPORT, devices=(Device("x", 4 * GB, 4 * GB),) * 2)
-    assert not [*check_memory([node(gpus, workers=2, gpus=2)], NEED, "cuda", [])]
-    (fails,) = check_memory([node(gpus, workers=4, gpus=2)], NEED, "cuda", [])
+    assert not [*check_memory([node(gpus, workers=2, gpus=2)], NEED, "cuda", 0)]
+    (fails,) = check_memory([node(gpus, workers=4, gpus=2)], NEED, "cuda", 0)
     assert fails.level is Level.FAIL
 
 
@@ -180,36 +181,43 @@ def test_clocks() -> None:
 def test_interfaces() -> None:
     up, down = Interface("10.0.0.2", "eth0", 10_000), Interface("10.0.0.2", "eth0", 10_000, is_up=False)
     ends = Endpoints("decode-0", "", up, (), ())
-    assert not [*check_endpoints([node(endpoints=[ends])], "cpu", [])]
-    (dead,) = check_endpoints([node(endpoints=[replace(ends, interface=down)])], "cpu", [])
+    assert not [*check_endpoints([node(endpoints=[ends])], "cpu", 0)]
+    (dead,) = check_endpoints([node(endpoints=[replace(ends, interface=down)])], "cpu", 0)
     assert (dead.check, "carrier" in dead.what) == ("interface", True)
-    (shared,) = check_endpoints([node(endpoints=[ends]), node(ip="10.0.0.3", endpoints=[ends])], "cpu", [])
+    (shared,) = check_endpoints([node(endpoints=[ends]), node(ip="10.0.0.3", endpoints=[ends])], "cpu", 0)
     assert "call itself" in shared.what
 
 
-@pytest.mark.parametrize("check", ["transport", "kv", "interface", "port"])
-def test_whatever_keeps_a_worker_from_listening_fails(check: str) -> None:
-    ends = Endpoints("decode-0", "", None, (), (Trouble(check, "what", 1),))
-    (finding,) = check_endpoints([node(endpoints=[ends])], "cpu", [])
-    assert (finding.level, finding.check, bool(finding.remedy)) == (Level.FAIL, check, True)
+def test_what_keeps_a_worker_from_listening_is_found_once() -> None:
+    """The running service's own ports are no fault, and KV ends need a model."""
+    checks = ("transport", "kv", "interface", "port")
+    ends = Endpoints("decode-0", "", None, (), tuple(fail(check, "there", "what", "remedy") for check in checks))
+
+    def failed(report: NodeReport, own_port: int) -> list[str]:
+        found = check_endpoints([node(report, endpoints=[ends])], "cpu", own_port)
+        return [finding.check for finding in found if finding.level is Level.FAIL]
+
+    assert failed(REPORT, 0) == list(checks)
+    assert failed(replace(REPORT, model_error="no such folder"), 50_051) == ["transport", "interface"]
 
 
-def pair(gbs: float, decode: str = "10.0.0.2", *, wire_ms: float = 1.0, measured: bool = True) -> ExaminedPair:
+def pair(gbs: float, decode: str = "10.0.0.2", *, wire_ms: float = 1.0) -> ExaminedPair:
     meeting = Meeting("tcp", f"{decode}:1", "", LinkFigures(gbs, gbs, 0.001, 0.001, 1))
     predictions = (Prediction(2048, 1, wire_ms, wire_ms),)
-    return ExaminedPair(seat("prefill-0", "10.0.0.1"), seat("decode-0", decode), meeting, measured, predictions, 1.0)
+    return ExaminedPair(seat("prefill-0", "10.0.0.1"), seat("decode-0", decode), meeting, predictions, 1.0)
 
 
 def test_slow_links() -> None:
-    interfaces = {"prefill-0": Interface("10.0.0.1", "eth0", 10_000)}
-    assert not [*check_speed([pair(1.2), pair(0.4, "10.0.0.3")], interfaces)]
-    (slow,) = check_speed([pair(1.2), pair(0.2, "10.0.0.3")], interfaces)
+    ends = Endpoints("prefill-0", "", Interface("10.0.0.1", "eth0", 10_000), (), ())
+    nodes = [node(ip="10.0.0.1", endpoints=[ends])]
+    assert not [*check_speed([pair(1.2), pair(0.4, "10.0.0.3")], nodes)]
+    (slow,) = check_speed([pair(1.2), pair(0.2, "10.0.0.3")], nodes)
     assert "9.6" in slow.what
     assert "eth0 10.0.0.1 (prefill-0; claims 10000 Mbit/s)" in slow.remedy
-    assert not [*check_speed([pair(9.0, "10.0.0.1"), pair(1.0)], interfaces)]  # within a host is another matter
-    (long,) = check_speed([pair(0.1, wire_ms=1500)], interfaces)
+    assert not [*check_speed([pair(9.0, "10.0.0.1"), pair(1.0)], nodes)]  # within a host is another matter
+    (long,) = check_speed([pair(0.1, wire_ms=1500)], nodes)
     assert "1.5 s" in long.what
-    assert not [*check_speed([pair(0.0, measured=False)], interfaces)]
+    assert not [*check_speed([pair(0.0)], nodes)]
 
 
 @pytest.mark.parametrize("obstacle", [each for each in Obstacle if each not in (Obstacle.NONE, Obstacle.NOT_TRIED)])

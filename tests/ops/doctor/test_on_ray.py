@@ -1,4 +1,4 @@
-"""`pdserve doctor --address` on a Ray that is there: before a service, beside one, and with the wrong token."""
+"""`pdserve doctor --address` on a running Ray: before a service, beside one, and with the wrong token."""
 
 from __future__ import annotations
 

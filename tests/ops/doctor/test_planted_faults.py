@@ -1,4 +1,4 @@
-"""Faults planted for real into one of two "nodes", and the doctor that has to find each, and nothing else."""
+"""Real faults planted into one of two "nodes". The doctor has to find each of them, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.model.source import resolve_model
+from ops.doctor.finding import Level
 from ops.doctor.node_report import PACKAGES, ROOT
-from ops.doctor.report import Level
 from tests.e2e.test_clocks import time_namespaces_problem
 from tests.local_cluster import free_port, free_ports
 from tests.ops.doctor.planted_host import FIRST, SECOND, Planted, PlantedHost, examine, found, troubles
@@ -91,7 +91,7 @@ def test_a_model_that_one_node_does_not_have(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_a_doctor(tmp_path: Path) -> None:
-    """An old pdserve cannot even say what it is: that is a finding, too."""
+    """An old pdserve without a doctor cannot report its version, which is a finding."""
     other = installation(tmp_path)
     shutil.rmtree(other / "ops" / "doctor")
     report = examine(PlantedHost(second=Planted(root=other)), cluster={"port_base": free_ports(12)})
@@ -117,7 +117,7 @@ def test_more_workers_than_slots() -> None:
 
 
 def test_several_faults_at_once(tmp_path: Path) -> None:
-    """Another version, busy ports, too little memory: each is told, with what to do about it."""
+    """Another version, ports in use, and too little memory are each found, with a remedy."""
     other = installation(tmp_path)
     (other / "pdserve" / "version.py").write_text('VERSION = "0.0.1"\n')
     base, port = free_ports(12), free_port()
@@ -142,7 +142,7 @@ def test_several_faults_at_once(tmp_path: Path) -> None:
     assert report.pairs[0].gbs > 0  # measured over a free port
 
 
-def test_a_hot_fix_an_address_of_everybodys_and_a_clock_of_its_own(tmp_path: Path) -> None:
+def test_a_changed_source_a_shared_address_and_another_clock(tmp_path: Path) -> None:
     other = installation(tmp_path)
     with (other / "kv_transfer" / "status.py").open("a") as file:
         file.write("\n# a hot fix\n")
@@ -177,7 +177,7 @@ def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("fault", ["shard", "pointer", "truncated", "tensor"])
 def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
-    """What the loader would refuse is found without loading, by the same code."""
+    """The loader's own checks find the fault without loading the model."""
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "models" / "tiny", folder)
     weights = folder / "model.safetensors"

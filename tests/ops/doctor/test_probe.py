@@ -1,4 +1,4 @@
-"""A probe on its own: whom it reaches, and why not."""
+"""A single probe: the peers it can reach, and the obstacles to others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ops.doctor.local_host import ProbeProcess
-from ops.doctor.network import Obstacle, PingServer, dial, read_clock, split_address
+from ops.doctor.network import Obstacle, PingServer, dial, read_clock
 from ops.doctor.node_report import NodeReport
 from ops.doctor.probe import WorkerProbe
 from ops.doctor.probe_api import Endpoints, Meeting
@@ -68,7 +68,7 @@ def test_two_meet_and_measure(transport: str) -> None:
         assert "another worker than decode-7" in another.what
 
 
-def test_another_layout_is_told() -> None:
+def test_a_different_layout_is_an_obstacle() -> None:
     with probing("prefill-0", Role.PREFILL) as (prefill, _):
         decode = WorkerProbe()
         try:
@@ -82,7 +82,7 @@ def test_another_layout_is_told() -> None:
             decode.close()
 
 
-def test_why_nobody_is_reached() -> None:
+def test_every_reason_for_an_unreachable_peer_is_named() -> None:
     with probing("prefill-0", Role.PREFILL, transport="tcp") as (probe, _):
         with socket.socket() as closed:
             closed.bind((HOST, 0))  # and does not listen
@@ -117,9 +117,6 @@ def test_dial() -> None:
         address = f"{HOST}:{server.getsockname()[1]}"
         assert dial(address, 1.0) is Obstacle.NONE
     assert dial(address, 1.0) is Obstacle.REFUSED
-    assert split_address("[::1]:80") == ("::1", 80)
-    with pytest.raises(ValueError, match="not host:port"):
-        split_address("80")
 
 
 def test_clocks_are_compared_by_the_shortest_round_trip() -> None:
@@ -142,6 +139,7 @@ def test_a_probe_that_ends_or_hangs_is_an_error() -> None:
     probe = ProbeProcess("the probe", prefix=("sh", "-c", "exec sleep 60"))
     with pytest.raises(DeadlineExceeded, match="did not answer report within 1 s"):
         probe.call("report", {"model": "tiny"}, 1.0, NodeReport)
-    assert not probe.ended
+    with pytest.raises(WorkerLost, match="ended"):
+        probe.call("report", {"model": "tiny"}, 1.0, NodeReport)
     probe.close()
     assert probe.ended

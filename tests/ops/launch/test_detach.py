@@ -1,4 +1,4 @@
-"""Starting in the background, interrupted: nothing of what was begun may be left."""
+"""An interrupted start in the background leaves nothing behind."""
 
 from __future__ import annotations
 

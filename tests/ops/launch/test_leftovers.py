@@ -1,4 +1,5 @@
-"""What is left of a service whose supervisor was killed: its Ray's folder and processes go, and nothing else."""
+"""The remains of a service whose supervisor was killed are removed: its Ray's folder and processes, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_the_next_up_clears_what_killed_services_left(tmp_path: Path, monkeypatc
         ServiceState.read(7)
 
 
-def test_a_zombie_is_gone() -> None:
+def test_a_zombie_does_not_count_as_running() -> None:
     process = sleeper()
     state = ServiceState(process.pid, psutil.Process(process.pid).create_time(), 7, "")
     assert state.process() is not None

@@ -1,4 +1,4 @@
-"""Who is added and who goes, before Ray is asked; and which ports are whose."""
+"""The workers that are added and removed, their ports, and the state file of their service."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_strict_spread_refuses_rather_than_waits() -> None:
         worker_bundles(waiting, "cpu", ONE_HOST)
 
 
-def test_those_without_a_node_go_first_then_the_last_to_come() -> None:
+def test_workers_without_a_node_leave_first_then_the_latest() -> None:
     members: list[Any] = [SimpleNamespace(worker_id=name, node_id=node) for name, node in NODES.items()]
 
     def leaving(stay: int) -> list[str]:

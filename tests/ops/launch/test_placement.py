@@ -19,8 +19,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[RaySession]:
-    session = RaySession("local")
-    session.start(num_cpus=2, num_gpus=2)
+    session, init = RaySession("local"), ray.init
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", lambda **options: init(**{**options, "num_cpus": 2, "num_gpus": 2}))
+        session.start()
     yield session
     session.stop()
     end_children()

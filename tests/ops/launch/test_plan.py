@@ -1,4 +1,4 @@
-"""Where workers should go: pairs, spreads, and what is taken already."""
+"""Placement of workers: pairs, spreading, and nodes in use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_strict_spread_never_shares_a_node() -> None:
     assert planned([D], hosts, "strict_spread", [("1", P)]) == ["2"]
 
 
-def test_who_is_there_already_counts() -> None:
+def test_present_workers_count() -> None:
     hosts = [host("1", CPU=1), host("2", CPU=1)]
     assert planned([D], hosts, "pack", [("2", P)]) == ["2"]
     assert planned([D], hosts, "spread", [("1", P)]) == ["2"]
@@ -67,7 +67,7 @@ def test_roles_go_where_their_resources_are() -> None:
     cpus=st.lists(st.integers(0, 4), max_size=5),
     policy=st.sampled_from(["pack", "spread", "strict_spread"]),
 )
-def test_nobody_is_refused_while_there_is_room(roles: list[Role], cpus: list[int], policy: PlacementPolicy) -> None:
+def test_no_worker_is_refused_while_there_is_room(roles: list[Role], cpus: list[int], policy: PlacementPolicy) -> None:
     hosts = [host(str(index), CPU=float(count)) for index, count in enumerate(cpus)]
     chosen = planned(roles, hosts, policy)
     room = sum(1 for count in cpus if count) if policy == "strict_spread" else sum(cpus)

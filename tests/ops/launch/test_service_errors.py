@@ -1,4 +1,4 @@
-"""What goes wrong in Ray or in the network while a service starts is a LaunchError of one line."""
+"""Failures of Ray or the network while a service starts are LaunchErrors of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals ask for the end and nothing else: the first leaves time, the second none."""
+"""Signals only request the shutdown: the first leaves time for requests in progress, the second none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ops.launch.shutdown import DRAIN_S, ServiceShutdown
 def test_the_first_signal_leaves_time_the_second_none() -> None:
     shutdown = ServiceShutdown()
     before = signal.getsignal(signal.SIGTERM)
-    with shutdown.caught() as renew:
+    with shutdown.caught():
         assert not shutdown.is_requested()
         os.kill(os.getpid(), signal.SIGTERM)
         assert shutdown.is_requested()
@@ -22,7 +22,7 @@ def test_the_first_signal_leaves_time_the_second_none() -> None:
         assert DRAIN_S - 5 < shutdown.time_left_s <= DRAIN_S
         # A library takes the signal for itself; afterwards it is ours again.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        renew()
+        shutdown.renew_handlers()
         os.kill(os.getpid(), signal.SIGINT)
         assert shutdown.time_left_s == 0
     assert signal.getsignal(signal.SIGTERM) is before
@@ -30,7 +30,7 @@ def test_the_first_signal_leaves_time_the_second_none() -> None:
 
 @pytest.mark.timeout(30, method="thread")  # pytest's own alarm would be the one that is put off
 def test_a_signal_puts_off_the_alarm_that_would_abort_the_process() -> None:
-    """Ray's handler, in whose place ours is put back, sets one of three seconds when the first signal comes."""
+    """Ray's handler, which is replaced again, sets an alarm of three seconds at the first signal."""
     previous = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     try:
         with ServiceShutdown().caught():
@@ -41,7 +41,7 @@ def test_a_signal_puts_off_the_alarm_that_would_abort_the_process() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_the_shorter_time_counts_and_is_told() -> None:
+def test_the_earliest_deadline_counts_and_progress_is_reported() -> None:
     told: list[str] = []
     shutdown = ServiceShutdown(told.append)
     following = shutdown.follow()
@@ -54,7 +54,7 @@ def test_the_shorter_time_counts_and_is_told() -> None:
     thread.start()
     while not shutdown._followers:
         pass
-    shutdown.tell("waiting")
+    shutdown.report("waiting")
     shutdown.end()
     thread.join(10)
     assert stages == told == ["waiting"]

@@ -1,4 +1,4 @@
-"""Slot arithmetic: who fits where."""
+"""Arithmetic of device slots."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_wide_slots_are_shared_as_well() -> None:
     assert worker_bundle(config, "cpu", TWO_CORES) == {"CPU": 1.0}
 
 
-def test_who_joins_later_may_share_a_cpu_slot_but_no_gpu() -> None:
+def test_added_workers_may_share_a_cpu_slot_but_no_gpu() -> None:
     config = ClusterConfig(decode_resources={"decode": 1.0})
     shared = shared_bundles(config, "cpu")
     assert set(shared[Role.PREFILL]) == {"memory"}

@@ -1,6 +1,6 @@
-"""Paged attention of prompt chunks in Triton: tiles of query rows of one head, over the keys and values they may see.
+"""Paged attention of prompt chunks in Triton, in tiles of query rows of one head.
 
-A chunk may start anywhere in its context: what came before it, prefix cache included, is in the pool like its own keys.
+A chunk may start anywhere in its context. Its own keys and values are in the pool, as are those before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_decode import FUSED, LOG2_E
+from engine.kernels.cuda_decode_attention import FUSED, LOG2_E
 
 _AMPERE = (8, 0)
 
@@ -40,7 +40,7 @@ def _columns(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Take in the tiles from column ``begin`` to ``end``; where not ``MASKED`` every row sees all of them."""
+    """Process the tiles from column ``begin`` to ``end``. Unless ``MASKED``, every row sees all of them."""
     dims = tl.arange(0, DIMS)
     for start in range(begin, end, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
@@ -108,7 +108,7 @@ def _attend_tile(
     q = tl.load(
         query + (first_row + rows)[:, None] * query_row + head * query_head + dims[None, :], mask=used, other=0.0
     )
-    # The rows beyond the last do as the last does; they are not stored.
+    # Rows beyond the last repeat it and are not stored.
     positions = position + tl.minimum(rows, count - 1)
     table = tables + sequence * table_row
     head_offset = head // GROUP * (BLOCK_SIZE * HEAD_DIM)
@@ -144,16 +144,16 @@ def _attend_tile(
 
 
 def tile_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Query rows of a tile: what `attend_chunks` wants its tiles cut into."""
+    """Largest number of query rows of a tile of `attend_chunks`."""
     if dtype.itemsize > 2:
-        return 32  # no tensor cores for these: larger tiles would only spill
-    largest = 128 if capability_of(device) >= _AMPERE else 64  # before, programs have 64 KiB of shared memory
+        return 32  # no tensor cores: larger tiles would spill registers
+    largest = 128 if capability_of(device) >= _AMPERE else 64  # older GPUs have 64 KiB of shared memory per program
     return 128 if head_dim <= largest else 64
 
 
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of ``device``; Ampere's for tensors that are not on a GPU (the interpreter's)."""
+    """Compute capability of ``device``; that of Ampere for the interpreter's CPU tensors."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _AMPERE
 
 
@@ -167,11 +167,13 @@ def attend_chunks(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Attention of the rows of ``query`` (``[rows, heads, head_dim]``) that ``tiles`` name, into those of ``out`` (the
-    same, contiguous). A tile (``[tiles, 4]``, int32: sequence, first row, number of rows, position of the first row)
-    has at most `tile_rows` rows of one sequence; the tokens up to the last of them are in the blocks that
-    ``tables[sequence]`` names. ``keys`` and ``values`` are a layer's (`engine.model.kv_pool.LayerKV`), scores are
-    multiplied by ``scale``."""
+    """Compute the attention of the rows in ``tiles`` of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same
+    shape, contiguous).
+
+    ``tiles`` is ``[tiles, 4]``, int32: sequence, first row, number of rows, position of the first row. A tile has at
+    most `tile_rows` rows of one sequence. The tokens up to the last row are in the blocks of ``tables[sequence]``.
+    ``keys`` and ``values`` are those of a layer (`engine.model.kv_pool.LayerKV`). Scores are multiplied by ``scale``.
+    """
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     dims = max(16, triton.next_power_of_2(head_dim))
@@ -198,6 +200,6 @@ def attend_chunks(
         DIMS=dims,
         WINDOWED=window is not None,
         num_warps=8 if rows == 128 else 4,
-        num_stages=3 if capability_of(query.device) >= _AMPERE else 1,  # before, nothing is copied ahead
+        num_stages=3 if capability_of(query.device) >= _AMPERE else 1,  # older GPUs cannot copy ahead
         **FUSED,
     )

@@ -1,4 +1,4 @@
-"""Peers that have connected and not said yet who they are: how many there may be at a time, and for how long."""
+"""Bounds on strangers: peers that have connected and not introduced themselves yet."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import logging
 from collections.abc import Callable
 
 INTRODUCTION_S = 5.0
-"""How long a peer has to introduce itself, from the moment its connection was accepted."""
+"""How long a peer has to introduce itself after its connection was accepted."""
 MAX_STRANGERS = 64
-"""How many connections of one transport may be waiting for that."""
+"""How many strangers one transport has at a time."""
 PATIENCE_S = 1.0
-"""How long each of them is left alone, whoever else waits. Workers introduce themselves within milliseconds."""
+"""A stranger is not closed in favour of another one before this time. Workers introduce themselves within
+milliseconds."""
 MAX_HELLO_BYTES = 16 * 2**10
-"""The largest header that such a peer may send, and no payload with it."""
+"""The largest header that a stranger may send. It may send no payload."""
 
 _log = logging.getLogger(__name__)
 
 
 class Stranger:
-    """One of them, from `Strangers.enter` until `leave`. ``cut`` is how its connection is ended (with the reason),
-    as long as it can be; ``met``: somebody deals with it."""
+    """A peer between `Strangers.enter` and `leave`.
+
+    ``cut`` closes its connection, for the reason given; None if nothing is left to close. ``met``: a task handles the
+    connection.
+    """
 
     def __init__(self, strangers: Strangers, introduction_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -33,22 +37,22 @@ class Stranger:
         self._timer = loop.call_later(introduction_s, self.turn_away, why)
 
     def turn_away(self, why: str) -> None:
-        """End its connection; it leaves once that is closed."""
+        """Close the connection, after which the stranger leaves."""
         if not self.turned_away and self.cut is not None:
             self.turned_away = True
-            _log.warning("a connection was given up: %s (%s)", why, self._strangers.name)
+            _log.warning("a peer's connection was closed: %s (%s)", why, self._strangers.name)
             self.cut(why)
 
     def leave(self) -> None:
-        """It has introduced itself, or its connection is closed. Leaving twice is fine."""
+        """The peer has introduced itself, or its connection is closed. May be called twice."""
         self._timer.cancel()
         self.cut = None
         self._strangers.forget(self)
 
 
 class Strangers:
-    """Those of one transport (``name``), at most ``limit``, each for at most ``introduction_s``. Belongs to one event
-    loop."""
+    """The strangers of the transport ``name``: at most ``limit``, each for at most ``introduction_s``. Belongs to one
+    event loop."""
 
     def __init__(self, name: str, limit: int = MAX_STRANGERS, introduction_s: float = INTRODUCTION_S) -> None:
         self.name = name
@@ -60,15 +64,15 @@ class Strangers:
         return len(self._present)
 
     async def room(self) -> None:
-        """Return when one more may enter. If nobody leaves, the oldest has to go once it has had `PATIENCE_S`, so that
-        silent connections keep no worker out."""
+        """Return when one more may enter. If all places are taken, the oldest stranger is closed after `PATIENCE_S`, so
+        that silent connections keep no worker out."""
         loop = asyncio.get_running_loop()
         while len(self._present) >= self._limit:
             wait_s = PATIENCE_S
             if (oldest := next((each for each in self._present if not each.turned_away), None)) is not None:
                 wait_s = oldest.since_s + PATIENCE_S - loop.time()
                 if wait_s <= 0:
-                    oldest.turn_away(f"others wait, and the peer has not introduced itself for {PATIENCE_S:g} s")
+                    oldest.turn_away(f"the peer did not introduce itself within {PATIENCE_S:g} s, and others wait")
                     wait_s = PATIENCE_S
             self._left.clear()
             with contextlib.suppress(TimeoutError):
@@ -76,12 +80,12 @@ class Strangers:
                     await self._left.wait()
 
     def enter(self) -> Stranger:
-        """A new one. It is for the caller to wait for `room` before."""
+        """Add a stranger. The caller has waited for `room`."""
         stranger = Stranger(self, self._introduction_s)
         self._present[stranger] = None
         return stranger
 
     def forget(self, stranger: Stranger) -> None:
-        """It left."""
+        """Remove a stranger that left."""
         self._present.pop(stranger, None)
         self._left.set()

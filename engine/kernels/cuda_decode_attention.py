@@ -1,10 +1,11 @@
-"""Paged decode attention in Triton: one query row per sequence, its context split over many programs, then combined.
+"""Paged decode attention in Triton: one query row per sequence, whose context is split over several programs.
 
-A program takes one row, one KV head and one split of the context. The query heads that share the KV head are the rows
-of one tile, so that keys and values are read once. How many programs there are depends on the batch alone, never on
-the contexts: a launch can be replayed by a CUDA graph, and programs without work leave at once.
+A program processes one row, one KV head and one split of the context; a second kernel combines the splits. The query
+heads that share the KV head are the rows of one tile, so that keys and values are read once. The number of programs
+depends on the batch size only, so that a CUDA graph can replay a launch. Programs without work end at once.
 
-Kernels are not specialised to arguments whose values or alignment change between steps: each change would compile anew.
+Kernels are not specialised to arguments whose values or alignment change between steps, since each change would compile
+the kernel again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import triton.language as tl
 
 COLUMNS = 64  # keys and values of one tile
 LOG2_E = 1.4426950408889634
-FUSED = {"enable_fp_fusion": True}  # Triton 3.10 takes another default, of which 3.9 warns
+FUSED = {"enable_fp_fusion": True}  # the default changes in Triton 3.10, and 3.9 warns about it
 
 
 @triton.jit
 def _split_of(context, window, split, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """First column that is seen, and the first and last of ``split``, whose bounds are multiples of a tile."""
+    """The first visible column, and the bounds of ``split``, which starts at a multiple of the tile size."""
     first = tl.maximum(context - window, 0)
     origin = first // COLUMNS * COLUMNS
     tiles = (context - origin + COLUMNS - 1) // COLUMNS
@@ -137,10 +138,12 @@ def attend_decodes(
     splits: int,
     out: torch.Tensor,
 ) -> None:
-    """Attention of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same, contiguous). Row i sees the last
-    ``window`` of the first ``contexts[i]`` tokens (its own is the last of them) in the blocks that ``tables[i]`` names;
-    with a context of 0 it sees nothing, touches no block, and becomes zeros. ``keys`` and ``values`` are a layer's
-    (`engine.model.kv_pool.LayerKV`), scores are multiplied by ``scale``, ``splits`` is a power of 2."""
+    """Compute the attention of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same shape, contiguous).
+
+    Row i sees the last ``window`` of its first ``contexts[i]`` tokens, in the blocks of ``tables[i]``. If its context
+    is 0, it reads no block and its result is 0. ``keys`` and ``values`` are those of a layer
+    (`engine.model.kv_pool.LayerKV`). Scores are multiplied by ``scale``. ``splits`` is a power of 2.
+    """
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     group = heads // kv_heads

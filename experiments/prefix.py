@@ -1,0 +1,385 @@
+"""``pdserve experiment prefix``: what prefix caches save when prompts begin alike.
+
+All prompts have one length. Their first k tokens, the shared beginning, were sent before by an earlier request of the
+same salt. Each repeat sends one prompt in three arms, in an order that changes from repeat to repeat:
+
+============ =========================================================================================================
+``none``     a salt of its own: nothing is cached
+``prefill``  the earlier request asked for one token, which prefill makes alone: only the prefill worker has its KV
+``both``     the earlier request asked for two tokens: its KV was moved, and both workers have it
+============ =========================================================================================================
+
+Caches hold whole blocks. Prefill computes the prompt except for the cached blocks, but its last token at least.
+Decode's cached blocks are not moved; a block that prefill alone has is moved like a computed one.
+
+The prediction of the TTFT is arithmetic: of the arm ``none``, the stage ``prefill`` is scaled by the FLOPs of the
+tokens that are left (`experiments.engine_alone.arithmetic`), and the rest stays."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from engine.model.source import resolve_model
+from experiments.engine_alone.arithmetic import ModelArithmetic
+from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.plots import prefix as plots
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.statistics import MIN_REPEATS, Interval, mean_interval
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import InvalidRequest, ModelError, PdserveError
+from pdserve.core.timeline import Figure
+
+NONE, PREFILL, BOTH = ARMS = ("none", "prefill", "both")
+_EARLIER_TOKENS = {PREFILL: 1, BOTH: 2}
+_OUTPUT_TOKENS = 8
+_METHOD = "one request at a time; each prompt in all three arms, in all orders by turns; intervals are 95 % bootstrap"
+
+
+class PrefixOptions(Options):
+    """Options of `Prefix`."""
+
+    prompt_len: int = Field(1024, ge=2, description="prompt length in tokens", json_schema_extra={"quick": 512})
+    shared_lens: tuple[int, ...] = Field(
+        (0, 128, 256, 512, 768, 1024),
+        description="how many of its first tokens are shared with an earlier request",
+        json_schema_extra={"quick": [0, 128, 256, 512]},
+    )
+    repeats: int = Field(12, ge=1, description="prompts per shared length", json_schema_extra={"quick": 6})
+
+
+class Prefix(Experiment):
+    """See the module."""
+
+    name: ClassVar[str] = "prefix"
+    question: ClassVar[str] = "What do the prefix caches of prefill and decode save when prompts begin alike?"
+    options_type: ClassVar[type[Options]] = PrefixOptions
+    options: PrefixOptions
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """One cell per shared length."""
+        options = self.options
+        if not options.shared_lens or min(options.shared_lens) < 0 or max(options.shared_lens) > options.prompt_len:
+            raise InvalidRequest(f"--shared-lens: give lengths from 0 to that of the prompt, {options.prompt_len}")
+        if attached is not None:
+            if not any(worker.links for worker in attached.workers):
+                raise InvalidRequest("--target: the service has no linked pair of prefill and decode workers")
+            if options.prompt_len + _OUTPUT_TOKENS > attached.context_length:
+                raise InvalidRequest(
+                    f"--prompt-len: {options.prompt_len} and {_OUTPUT_TOKENS} more tokens exceed the service's context "
+                    f"of {attached.context_length}"
+                )
+        return [
+            Cell(
+                f"{shared}/{options.prompt_len}",
+                {"shared_len": shared, "prompt_len": options.prompt_len},
+                {"engine.prefix_caching": True},
+                options.repeats,
+            )
+            for shared in options.shared_lens
+        ]
+
+    async def measure(self, bench: Bench) -> None:
+        """Send each prompt in the three arms, each after its earlier request."""
+        parameters = bench.cell.parameters
+        length, shared = int(parameters["prompt_len"]), int(parameters["shared_len"])
+        draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
+        async with AsyncClient(bench.target) as client:
+            status = await client.status()
+            bench.facts |= _service_facts(status)
+            # On an idle service requests go round the workers: so many earlier requests reach every one of them.
+            rounds = max(sum(worker.role == role for worker in status.workers) for role in ("prefill", "decode"))
+
+            async def earlier(arm: str, prompt: Sequence[int], salt: str) -> None:
+                if arm in _EARLIER_TOKENS and shared:
+                    for _ in range(rounds):
+                        await client.generate(
+                            prompt[:shared], mode="pd", max_tokens=_EARLIER_TOKENS[arm], ignore_eos=True, salt=salt
+                        ).result()
+
+            orders = list(permutations(ARMS))
+            for number in range(-1, self.options.repeats):  # the first one is the warm-up
+                prompt = [draw.randrange(status.vocab_size) for _ in range(length)]
+                for arm in orders[number % len(orders)]:
+                    salt = f"{self.options.seed}/{bench.cell.name}/{number}/{arm}/{draw.random()}"
+                    place: dict[str, Any] = {"arm": arm, "repeat": 0, "index": number}
+                    try:
+                        await earlier(arm, prompt, salt)
+                    except PdserveError as error:
+                        bench.record(None, error, **place)
+                        continue
+                    options: dict[str, Any] = {"mode": "pd", "max_tokens": _OUTPUT_TOKENS, "salt": salt}
+                    if number < 0:
+                        await client.generate(prompt, ignore_eos=True, **options).result()
+                    else:
+                        await bench.send(client, prompt, **place, **options)
+                if number >= 0:
+                    bench.advance(1)
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """``cells`` and ``predicted``; see docs/experiments/prefix.md."""
+        cold = [row for cell in run.cells for row in run.rows_of(cell.cell, NONE) if row.error is None]
+        prediction = _Prediction(run.cells[0], cold) if cold else None
+        cells = [
+            summary
+            for cell in sorted(run.cells, key=lambda cell: int(cell.parameters["shared_len"]))
+            for summary in _summarise_cell(cell, run, prediction, self.options.seed)
+        ]
+        failed = [
+            f"{cell['cell']}, arm {cell['arm']}: {what}"
+            for cell in cells
+            for what, wrong in (
+                ("tokens differ from those without a cache", not cell["tokens_equal"]),
+                ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
+                (
+                    "bytes expected did not fall by the skipped blocks",
+                    cell["kv_bytes_expected"] != cell["kv_bytes_arithmetic"],
+                ),
+                (f"{cell['errors']} requests failed", cell["errors"]),
+            )
+            if wrong
+        ]
+        return {
+            "experiment": self.name,
+            "cells": cells,
+            "predicted": [] if prediction is None else prediction.curve(),
+            "failed": failed,
+        }
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """TTFT and bytes over the shared length, and a table."""
+        cells: list[Mapping[str, Any]] = summary["cells"]
+        report = Report(
+            title="Prefix caches on prefill and decode",
+            question=self.question,
+            answer=_answer(cells),
+            setup=setup_of(run, _METHOD),
+            caveats=_caveats(cells, summary["predicted"]),
+            failures=summary["failed"],
+        )
+        if cells:
+            report.blocks += [
+                plots.ttft_over_shared(cells, summary["predicted"]),
+                plots.bytes_over_shared(cells, summary["predicted"]),
+                _table(cells),
+            ]
+        return report
+
+
+class _Prediction:
+    """What arithmetic expects of each shared length, given the rows ``cold`` of the arm ``none``."""
+
+    def __init__(self, cell: FinishedCell, cold: Sequence[RequestRow]) -> None:
+        facts = cell.facts
+        self._length = int(cell.parameters["prompt_len"])
+        self._block_size = int(facts["block_size"])
+        self._block_bytes = self._block_size * int(facts["kv_bytes_per_token"])
+        known = facts.get("arithmetic")
+        self._arithmetic = None if known is None else ModelArithmetic.from_dict(known)
+        self._ttft_ms = statistics.fmean(row.ttft_ms for row in cold if row.ttft_ms is not None)
+        self._prefill_ms = statistics.fmean(_stage(row, Figure.TTFT, "prefill") for row in cold)
+
+    def cached_tokens(self, arm: str, shared: int) -> int:
+        """Tokens that prefill need not compute: whole blocks, but never the last token."""
+        blocks = min(shared, self._length - 1) // self._block_size
+        return 0 if arm == NONE else blocks * self._block_size
+
+    def skipped_blocks(self, arm: str, shared: int) -> int:
+        """Blocks that decode has."""
+        return min(shared, self._length) // self._block_size if arm == BOTH else 0
+
+    def kv_bytes(self, skipped_blocks: int) -> int:
+        """Bytes of the prompt's other blocks."""
+        return (-(-self._length // self._block_size) - skipped_blocks) * self._block_bytes
+
+    def ttft_ms(self, arm: str, shared: int) -> float | None:
+        """The TTFT; None if the model's shape is unknown on this host."""
+        if self._arithmetic is None:
+            return None
+        chunk = PdserveConfig().engine.max_num_batched_tokens
+        whole = self._arithmetic.prefill(self._length, chunk).flops
+        left = self._arithmetic.prefill(self._length, chunk, self.cached_tokens(arm, shared)).flops
+        return round(self._ttft_ms - self._prefill_ms * (1 - left / whole), 4)
+
+    def curve(self) -> list[dict[str, Any]]:
+        """Every shared length at which another block is full."""
+        return [
+            {
+                "shared_len": shared,
+                "ttft_ms": {arm: self.ttft_ms(arm, shared) for arm in ARMS},
+                "kv_bytes": {arm: self.kv_bytes(self.skipped_blocks(arm, shared)) for arm in ARMS},
+            }
+            for shared in sorted({*range(0, self._length + 1, self._block_size), self._length})
+        ]
+
+
+def _service_facts(status: ServiceStatus) -> dict[str, Any]:
+    facts: dict[str, Any] = {"block_size": status.block_size, "kv_bytes_per_token": status.kv_bytes_per_token}
+    try:
+        shape = resolve_model(status.model).shape
+    except ModelError:
+        return facts
+    return {**facts, "arithmetic": ModelArithmetic.of(shape, status.dtype).to_dict()}
+
+
+def _summarise_cell(
+    cell: FinishedCell, run: RunData, prediction: _Prediction | None, seed: int
+) -> list[dict[str, Any]]:
+    rows = {arm: {row.index: row for row in run.rows_of(cell.cell, arm) if row.error is None} for arm in ARMS}
+    shared = int(cell.parameters["shared_len"])
+    found = []
+    for arm in ARMS:
+        own = list(rows[arm].values())
+        if not own or prediction is None:
+            continue
+        pairs = [(rows[NONE][index], row) for index, row in rows[arm].items() if index in rows[NONE]]
+        saved = {
+            figure: mean_interval([_figure(cold, figure) - _figure(row, figure) for cold, row in pairs], seed)
+            for figure in Figure
+        }
+        cached, skipped = prediction.cached_tokens(arm, shared), prediction.skipped_blocks(arm, shared)
+        found.append(
+            {
+                "cell": cell.cell,
+                **cell.parameters,
+                "arm": arm,
+                "n": len(own),
+                "errors": sum(row.error is not None for row in run.rows_of(cell.cell, arm)),
+                **{f"{figure.value}_ms": _interval([_figure(row, figure) for row in own], seed) for figure in Figure},
+                "saved_ms": {
+                    figure.value: each.to_dict() for figure, each in saved.items() if each is not None and arm != NONE
+                },
+                "predicted_ttft_ms": prediction.ttft_ms(arm, shared),
+                "prefill_ms": round(statistics.fmean(_stage(row, Figure.TTFT, "prefill") for row in own), 4),
+                "kv_exposed_ms": round(
+                    statistics.fmean(_stage(row, Figure.TTFT_DECODE, "kv_exposed") for row in own), 4
+                ),
+                "prefill_cached_tokens": _mean(row.prefill_cached_tokens for row in own),
+                "computed_tokens": _mean(row.prompt_tokens - row.prefill_cached_tokens for row in own),
+                "kv_blocks_skipped": _mean(row.kv_blocks_skipped for row in own),
+                "kv_blocks_sent": _mean(row.kv_blocks_sent for row in own),
+                "kv_bytes": sum(row.kv_bytes for row in own),
+                "kv_bytes_expected": sum(row.kv_bytes_expected for row in own),
+                "kv_bytes_arithmetic": sum(prediction.kv_bytes(row.kv_blocks_skipped) for row in own),
+                "reuse_as_arranged": all(
+                    (row.prefill_cached_tokens, row.kv_blocks_skipped) == (cached, skipped) for row in own
+                ),
+                "tokens_equal": all(cold.token_hash == row.token_hash for cold, row in pairs),
+            }
+        )
+    return found
+
+
+def _figure(row: RequestRow, figure: Figure) -> float:
+    value = row.figure_ms(figure)
+    assert value is not None, "every request makes more than two tokens"
+    return value
+
+
+def _stage(row: RequestRow, figure: Figure, stage: str) -> float:
+    return float(row.stages_ms.get(figure.value, {}).get(stage, 0.0))
+
+
+def _mean(values: Any) -> float:
+    return round(statistics.fmean(values), 3)
+
+
+def _interval(values: Sequence[float], seed: int) -> dict[str, float | int]:
+    interval = mean_interval(values, seed)
+    assert interval is not None
+    return interval.to_dict()
+
+
+def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
+    reused = [cell for cell in cells if cell["arm"] != NONE and cell["shared_len"]]
+    if not reused:
+        return "No request with a shared beginning was completed."
+    # Of the lengths below the whole prompt the longest: a prompt that is shared as a whole is a special case.
+    partial = [cell for cell in reused if cell["shared_len"] < cell["prompt_len"]] or reused
+    shared = max(cell["shared_len"] for cell in partial)
+    arms = {cell["arm"]: cell for cell in partial if cell["shared_len"] == shared}
+    sentences = []
+    if PREFILL in arms:
+        cell = arms[PREFILL]
+        saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT.value])
+        sentences.append(
+            f"With {shared} of {cell['prompt_len']} tokens cached on prefill, {cell['computed_tokens']:g} tokens are "
+            f"computed and {_earlier('token 1', saved)}; "
+            f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB of KV are moved as without a cache."
+        )
+    if BOTH in arms:
+        cell = arms[BOTH]
+        saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT_DECODE.value])
+        sentences.append(
+            f"If decode has them as well, {cell['kv_blocks_skipped']:g} blocks are skipped, "
+            f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB are moved, and {_earlier('token 2', saved)} than without any "
+            "cache."
+        )
+    return " ".join(sentences)
+
+
+def _earlier(token: str, saved: Interval) -> str:
+    text = f"{saved.mean:.1f} ms [{saved.lo:.1f}, {saved.hi:.1f}]"
+    if saved.lo <= 0 <= saved.hi:
+        return f"{token} comes not measurably earlier ({text})"
+    return f"{token} comes {text} earlier"
+
+
+def _caveats(cells: Sequence[Mapping[str, Any]], predicted: Sequence[Mapping[str, Any]]) -> list[str]:
+    caveats = [
+        "One request at a time on an idle service: the room that caches free for other requests, and blocks that "
+        "other prompts displace, are not in these figures.",
+        "Caches hold whole blocks: tokens after the last full block of the shared beginning are computed and moved.",
+    ]
+    if any(not cell["reuse_as_arranged"] for cell in cells):
+        caveats.append(
+            "Some requests did not find what the earlier request had left: another worker was chosen, blocks were "
+            "displaced, or prefix caches are off. The table has what they found; the predictions assume all of it."
+        )
+    if any(line["ttft_ms"][NONE] is None for line in predicted):
+        caveats.append("No prediction of the TTFT: the model's layers are unknown on this host.")
+    if any(cell["n"] < MIN_REPEATS for cell in cells):
+        caveats.append("Cells with fewer than five prompts have intervals that are too wide to rely on.")
+    return caveats
+
+
+def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
+    header = ("shared", "cached on", "n", "ttft, ms", "predicted, ms", "ttft_decode, ms", "prefill, ms",
+              "computed tokens", "blocks skipped", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
+    names = {NONE: "neither", PREFILL: "prefill", BOTH: "both"}
+    rows = []
+    for cell in cells:
+        ttft, ttft_decode = (Interval.from_dict(cell[f"{figure.value}_ms"]) for figure in Figure)
+        predicted = cell["predicted_ttft_ms"]
+        rows.append(
+            (
+                str(cell["shared_len"]),
+                names[cell["arm"]],
+                str(cell["n"]),
+                f"{ttft.mean:.1f} [{ttft.lo:.1f}, {ttft.hi:.1f}]",
+                "–" if predicted is None else f"{predicted:.1f}",
+                f"{ttft_decode.mean:.1f} [{ttft_decode.lo:.1f}, {ttft_decode.hi:.1f}]",
+                f"{cell['prefill_ms']:.1f}",
+                f"{cell['computed_tokens']:g}",
+                f"{cell['kv_blocks_skipped']:g}",
+                f"{cell['kv_bytes'] // cell['n']:,}",
+                "yes" if cell["kv_bytes"] == cell["kv_bytes_expected"] == cell["kv_bytes_arithmetic"] else "NO",
+                "yes" if cell["tokens_equal"] else "NO",
+            )
+        )
+    return TableBlock(
+        "All cells",
+        header,
+        rows,
+        "KV bytes per request; expected are the prompt's blocks less the skipped ones, times the bytes of a block.",
+    )
