@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.cli.options import JsonOption, plain_table, print_json, stderr_console, stdout_console
+from ops.cli.options import JsonOption, plain_table, print_json, print_note, stderr_console, stdout_console
 
 
 def compare(
@@ -32,7 +32,12 @@ def compare(
     from experiments.run_folder import RunFolder
 
     limits = [comparing.Limit.parse(text) for text in limit or ()]
-    found = comparing.compare(RunFolder.open(first, "A"), RunFolder.open(second, "B"))
+    a, b = RunFolder.open(first, "A"), RunFolder.open(second, "B")
+    found = comparing.compare(a, b)
+    options = a.config[1], b.config[1]
+    for key in sorted(options[0].keys() & options[1].keys()):
+        if options[0][key] != options[1][key]:
+            print_note(stderr_console(), f"the runs differ in {key}: {options[0][key]} and {options[1][key]}")
     broken = comparing.violations(found, limits)
     if as_json:
         print_json(

@@ -15,7 +15,7 @@ from pdserve.core.errors import InvalidRequest
 
 
 def run(root: Path, ttft_ms: list[float], summary: dict[str, Any], name: str = "bench") -> RunFolder:
-    folder = RunFolder.create(root, name, {})
+    folder = RunFolder.create(root, name, {"model": "tiny", "seed": len(list(root.glob("*/*")))})
     for index, value in enumerate(ttft_ms):
         folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=index, ttft_ms=value, e2e_ms=2 * value))
     folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=99, error="WorkerLost: gone"))
@@ -87,6 +87,7 @@ def test_the_command(tmp_path: Path, pdserve: Any) -> None:
     assert ran.code == 0
     assert "rows.load.pd.ttft_ms" in ran.out
     assert "goodput_rps" not in ran.out  # equal
+    assert ran.err == "note: the runs differ in seed: 0 and 1\n"
     ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5", "--limit", "goodput_rps=1", "--json")
     assert ran.code == 1
     assert ran.json["violations"] == [{"key": "rows.load.pd.ttft_ms", "limit_percent": 5.0}]
