@@ -4,6 +4,9 @@ Idle cells send the same prompt in both modes, one request at a time, in the ord
 hand-off's and not that of a queue. The difference of the means of every stage is a *cause*; the causes sum to the added
 ``ttft_decode`` except for the difference of what the breakdowns leave unattributed.
 
+Cells under load send the same Poisson arrivals and prompts in each mode, one mode after the other
+(`experiments.under_load`). They have no causes: where requests queue, a stage measures the queue.
+
 The prediction of the exposed transfer time is arithmetic: the prompt's bytes over the measured ceiling of the link, in
 the parts that the overlap mode makes of them (`ops.doctor.handoff_prediction`), plus the fixed cost of a hand-off. The
 fixed cost is measured on the same link with prompts of one block before the cell."""
@@ -18,6 +21,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from engine.model.source import resolve_model
+from experiments.bench.report import SLO
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.plots import added_ttft as plots
 from experiments.report.page import Report, TableBlock
@@ -26,6 +30,22 @@ from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.shapes.widths import WIDTHS, model_path
 from experiments.statistics import Interval, abba, mean_interval
+from experiments.under_load import (
+    ATTAINMENT,
+    COLOCATED,
+    PD,
+    LoadPlan,
+    check_rates,
+    check_slo,
+    load_caveats,
+    slo_of,
+    slo_text,
+    summarise_load,
+    sustains,
+)
+from experiments.workloads.lengths import Fixed
+from experiments.workloads.room import Room
+from experiments.workloads.synthetic import Synthetic
 from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -37,8 +57,9 @@ from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 _WARM_UP_PAIRS = 2
 _CALIBRATIONS = 6
 _OUTPUT_TOKENS = 4
+_HEADLINE_LEN = 512
+"""The answer is about this prompt length, or the nearest one that was measured."""
 _METHOD = "the same prompts in both modes, one request at a time, A B B A; intervals are 95 % bootstrap"
-PD, COLOCATED = "pd", "colocated"
 
 
 class AddedTtftOptions(Options):
@@ -60,6 +81,31 @@ class AddedTtftOptions(Options):
         json_schema_extra={"quick": ["mha", "mqa"]},
     )
     width_prompt_len: int = Field(512, ge=1, description="prompt length of the comparison of KV widths")
+    first_tokens: tuple[Literal["prefill", "decode"], ...] = Field(
+        ("prefill", "decode"),
+        description="settings of router.first_token to compare, at the prompt length nearest to 512",
+        json_schema_extra={"quick": ["prefill"]},
+    )
+    rates: tuple[float, ...] = Field(
+        (1.0, 2.0, 4.0),
+        description="loads in requests/s, for the first transport and overlap ('' for none)",
+        json_schema_extra={"quick": [1.0, 3.0]},
+    )
+    load_prompt_lens: tuple[int, ...] = Field(
+        (), description="prompt lengths under load (none: of --prompt-lens the one nearest to 512, and the longest)"
+    )
+    load_output_len: int = Field(
+        32, ge=2, description="tokens that a request generates under load", json_schema_extra={"quick": 16}
+    )
+    slo: str = Field(
+        "auto",
+        description="limits in ms under load: ttft=200,itl=50 (ttft_decode, tpot, e2e); auto: twice the idle colocated "
+        "TTFT and gap between tokens",
+    )
+    duration_s: float = Field(
+        10.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 4.0}
+    )
+    rounds: int = Field(5, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
 
 
 class AddedTtft(Experiment):
@@ -71,65 +117,106 @@ class AddedTtft(Experiment):
     options: AddedTtftOptions
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
-        """One cell per prompt length, transport and overlap; then one per KV width. For a running service: one per
-        prompt length, with the transport and the model it has."""
+        """Idle cells of every prompt length, transport and overlap; cells under load and the other settings of
+        ``router.first_token`` with the first transport and overlap; one cell per KV width. For a running service: the
+        idle cells and those under load, with the transport and the model that it has."""
         options = self.options
-        work = options.pairs
+        check_rates(options.rates)
+        check_slo(options.slo)
         if attached is not None:
             transports = {link.transport for worker in attached.workers for link in worker.links}
             if not transports:
                 raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-            fit = [length for length in options.prompt_lens if length + _OUTPUT_TOKENS <= attached.context_length]
+            fit = [length for length in options.prompt_lens if length + _OUTPUT_TOKENS <= Room.of(attached).tokens]
             if not fit:
-                raise InvalidRequest(f"--prompt-lens: none fits the service's context of {attached.context_length}")
-            return [
-                Cell(
-                    f"{length}/{'+'.join(sorted(transports))}/as-configured/idle",
-                    {
-                        "prompt_len": length,
-                        "transport": "+".join(sorted(transports)),
-                        "overlap": "as-configured",
-                        "load": "idle",
-                    },
-                    work=work,
-                )
-                for length in fit
+                raise InvalidRequest(f"--prompt-lens: none fits the {Room.of(attached).tokens} tokens of the service")
+            loaded = [
+                length
+                for length in self._load_lengths(fit)
+                if length + options.load_output_len <= Room.of(attached).tokens
             ]
+            place = {"transport": "+".join(sorted(transports)), "overlap": "as-configured"}
+            return [*(self._idle(length, place, {}) for length in fit), *self._under_load(loaded, fit, place, {})]
         unknown = [width for width in options.widths if width not in WIDTHS]
         if unknown:
             raise InvalidRequest(f"--widths: {unknown[0]!r} is none of {', '.join(WIDTHS)}")
-        cells = [
-            Cell(
-                f"{length}/{transport}/{overlap}/idle",
-                {"prompt_len": length, "transport": transport, "overlap": overlap, "load": "idle"},
-                {"transfer.transport": transport, "transfer.overlap": overlap},
-                work,
-            )
-            for transport in options.transports
-            for overlap in options.overlaps
-            for length in options.prompt_lens
-        ]
-        transport, overlap = options.transports[0], options.overlaps[0]
+        for name in ("prompt_lens", "transports", "overlaps"):
+            if not getattr(options, name):
+                raise InvalidRequest(f"--{name.replace('_', '-')}: is empty")
+        cells: list[Cell] = []
+        for transport in options.transports:
+            for overlap in options.overlaps:
+                place = {"transport": transport, "overlap": overlap}
+                service = {"transfer.transport": transport, "transfer.overlap": overlap}
+                cells += [self._idle(length, place, service) for length in options.prompt_lens]
+                if (transport, overlap) == (options.transports[0], options.overlaps[0]):
+                    cells += self._under_load(
+                        self._load_lengths(options.prompt_lens), options.prompt_lens, place, service
+                    )
+        place = {"transport": options.transports[0], "overlap": options.overlaps[0]}
+        service = {"transfer.transport": options.transports[0], "transfer.overlap": options.overlaps[0]}
+        if "decode" in options.first_tokens:
+            length = _nearest(options.prompt_lens)
+            late = {"router.first_token": "decode"}
+            cells.append(self._idle(length, place, {**service, **late}, "first-token-decode", first_token="decode"))
         cells += [
-            Cell(
-                f"width-{width}/{options.width_prompt_len}/{transport}/{overlap}",
-                {
-                    "prompt_len": options.width_prompt_len,
-                    "transport": transport,
-                    "overlap": overlap,
-                    "load": "idle",
-                    "width": width,
-                },
-                {"model.path": model_path(width), "transfer.transport": transport, "transfer.overlap": overlap},
-                work,
+            self._idle(
+                options.width_prompt_len,
+                place,
+                {"model.path": model_path(width), **service},
+                f"width-{width}",
+                width=width,
             )
             for width in options.widths
         ]
         return cells
 
+    def _idle(
+        self, length: int, place: Mapping[str, Any], service: Mapping[str, Any], prefix: str = "", **more: Any
+    ) -> Cell:
+        name = f"{length}/{place['transport']}/{place['overlap']}"
+        return Cell(
+            f"{prefix}/{name}" if prefix else f"{name}/idle",
+            {"prompt_len": length, **place, "load": "idle", **more},
+            service,
+            self.options.pairs,
+        )
+
+    def _under_load(
+        self, lengths: Sequence[int], idle: Sequence[int], place: Mapping[str, Any], service: Mapping[str, Any]
+    ) -> list[Cell]:
+        options = self.options
+        missing = [length for length in lengths if length not in idle]
+        if options.rates and options.slo == "auto" and missing:
+            raise InvalidRequest(
+                f"--load-prompt-lens: the automatic SLO needs idle requests of {missing[0]} tokens; add the length to "
+                "--prompt-lens, give --slo, or measure no load with --rates ''"
+            )
+        return [
+            Cell(
+                f"{length}/{place['transport']}/{place['overlap']}/rate-{rate:g}",
+                {"prompt_len": length, **place, "load": f"rate-{rate:g}", "rate": rate},
+                service,
+                self._load(rate).planned(),
+            )
+            for length in lengths
+            for rate in options.rates
+        ]
+
+    def _load_lengths(self, idle: Sequence[int]) -> Sequence[int]:
+        return self.options.load_prompt_lens or sorted({_nearest(idle), max(idle)})
+
+    def _load(self, rate: float) -> LoadPlan:
+        return LoadPlan(rate, self.options.duration_s, self.options.rounds, self.options.seed)
+
     async def measure(self, bench: Bench) -> None:
-        """Calibrate the link, then send the pairs."""
+        """Idle: calibrate the link, then send the pairs. Under load: the rounds of both modes."""
         length = int(bench.cell.parameters["prompt_len"])
+        if "rate" in bench.cell.parameters:
+            workload = Synthetic(Fixed(length), Fixed(self.options.load_output_len))
+            async with AsyncClient(bench.target) as client:
+                await self._load(bench.cell.parameters["rate"]).send(bench, client, workload)
+            return
         draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
         async with AsyncClient(bench.target) as client:
             status = await client.status()
@@ -168,12 +255,23 @@ class AddedTtft(Experiment):
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells`` and ``break_even``; see docs/experiments.md."""
-        cells = [
-            summary for cell in run.cells if (summary := _summarise_cell(cell, run, self.options.seed)) is not None
+        idle = [
+            summary
+            for cell in run.cells
+            if "rate" not in cell.parameters and (summary := _summarise_cell(cell, run, self.options.seed)) is not None
+        ]
+        loaded = [
+            {
+                "cell": cell.cell,
+                **cell.parameters,
+                **summarise_load(cell, rows, self._slo(cell, run), self.options.seed),
+            }
+            for cell in run.cells
+            if "rate" in cell.parameters and (rows := run.rows_of(cell.cell))
         ]
         failed = [
             f"{cell['cell']}: {what}"
-            for cell in cells
+            for cell in idle
             for what, wrong in (
                 ("tokens differ between the arms", not cell["tokens_equal"]),
                 ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
@@ -181,36 +279,98 @@ class AddedTtft(Experiment):
             )
             if wrong
         ]
+        failed += [
+            f"{cell['cell']}: bytes moved differ from bytes expected"
+            for cell in loaded
+            if cell["kv_bytes"] != cell["kv_bytes_expected"]
+        ]
+        break_even, reason = _break_even(loaded)
         return {
             "experiment": self.name,
-            "cells": cells,
-            "break_even": None,
-            "break_even_reason": "no load was measured: give --rates",
+            "cells": [*idle, *loaded],
+            "break_even": break_even,
+            "break_even_reason": reason,
             "failed": failed,
         }
 
+    def _slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
+        """The SLO of a cell under load; an automatic one comes from the idle cell of its length."""
+        alike = [
+            each
+            for each in run.cells
+            if each.parameters == {**{k: v for k, v in cell.parameters.items() if k != "rate"}, "load": "idle"}
+        ]
+        return slo_of(self.options.slo, run.rows_of(alike[0].cell) if alike else [])
+
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
-        """The waterfall of causes, the curves over length, prediction against measurement, KV widths, and a table."""
-        cells: list[Mapping[str, Any]] = summary["cells"]
+        """The waterfall of causes, the curves over length, prediction against measurement, attainment under load,
+        KV widths, and tables."""
+        cells: list[Mapping[str, Any]] = [cell for cell in summary["cells"] if cell["load"] == "idle"]
+        loaded: list[Mapping[str, Any]] = [cell for cell in summary["cells"] if cell["load"] != "idle"]
+        setup = setup_of(run, _METHOD)
+        if loaded:
+            setup.append(
+                ("load", f"Poisson arrivals, {self.options.duration_s:g} s per mode and round, each mode alone")
+            )
+            for length in sorted({cell["prompt_len"] for cell in loaded}):
+                limits_ms = next(cell["slo_ms"] for cell in loaded if cell["prompt_len"] == length)
+                if limits_ms:
+                    setup.append((f"SLO, {length} tokens", slo_text(limits_ms)))
         report = Report(
             title="What disaggregation adds to TTFT",
             question=self.question,
-            answer=_answer(cells),
-            setup=setup_of(run, _METHOD),
-            caveats=_caveats(cells),
+            answer=" ".join(filter(None, (_answer(cells), _answer_under_load(summary, loaded)))),
+            setup=setup,
+            caveats=[*_caveats(cells, bool(loaded)), *load_caveats(loaded)],
             failures=summary["failed"],
         )
-        idle = [cell for cell in cells if not cell.get("width")]
+        idle = [cell for cell in cells if _plain(cell)]
         if idle:
             report.blocks += [plots.waterfall_of_causes(_headline(idle)), plots.over_length(idle)]
             if any(cell["predicted_ms"] is not None for cell in idle):
                 report.blocks.append(plots.predicted_and_achieved(idle))
             report.blocks.append(plots.three_times(idle))
+        late = [cell for cell in cells if cell.get("first_token") == "decode"]
+        if idle and late:
+            report.blocks.append(plots.first_tokens(_headline(idle), late[0]))
+        if any(cell["slo_ms"] for cell in loaded):
+            report.blocks.append(plots.attainment_over_rate(loaded))
         widths = [cell for cell in cells if cell.get("width")]
         if len(widths) > 1:
             report.blocks.append(plots.over_width(widths))
-        report.blocks.append(_table(cells))
+        if cells:
+            report.blocks.append(_table(cells))
+        if loaded:
+            report.blocks.append(_load_table(loaded))
         return report
+
+
+def _nearest(lengths: Sequence[int]) -> int:
+    return min(lengths, key=lambda each: abs(each - _HEADLINE_LEN))
+
+
+def _plain(cell: Mapping[str, Any]) -> bool:
+    """Whether an idle cell belongs to the comparison of lengths, transports and overlaps."""
+    return "width" not in cell and "first_token" not in cell
+
+
+def _break_even(loaded: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+    """The smallest prompt length, and there the smallest rate, that only pd sustains; or None and why there is none."""
+    judged = sorted((cell for cell in loaded if cell["slo_ms"]), key=lambda cell: (cell["prompt_len"], cell["rate"]))
+    if not judged:
+        reason = "there is no SLO: the idle cells were not measured" if loaded else "no load was measured: give --rates"
+        return None, reason
+    for cell in judged:
+        if sustains(cell, PD) and not sustains(cell, COLOCATED):
+            attainment = {arm: cell["attainment"][arm]["mean"] for arm in (PD, COLOCATED)}
+            keys = ("cell", "prompt_len", "rate", "slo_ms")
+            return {**{key: cell[key] for key in keys}, "attainment": attainment}, None
+    share = f"{100 * ATTAINMENT:.0f} %"
+    if all(sustains(cell, COLOCATED) for cell in judged):
+        return None, f"colocated met the SLO for {share} of the requests at every load that was measured"
+    if not any(sustains(cell, PD) for cell in judged):
+        return None, f"pd met the SLO for {share} of the requests at no load that was measured"
+    return None, f"wherever pd met the SLO for {share} of the requests, colocated did as well"
 
 
 def _layout_facts(status: ServiceStatus) -> dict[str, Any]:
@@ -328,11 +488,11 @@ def _headline(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     first = [
         cell for cell in cells if (cell["transport"], cell["overlap"]) == (cells[0]["transport"], cells[0]["overlap"])
     ]
-    return min(first, key=lambda cell: abs(cell["prompt_len"] - 512))
+    return min(first, key=lambda cell: abs(cell["prompt_len"] - _HEADLINE_LEN))
 
 
 def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
-    idle = [cell for cell in cells if not cell.get("width")] or cells
+    idle = [cell for cell in cells if _plain(cell)] or cells
     if not idle:
         return "No pair of requests was completed."
     cell = _headline(idle)
@@ -346,8 +506,27 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    caveats = ["An idle service has no queues: what disaggregation saves or costs under load is not in these figures."]
+def _answer_under_load(summary: Mapping[str, Any], loaded: Sequence[Mapping[str, Any]]) -> str:
+    if not loaded:
+        return ""
+    found = summary["break_even"]
+    if found is None:
+        return f"Under load no break-even was found: {summary['break_even_reason']}."
+    shares = {arm: f"{100 * share:.0f} %" for arm, share in found["attainment"].items()}
+    return (
+        f"Under load it pays from prompts of {found['prompt_len']} tokens at {found['rate']:g} requests/s: there "
+        f"{shares[PD]} of the disaggregated requests meet the SLO ({slo_text(found['slo_ms'])}), and "
+        f"{shares[COLOCATED]} of the colocated ones."
+    )
+
+
+def _caveats(cells: Sequence[Mapping[str, Any]], loaded: bool) -> list[str]:
+    caveats = ["An idle service has no queues: what disaggregation saves or costs under load is not in the idle cells."]
+    if loaded:
+        caveats.append(
+            "The gap between token 1 and token 2 includes the hand-off, so in pd the SLO of the gaps limits the "
+            "hand-off as well."
+        )
     if cells:
         error_ms = max(cell["clock_error_ms"] for cell in cells)
         caveats.append(
@@ -382,4 +561,35 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
                 "yes" if cell["tokens_equal"] else "NO",
             )
         )
-    return TableBlock("All cells", header, rows, "KV bytes per request; the ceiling is the best rate of the link so far.")
+    return TableBlock(
+        "All idle cells", header, rows, "KV bytes per request; the ceiling is the best rate of the link so far."
+    )
+
+
+def _load_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
+    header = ("cell", "requests per arm", "added ttft, ms", "added ttft_decode, ms", "SLO met pd, %",
+              "SLO met colocated, %", "goodput pd, 1/s", "goodput colocated, 1/s", "failed pd, colocated",
+              "lag p99 pd, colocated, ms")  # fmt: skip
+    rows = []
+    for cell in cells:
+        added = [cell["added_ttft_ms"][figure.value] for figure in Figure]
+        met = [cell["attainment"][arm] for arm in (PD, COLOCATED)]
+        good = [cell["goodput_rps"][arm] for arm in (PD, COLOCATED)]
+        lags = [cell["lag"][arm] for arm in (PD, COLOCATED)]
+        rows.append(
+            (
+                cell["cell"],
+                str(cell["n"]),
+                *(
+                    "–" if each is None else f"{each['mean']:+.1f} [{each['lo']:.1f}, {each['hi']:.1f}]"
+                    for each in added
+                ),
+                *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
+                *("–" if each is None else f"{each['mean']:.2f}" for each in good),
+                ", ".join(str(cell["errors"][arm]) for arm in (PD, COLOCATED)),
+                ", ".join("–" if lag is None else f"{lag['p99_ms']:.1f}" for lag in lags),
+            )
+        )
+    return TableBlock(
+        "Under load", header, rows, "Added: difference of the arms' means, disaggregated minus colocated."
+    )

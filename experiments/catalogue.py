@@ -1,15 +1,42 @@
-"""The experiments by name."""
+"""The experiments and other kinds of runs by name."""
 
 from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
-from experiments.experiment import Experiment
+from experiments.batching import Batching
+from experiments.bench.run import BenchRun
+from experiments.chunked_prefill import ChunkedPrefill
+from experiments.experiment import Experiment, RunKind
+from experiments.goodput import Goodput
+from experiments.interference import Interference
 from experiments.prefix import Prefix
 from experiments.primer import Primer
+from experiments.sweep import Sweep
 from experiments.transport import Transport
 from pdserve.core.errors import InvalidRequest
 
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, Primer, Prefix, Transport)
+EXPERIMENTS: tuple[type[Experiment], ...] = (
+    AddedTtft,
+    Goodput,
+    Primer,
+    Prefix,
+    Interference,
+    ChunkedPrefill,
+    Batching,
+    Transport,
+)
+
+
+RUN_KINDS: tuple[type[RunKind], ...] = (*EXPERIMENTS, Sweep, BenchRun)
+"""Everything that writes a run folder."""
+
+
+def kind_of(name: str) -> type[RunKind]:
+    """The kind of run called ``name``. InvalidRequest if there is none."""
+    for each in RUN_KINDS:
+        if each.name == name:
+            return each
+    raise InvalidRequest(f"experiment: {name!r} is none of {', '.join(each.name for each in RUN_KINDS)}")
 
 
 def experiment_of(name: str) -> type[Experiment]:

@@ -72,7 +72,8 @@ async def _linked_status(target: str) -> ServiceStatus:
     async with AsyncClient(target) as client:
         for _ in range(round(_LINK_TIMEOUT_S / 0.1)):
             status = await client.status()
-            if all(worker.links for worker in status.workers if worker.role == "prefill"):
+            roles = {worker.role for worker in status.workers}
+            if len(roles) < 2 or all(worker.links for worker in status.workers if worker.role == "prefill"):
                 break
             await asyncio.sleep(0.1)
         return status

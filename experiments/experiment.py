@@ -89,11 +89,14 @@ class Bench:
         advance: Callable[[int], None],
         *,
         attached: bool = False,
+        earlier: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """``attached``: the service was there before the experiment and serves others as well."""
+        """``attached``: the service was there before the experiment and serves others as well. ``earlier``: the facts
+        of the cells that finished before this one, by name; a resumed run has them as well."""
         self.cell = cell
         self.target = target
         self.attached = attached
+        self.earlier = dict(earlier or {})
         self.facts: dict[str, Any] = {}
         self.advance = advance
         self._record = record
@@ -106,7 +109,10 @@ class Bench:
 
     def record(self, generation: Generation | None, error: PdserveError | None = None, **place: Any) -> RequestRow:
         """Write the row of a request of this cell. ``place`` has at least ``arm``, ``repeat`` and ``index``."""
-        row = RequestRow.of(generation, error, cell=self.cell.name, **place)
+        return self.write(RequestRow.of(generation, error, cell=self.cell.name, **place))
+
+    def write(self, row: RequestRow) -> RequestRow:
+        """Write a row that has no `Generation`, such as that of a request that the experiment ended early."""
         self._record(row)
         return row
 
@@ -127,17 +133,30 @@ class Bench:
         asyncio.run(measuring(self))
 
 
-class Experiment(ABC):
-    """One question, and the way to its answer."""
+class RunKind(ABC):
+    """A kind of run folder: how summary and report follow from its raw data."""
 
     name: ClassVar[str]
     """Of the command and of the results folder."""
     question: ClassVar[str]
-    """What the experiment answers, in one sentence."""
+    """What it answers, in one sentence."""
     options_type: ClassVar[type[Options]]
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    @abstractmethod
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """The figures of ``summary.json``, from the raw data of the finished cells alone. The key ``failed``, if there,
+        lists what makes the run fail (a token or byte that differs)."""
+
+    @abstractmethod
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """The report: answer, pictures, tables, caveats."""
+
+
+class Experiment(RunKind):
+    """One question, and the way to its answer."""
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -147,12 +166,3 @@ class Experiment(ABC):
     @abstractmethod
     async def measure(self, bench: Bench) -> None:
         """Measure ``bench.cell``: write rows and facts."""
-
-    @abstractmethod
-    def summarise(self, run: RunData) -> dict[str, Any]:
-        """The figures of ``summary.json``, from the raw data of the finished cells alone. The key ``failed``, if there,
-        lists what makes the experiment fail (a token or byte that differs)."""
-
-    @abstractmethod
-    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
-        """The report: answer, pictures, tables, caveats."""

@@ -67,12 +67,16 @@ class Lag:
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Lag | None:
         """The lag of ``outcomes``; None if there are none."""
-        if not outcomes:
+        return cls.between([each.scheduled_s for each in outcomes], [each.sent_s for each in outcomes])
+
+    @classmethod
+    def between(cls, scheduled_s: Sequence[float], sent_s: Sequence[float]) -> Lag | None:
+        """The lag of requests of one load, given when each was due and when it was sent; None without requests."""
+        if not scheduled_s:
             return None
-        lags_ms = [outcome.lag_s * 1e3 for outcome in outcomes]
+        lags_ms = [(sent - due) * 1e3 for due, sent in zip(scheduled_s, sent_s, strict=True)]
         p50_ms, p99_ms = (float(value) for value in np.percentile(lags_ms, (50, 99)))
-        scheduled_s = [outcome.scheduled_s for outcome in outcomes]
-        gaps = max(1, len(outcomes) - 1)
+        gaps = max(1, len(scheduled_s) - 1)
         gap_ms = (max(scheduled_s) - min(scheduled_s)) * 1e3 / gaps
         limit_ms = min(LAG_LIMIT_MS, max(TIMER_MS, LAG_LIMIT_OF_GAP * gap_ms))
         return cls(p50_ms, p99_ms, max(lags_ms), p99_ms > limit_ms)

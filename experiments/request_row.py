@@ -23,7 +23,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """A request of a run.
 
     ``cell`` names the combination of parameters it belongs to, ``arm`` the side of the comparison, ``repeat`` and
-    ``index`` its place there: rows of two arms with the same cell, repeat, index and turn had the same prompt.
+    ``index`` its place there: rows of two arms with the same cell, kind, repeat, index and turn had the same prompt.
+    ``kind`` is the part that the request plays in its arm, where requests of one arm play different parts.
     ``scheduled_s`` and ``sent_s`` count from the start of the cell; a difference means that the load generator was
     late. Latencies are the client's own, in milliseconds; ``stages_ms`` has the breakdown of each figure.
     ``token_hash`` identifies the generated tokens. A failed request has ``error`` (class and message) and neither
@@ -34,6 +35,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     repeat: int
     index: int
     turn: int = 0
+    kind: str = ""
     scheduled_s: float = 0.0
     sent_s: float = 0.0
     error: str | None = None

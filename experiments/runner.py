@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from experiments import environment
 from experiments.deployment import Deployment
-from experiments.experiment import Bench, Cell, Experiment
+from experiments.experiment import Bench, Cell, Experiment, Options, RunKind
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RunFolder
 from pdserve.client.status import ServiceStatus
@@ -78,12 +78,20 @@ def run_experiment(
     return Outcome(folder, summary, interrupted, list(summary.get("failed", ())))
 
 
-def redraw(experiment: Experiment, folder: RunFolder) -> dict[str, Any]:
+def options_of(kind: type[RunKind], folder: RunFolder) -> Options:
+    """The options with which the run in ``folder`` was made."""
+    _, saved = folder.config
+    return kind.options_type.choose(
+        {key: value for key, value in saved.items() if key in kind.options_type.model_fields}
+    )
+
+
+def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
     """Compute the summary and draw the report from the raw data of ``folder``, without a service."""
     run = folder.load()
-    summary = experiment.summarise(run)
+    summary = kind.summarise(run)
     folder.write_summary(summary)
-    report: Report = experiment.report(run, summary)
+    report: Report = kind.report(run, summary)
     machine = run.environment.get("machine", {})
     footer = (
         f"pdserve {machine.get('pdserve', '')}, commit {machine.get('commit') or 'unknown'}; {folder.path.name}; "
@@ -108,7 +116,8 @@ def _run_cell(
         deployment.stop()  # a cell without a service measures the machine alone
         _note_environment(experiment, folder, None)
     progress.cell(cell)
-    bench = Bench(cell, target, folder.append, progress.advance, attached=deployment.attached)
+    earlier = {each.cell: each.facts for each in folder.load().cells}
+    bench = Bench(cell, target, folder.append, progress.advance, attached=deployment.attached, earlier=earlier)
     started_s = time.monotonic()
     bench.run(experiment.measure)
     duration_s = round(time.monotonic() - started_s, 3)

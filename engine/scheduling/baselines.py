@@ -1,10 +1,14 @@
-"""Baseline schedulers for experiments: static batches, and prompts that are never cut."""
+"""Baseline schedulers for experiments: static batches, prompts that are never cut, and contiguous reservation."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Literal
 
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from engine.scheduling.sequence import Sequence
@@ -100,6 +104,75 @@ class WholePrompts(Scheduler):
 
 class StaticWholePrompts(StaticBatching, WholePrompts):
     """Static batches of whole prompts."""
+
+
+class ContiguousBlocks(BlockManager):
+    """Blocks that are reserved as runs of successive numbers, as memory without paging has to be."""
+
+    def first_run(self, num_blocks: int) -> int | None:
+        """The first block of the lowest run of ``num_blocks`` free ones; None if there is none."""
+        return next((first for first, length in self._runs() if length >= num_blocks), None)
+
+    @property
+    def longest_run(self) -> int:
+        """Blocks of the longest run of free ones."""
+        return max((length for _, length in self._runs()), default=0)
+
+    def reserve(self, owner: Hashable, num_blocks: int) -> bool:
+        """Give the new ``owner`` a run of blocks. False, with nothing changed, if there is none that long."""
+        first = self.first_run(num_blocks)
+        if first is None:
+            return False
+        run = range(first, first + num_blocks)
+        self._free = [block for block in self._free if block not in run]
+        heapq.heapify(self._free)
+        self._owned[owner] = list(run)
+        for block in run:
+            self._owners[block] = 1
+        return True
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """The runs of free blocks, in order: first block and length."""
+        runs: list[tuple[int, int]] = []
+        for block in sorted(self._free):
+            if runs and sum(runs[-1]) == block:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((block, 1))
+        return runs
+
+
+class ContiguousReservation(Scheduler):
+    """Reserves the memory of a request's longest possible output when it admits the request, in one run of blocks: its
+    prompt and ``max_tokens``, or with ``whole_context`` as much as the longest request of the engine may have. So a
+    request never grows and is never preempted; what it does not use stays empty until it ends. There is no prefix
+    cache, because runs cannot share blocks. No option of the service selects it."""
+
+    blocks: ContiguousBlocks
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Clock,
+        connector: KVConnector | None = None,
+        *,
+        whole_context: bool = False,
+    ) -> None:
+        super().__init__(replace(config, prefix_caching=False), clock, connector)
+        self.blocks = ContiguousBlocks(config.num_blocks, config.block_size)
+        self._whole_context = whole_context
+
+    def _fits(self, seq: Sequence) -> bool:
+        return self.blocks.first_run(self._reservation(seq)) is not None
+
+    def _admit(self, head: Sequence) -> None:
+        self.blocks.reserve(head.arrival, self._reservation(head))
+        super()._admit(head)
+
+    def _reservation(self, seq: Sequence) -> int:
+        """How many blocks ``seq`` gets."""
+        tokens = self.config.max_model_len if self._whole_context else seq.num_prompt_tokens + seq.max_tokens
+        return min(self.blocks.blocks_for(tokens), self.config.num_blocks)
 
 
 def scheduler_class(batching: str, chunk_tokens: ChunkTokens) -> type[Scheduler]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.load import Load, Outcome
+from experiments.request_row import RequestRow
 from pdserve.client.generation import Generation
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
 from pdserve.core.request import Mode
@@ -87,16 +88,37 @@ class SLO:
             raise InvalidRequest("slo: is empty; write, for example, ttft=200,itl=50")
         return cls(limits_ms)
 
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        return ",".join(f"{key}={limit:g}" for key, limit in self.limits_ms.items())
+
     def met_by(self, generation: Generation) -> bool:
         """Whether the request met every limit."""
-        figures = {
-            "ttft": generation.ttft_ms,
-            "ttft_decode": generation.ttft_decode_ms,
-            "itl": float(np.percentile(generation.itl_ms, 99)) if generation.itl_ms else None,
-            "tpot": generation.tpot_ms,
-            "e2e": generation.total_ms,
+        return self._met(
+            generation.ttft_ms, generation.ttft_decode_ms, generation.itl_ms, generation.tpot_ms, generation.total_ms
+        )
+
+    def met_by_row(self, row: RequestRow) -> bool:
+        """Whether a recorded request succeeded and met every limit."""
+        return row.error is None and self._met(row.ttft_ms, row.ttft_decode_ms, row.itl_ms, row.tpot_ms, row.e2e_ms)
+
+    def _met(
+        self,
+        ttft: float | None,
+        ttft_decode: float | None,
+        itl: Sequence[float],
+        tpot: float | None,
+        e2e: float | None,
+    ) -> bool:
+        values = {
+            "ttft": ttft,
+            "ttft_decode": ttft_decode,
+            "itl": float(np.percentile(itl, 99)) if itl else None,
+            "tpot": tpot,
+            "e2e": e2e,
         }
-        return all((value := figures[key]) is None or value <= limit for key, limit in self.limits_ms.items())
+        return all((value := values[key]) is None or value <= limit for key, limit in self.limits_ms.items())
 
 
 def _milliseconds(value: str, part: str) -> float:

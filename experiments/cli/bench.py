@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from experiments.bench.bench import BenchPlan
     from experiments.bench.report import SLO, BenchReport, Distribution
+    from experiments.bench.run import BenchRecorder
 
 T = TypeVar("T")
 
@@ -95,6 +96,12 @@ def bench(
     timeout: Annotated[float | None, typer.Option(help="deadline of each request in seconds")] = None,
     target: TargetOption = DEFAULT_TARGET,
     as_json: JsonOption = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="folder in which bench/STAMP is made: raw data, summary and report, as of an experiment"),
+    ] = None,
+    save_result: Annotated[bool, typer.Option("--save-result", hidden=True)] = False,
+    result_dir: Annotated[Path | None, typer.Option(hidden=True)] = None,
     num_prompts: Annotated[int | None, typer.Option(hidden=True)] = None,
     request_rate: Annotated[float | None, typer.Option(hidden=True)] = None,
     dataset_name: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -116,10 +123,12 @@ def bench(
     An open loop sends at its own times. "lag" is how much later requests were really sent; latencies count from then.
 
     Ctrl-C ends the run and reports the requests that had finished (marked as partial, exit code 130); a second Ctrl-C
-    skips the count of leaked blocks.
+    skips the count of leaked blocks. With --output they are on disk as soon as they finish; `pdserve report DIR` draws
+    the report again.
 
     The options' names of `vllm bench serve` are understood as well: --num-prompts, --request-rate (inf: all at once),
-    --dataset-name, --random-input-len, --random-output-len, --random-prefix-len, --goodput ttft:200 tpot:50."""
+    --dataset-name, --random-input-len, --random-output-len, --random-prefix-len, --goodput ttft:200 tpot:50,
+    --save-result, --result-dir."""
     from experiments.bench.bench import BenchPlan, Pace
     from experiments.bench.report import arms_to_dict, parse_percentiles
     from experiments.workloads.catalog import WorkloadOptions
@@ -158,7 +167,10 @@ def bench(
         percentiles=parse_percentiles(percentiles),
     )
     plan.validate()
-    reports = asyncio.run(_run(target, plan))
+    into = _either("output", output, "result-dir", result_dir)
+    if into is None and save_result:
+        into = Path("results")
+    reports, page = asyncio.run(_run(target, plan, into))
     if as_json:
         print_json(reports[0].to_dict() if plan.loads == 1 else arms_to_dict(reports))
     else:
@@ -166,6 +178,8 @@ def bench(
         console.print(_latencies(reports))
         for line in _summary(reports):
             console.print(line, soft_wrap=True, markup=False)
+        if page is not None:
+            console.print(f"report      {page}", soft_wrap=True, markup=False)
     if any(report.partial for report in reports):
         raise typer.Exit(130)
     if any(report.failures for report in reports) or reports[-1].leaked_blocks != 0:
@@ -201,8 +215,9 @@ def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | 
     return SLO.parse(",".join(f"{_GOODPUT_KEYS.get(key, key)}={value}" for key, _, value in parts))
 
 
-async def _run(target: str, plan: BenchPlan) -> list[BenchReport]:
-    """Reports of the loads; the last one has the leaked blocks of all."""
+async def _run(target: str, plan: BenchPlan, into: Path | None) -> tuple[list[BenchReport], Path | None]:
+    """Reports of the loads, of which the last one has the leaked blocks of all; and the page of the run's folder, if
+    one is to be made in ``into``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from experiments.bench.bench import fitted, run_bench
@@ -222,6 +237,12 @@ async def _run(target: str, plan: BenchPlan) -> list[BenchReport]:
         before = await settled(client)
         plan = await fitted(client, plan, before)
         stop, hurry = asyncio.Event(), asyncio.Event()
+        recorder = None
+        if into is not None:
+            from experiments.bench.run import BenchRecorder
+
+            recorder = BenchRecorder(into, plan, target)
+            recorder.begin(before)
 
         def interrupted() -> None:
             stop.set()
@@ -235,11 +256,25 @@ async def _run(target: str, plan: BenchPlan) -> list[BenchReport]:
             def on_done(outcome: Outcome) -> None:
                 nonlocal failed
                 failed += outcome.error is not None
+                if recorder is not None:
+                    recorder.record(outcome)
                 progress.update(task, advance=1, failed=f"[red]{failed} failed[/]" if failed else "")
 
             reports = await run_bench(client, plan, before, on_done, stop)
             leaked = await _unless(hurry, leaked_blocks(client, before))
-        return [*reports[:-1], replace(reports[-1], leaked_blocks=leaked)]
+        reports = [*reports[:-1], replace(reports[-1], leaked_blocks=leaked)]
+        return reports, None if recorder is None else _draw(recorder, reports)
+
+
+def _draw(recorder: BenchRecorder, reports: Sequence[BenchReport]) -> Path:
+    """The page of the recorded run."""
+    from experiments.bench.run import BenchRun
+    from experiments.report.page import PAGE
+    from experiments.runner import options_of, redraw
+
+    recorder.finish(reports)
+    redraw(BenchRun(options_of(BenchRun, recorder.folder)), recorder.folder)
+    return recorder.folder.path / PAGE
 
 
 @contextmanager

@@ -11,12 +11,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 import yaml
 
-from experiments.catalogue import EXPERIMENTS, experiment_of
+from experiments.catalogue import EXPERIMENTS, kind_of
 from experiments.cli.progress import RunProgress
-from experiments.experiment import Experiment, Options
+from experiments.experiment import Experiment, Options, RunKind
 from experiments.report.page import PAGE
 from experiments.run_folder import RunFolder
-from experiments.runner import Outcome, redraw, run_experiment
+from experiments.runner import Outcome, options_of, redraw, run_experiment
+from experiments.series import FINISHED, Series, SeriesPlan
+from experiments.sweep import Sweep, SweepOptions
 from ops.cli.options import print_json, stderr_console, stdout_console
 from pdserve.core.errors import InvalidRequest
 
@@ -50,36 +52,48 @@ _COMMON = {
 
 def run_command(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Run an experiment from its command's options; ends with exit code 1 if it failed and 130 after Ctrl-C."""
-    settings = _settings(common["set_"])
-    if common["resume"] is not None:
-        clash = [name for name, value in {**given, "quick": common["quick"] or None}.items() if value is not None]
-        if clash:
-            raise InvalidRequest(f"--{clash[0].replace('_', '-')}: a resumed run keeps its options; leave it out")
-        folder = RunFolder.open(common["resume"], "--resume")
-        name, saved = folder.config
-        if name != kind.name:
-            raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
-        target, config, settings = saved.pop("target"), saved.pop("config"), saved.pop("settings")
-        options = kind.options_type.choose(saved)
-    else:
-        options = kind.options_type.choose(given, common["quick"])
-        target, config = common["target"], common["config"]
-        run_options = {"target": target, "config": str(config) if config else None, "settings": settings}
-        folder = RunFolder.create(common["output"], kind.name, {**options.model_dump(mode="json"), **run_options})
-    console = stderr_console()
-    with RunProgress(console, kind.name) as progress:
+    if common["resume"] is None:
+        _run(kind, kind.options_type.choose(given, common["quick"]), common)
+        return
+    _no_options_with_resume({**given, "quick": common["quick"] or None})
+    _resume(kind, common)
+
+
+def _no_options_with_resume(given: Mapping[str, Any]) -> None:
+    clash = [name for name, value in given.items() if value is not None]
+    if clash:
+        raise InvalidRequest(f"--{clash[0].replace('_', '-')}: a resumed run keeps its options; leave it out")
+
+
+def _run(kind: type[Experiment], options: Options, common: Mapping[str, Any]) -> None:
+    target, config, settings = common["target"], common["config"], parse_settings(common["set_"])
+    run_options = {"target": target, "config": str(config) if config else None, "settings": settings}
+    folder = RunFolder.create(common["output"], kind.name, {**options.model_dump(mode="json"), **run_options})
+    _measure(kind(options), folder, run_options, common["as_json"])
+
+
+def _resume(kind: type[Experiment], common: Mapping[str, Any]) -> None:
+    folder = RunFolder.open(common["resume"], "--resume")
+    name, saved = folder.config
+    if name != kind.name:
+        raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
+    _measure(kind(options_of(kind, folder)), folder, saved, common["as_json"])
+
+
+def _measure(experiment: Experiment, folder: RunFolder, run_options: Mapping[str, Any], as_json: bool) -> None:
+    with RunProgress(stderr_console(), experiment.name) as progress:
         outcome = run_experiment(
-            kind(options),
+            experiment,
             folder,
             progress,
-            target=target,
-            config=Path(config) if config else None,
-            settings=settings,
+            target=run_options["target"],
+            config=Path(run_options["config"]) if run_options["config"] else None,
+            settings=run_options["settings"],
         )
-    _finish(kind, outcome, common["as_json"])
+    _finish(type(experiment), outcome, as_json)
 
 
-def _finish(kind: type[Experiment], outcome: Outcome, as_json: bool) -> None:
+def _finish(kind: type[RunKind], outcome: Outcome, as_json: bool) -> None:
     folder = outcome.folder
     console = stdout_console()
     if outcome.summary is not None:
@@ -101,24 +115,17 @@ def _finish(kind: type[Experiment], outcome: Outcome, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def options_of(kind: type[Experiment], folder: RunFolder) -> Options:
-    """The options with which the run in ``folder`` was made."""
-    _, saved = folder.config
-    return kind.options_type.choose(
-        {key: value for key, value in saved.items() if key in kind.options_type.model_fields}
-    )
-
-
 def redraw_run(folder: Path, as_json: bool) -> None:
     """Compute and draw a run again; ends with exit code 1 if it had failed."""
     run = RunFolder.open(folder)
     name, _ = run.config
-    kind = experiment_of(name)
+    kind = kind_of(name)
     summary = redraw(kind(options_of(kind, run)), run)
     _finish(kind, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
 
 
-def _settings(pairs: list[str] | None) -> dict[str, Any]:
+def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
+    """The ``KEY=VALUE`` of ``--set``; InvalidRequest names one that is wrong."""
     settings: dict[str, Any] = {}
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
@@ -170,8 +177,76 @@ def _option(kind: type[Experiment], name: str) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
     return (",".join(map(str, value)) or "none") if isinstance(value, tuple | list) else str(value)
 
 
 for each in EXPERIMENTS:
     app.command(each.name, help=each.question)(_command(each))
+
+
+@app.command("sweep", help=f"{Sweep.question} The combinations are listed in a YAML file.")
+def sweep(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="what to vary, see docs/experiments/sweep.md")
+    ] = None,
+    target: _Target = None,
+    output: _Output = DEFAULT_OUTPUT,
+    resume: _Resume = None,
+    config: _Config = None,
+    set_: _Set = None,
+    as_json: _Json = False,
+) -> None:
+    """See the help."""
+    common = {"target": target, "output": output, "resume": resume, "config": config, "set_": set_, "as_json": as_json}
+    if resume is not None:
+        _no_options_with_resume({"file": file})
+        _resume(Sweep, common)
+    elif file is None:
+        raise InvalidRequest("FILE: give the file that lists what to vary, or --resume DIR")
+    else:
+        _run(Sweep, SweepOptions.read(file), common)
+
+
+@app.command("all")
+def run_all(
+    only: Annotated[str | None, typer.Option(help="run these experiments only (names with commas)")] = None,
+    target: _Target = None,
+    output: _Output = DEFAULT_OUTPUT,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="go on with the interrupted series in this folder")
+    ] = None,
+    quick: _Quick = False,
+    model: Annotated[str | None, typer.Option(help="model of the services that are started")] = None,
+    config: _Config = None,
+    set_: _Set = None,
+    as_json: _Json = False,
+) -> None:
+    """Run all experiments one after the other, and write an index page that links their reports.
+
+    An experiment that fails does not end the series. Exit code 1 if one failed, 130 after Ctrl-C."""
+    if resume is not None:
+        given = {"only": only, "target": target, "quick": quick or None, "model": model, "config": config, "set": set_}
+        _no_options_with_resume(given)
+        series = Series.open(resume)
+    else:
+        names = None if only is None else [part.strip() for part in only.split(",") if part.strip()]
+        plan = SeriesPlan(
+            Series.names(names), quick, model, target, str(config) if config else None, parse_settings(set_)
+        )
+        series = Series.create(output, plan)
+    console = stderr_console()
+    interrupted = series.run(lambda name: RunProgress(console, name))
+    if as_json:
+        print_json({"folder": str(series.path), "experiments": series.states()})
+    else:
+        out = stdout_console()
+        for state in series.states():
+            out.print(f"{state['name']}: {state['state']}", markup=False, soft_wrap=True)
+        out.print(f"index  {series.path / 'index.html'}", markup=False, soft_wrap=True)
+    if interrupted:
+        console.print(f"interrupted; go on with: pdserve experiment all --resume {series.path}", soft_wrap=True)
+        raise typer.Exit(130)
+    if any(state["state"] != FINISHED for state in series.states()):
+        raise typer.Exit(1)

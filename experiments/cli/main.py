@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from experiments.cli import bench, experiment
+from experiments.cli import bench, compare, experiment, plot
 from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, up
 from ops.cli import list as list_command
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
@@ -30,6 +30,8 @@ app.command("generate")(generate.generate)
 app.command("bench", context_settings=bench.MORE_ARGUMENTS)(bench.bench)
 app.add_typer(experiment.app, name="experiment")
 app.command("report")(experiment.report)
+app.command("compare")(compare.compare)
+app.command("plot")(plot.plot)
 app.command("demo")(demo.demo)
 app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)

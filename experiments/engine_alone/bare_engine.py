@@ -58,6 +58,15 @@ class BareEngine:
             times.append(self._step_s(seqs))
         return times[warm_steps:]
 
+    def prefill_steps_s(self, batch: int, tokens: int, context: int, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` equal steps that compute ``tokens`` tokens of each of ``batch`` prompts, after
+        ``context`` others."""
+        tables = block_tables(batch, context + tokens)
+        return [
+            self._step_s([self._part(str(i), context, tokens, table) for i, table in enumerate(tables)])
+            for _ in range(steps)
+        ]
+
     def mixed_s(self, chunk: int, batch: int, context: int) -> float:
         """Seconds of a step with ``chunk`` tokens of a prompt, and one token for each of ``batch`` requests, all after
         ``context`` tokens."""

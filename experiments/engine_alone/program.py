@@ -7,7 +7,7 @@ JSON objects to its standard output, one a line, each with ``kind``:
 ``engine``   first: the engine's device, dtype, core, chunk, the arithmetic of its model, and the last-level cache
 ``warm``     a step of the warm-up is done
 ``ceilings`` the device's product rate and read rate, measured between the samples of each repeat
-``sample``   one measurement; see `_cache`, `_profile`, `_prefill` and `_decode`
+``sample``   one measurement; see `_cache`, `_profile`, `_prefill`, `_decode` and `_steps`
 ``failed``   instead of the rest: ``error`` and ``message``
 ============ =========================================================================================================
 """
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from experiments.engine_alone.step_case import StepCase
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.process import end_with_parent
 
@@ -42,12 +43,13 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure, ``repeats`` times. ``part`` decides which of the other fields count: ``cache`` and ``profile``
     generate ``output_len`` tokens after ``prompt_len`` (``cache`` also without a KV cache), ``prefill`` computes
-    prompts of ``lengths``, ``decode`` makes steps of ``batches`` at ``context``. ``core``: None on a GPU."""
+    prompts of ``lengths``, ``decode`` makes steps of ``batches`` at ``context``, ``steps`` makes those of ``cases``.
+    ``core``: None on a GPU."""
 
     model: str
     device: str
     core: int | None
-    part: Literal["cache", "profile", "prefill", "decode"]
+    part: Literal["cache", "profile", "prefill", "decode", "steps"]
     repeats: int
     seed: int
     prompt_len: int = 0
@@ -55,6 +57,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
     context: int = 0
+    cases: tuple[StepCase, ...] = ()
 
 
 def main() -> None:
@@ -83,8 +86,10 @@ def _run(task: Task) -> None:
     num_blocks = max(
         blocks_for(1, max((task.prompt_len + task.output_len, *task.lengths))),
         blocks_for(max(task.batches, default=0), task.context + WARM_STEPS + STEPS),
+        *(blocks_for(case.batch, case.context + max(case.tokens, WARM_STEPS + STEPS)) for case in task.cases),
     )
-    engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=max((64, *task.batches)))
+    most_seqs = max((64, *task.batches, *(case.batch for case in task.cases)))
+    engine = BareEngine(task.model, task.device, num_blocks=num_blocks, max_num_seqs=most_seqs)
     dtype = engine.ready.layout.dtype
     _write(
         "engine",
@@ -97,7 +102,8 @@ def _run(task: Task) -> None:
         last_cache_bytes=_last_cache_bytes() if task.device == "cpu" else 0,
     )
     ceilings = Ceilings(torch.device(task.device), TORCH_DTYPES[dtype])
-    measure = {"cache": _cache, "profile": _profile, "prefill": _prefill, "decode": _decode}[task.part]
+    measures = {"cache": _cache, "profile": _profile, "prefill": _prefill, "decode": _decode, "steps": _steps}
+    measure = measures[task.part]
     for repeat in range(-1, task.repeats):  # the first one is the warm-up
         if repeat >= 0:
             _write_ceilings(ceilings)
@@ -137,6 +143,17 @@ def _decode(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, A
     for batch in _order(task.batches, repeat):
         steps = engine.decode_steps_s(batch, task.context, WARM_STEPS, STEPS)
         yield {"batch": batch, "time_s": statistics.median(steps)}
+
+
+def _steps(task: Task, engine: BareEngine, repeat: int) -> Iterator[dict[str, Any]]:
+    """``case``, an index of ``task.cases``, and ``time_s``, the median of a few steps."""
+    for index in _order(tuple(range(len(task.cases))), repeat):
+        case = task.cases[index]
+        if case.kind == "decode":
+            steps = engine.decode_steps_s(case.batch, case.context, WARM_STEPS, STEPS)
+        else:
+            steps = engine.prefill_steps_s(case.batch, case.tokens, case.context, 2)
+        yield {"case": index, "time_s": statistics.median(steps)}
 
 
 def _order(values: tuple[int, ...], repeat: int) -> tuple[int, ...]:

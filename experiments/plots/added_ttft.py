@@ -170,6 +170,61 @@ def over_width(cells: Sequence[Cell]) -> Picture:
     )
 
 
+def first_tokens(usual: Cell, late: Cell) -> Picture:
+    """Added ``ttft`` and ``ttft_decode`` with both settings of ``router.first_token``."""
+    figure = style.canvas(width_in=6.4, height_in=3.6)
+    axes = figure.axes[0]
+    for number, (name, cell) in enumerate((("prefill", usual), ("decode", late))):
+        points = [Interval.from_dict(cell["added_ttft_ms"][each.value]) for each in Figure]
+        axes.errorbar(
+            [row + 0.14 * (2 * number - 1) for row in range(len(points))],
+            [point.mean for point in points],
+            yerr=[[p.mean - p.lo for p in points], [p.hi - p.mean for p in points]],
+            color=style.PALETTE[number], marker=style.MARKERS[number], markersize=7, capsize=4, linestyle="none",
+            label=f"router.first_token: {name}",
+        )  # fmt: skip
+    axes.axhline(0, color=style.FAINT, linewidth=0.8)
+    axes.set_xticks(range(len(Figure)), ["token 1 (ttft)", "token 2 (ttft_decode)"])
+    axes.set_xlim(-0.5, len(Figure) - 0.5)
+    style.label(axes, x="", y="added, ms")
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return Picture(
+        "first_tokens",
+        f"Who sends token 1 ({usual['prompt_len']} tokens, {usual['transport']})",
+        "With prefill, the client gets token 1 as soon as it is sampled. With decode, it gets token 1 once the KV has "
+        "arrived, as in services that discard prefill's token: then token 1 pays for the hand-off.",
+        figure,
+        "Added latency of token 1 and token 2 with both settings",
+    )
+
+
+def attainment_over_rate(cells: Sequence[Cell]) -> Picture:
+    """The share of requests that met the SLO over the rate, both arms, a panel per prompt length."""
+    lengths = sorted({cell["prompt_len"] for cell in cells})
+    figure = style.canvas(columns=len(lengths), width_in=max(6.0, 4.2 * len(lengths)), height_in=3.8, sharey=True)
+    for axes, length in zip(figure.axes, lengths, strict=True):
+        series = sorted((c for c in cells if c["prompt_len"] == length), key=lambda cell: cell["rate"])
+        rates = [cell["rate"] for cell in series]
+        style.attainment(axes, rates, {
+            name: [cell["attainment"][arm] for cell in series]
+            for arm, name in (("pd", "disaggregated"), ("colocated", "colocated"))
+        })  # fmt: skip
+        first = axes is figure.axes[0]
+        style.label(
+            axes, x="offered load, requests/s", y="requests that meet the SLO, %" if first else "",
+            title=f"{length} tokens",
+        )  # fmt: skip
+    style.legend(figure.axes[0])
+    return Picture(
+        "attainment",
+        "How many requests meet the SLO under load",
+        "Share of all requests, with 95 % intervals; failed requests miss the SLO. The dashed line is the 90 % above "
+        "which an arm sustains the load.",
+        figure,
+        "Line plots of attainment over the offered load",
+    )
+
+
 def _series(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     series: dict[str, list[Cell]] = {}
     for cell in cells:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 INK, FAINT, GRID = "#1d2733", "#5f6b7a", "#e6e8eb"
@@ -57,3 +57,34 @@ def plain_ticks(axes: Any, values: Sequence[float], which: str = "x") -> None:
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def attainment(axes: Any, rates: Sequence[float], arms: Mapping[str, Sequence[Mapping[str, Any] | None]]) -> None:
+    """The share of requests that met an SLO over the rate. ``arms``: by name (disaggregated, colocated) the intervals,
+    None where there is none."""
+    colors = {"disaggregated": PD, "colocated": COLOCATED}
+    for number, (name, intervals) in enumerate(arms.items()):
+        known = [(rate, each) for rate, each in zip(rates, intervals, strict=True) if each is not None]
+        axes.errorbar(
+            [rate for rate, _ in known],
+            [100 * each["mean"] for _, each in known],
+            yerr=[
+                [100 * (each["mean"] - each["lo"]) for _, each in known],
+                [100 * (each["hi"] - each["mean"]) for _, each in known],
+            ],
+            color=colors.get(name, PALETTE[(number + 2) % len(PALETTE)]),
+            marker=MARKERS[number % len(MARKERS)],
+            linestyle="-" if name != "colocated" else (0, (5, 2)),
+            markersize=5, capsize=3, linewidth=1.6, label=name,
+        )  # fmt: skip
+    axes.axhline(90, color=FAINT, linewidth=0.9, linestyle=(0, (3, 3)))
+    axes.set_ylim(-4, 104)
+    rate_axis(axes, rates)
+
+
+def rate_axis(axes: Any, rates: Sequence[float]) -> None:
+    """Ticks at the measured rates: logarithmic if they span more than a factor of 8."""
+    chosen = sorted(set(rates))
+    if chosen and chosen[-1] > 8 * chosen[0]:
+        axes.set_xscale("log")
+    plain_ticks(axes, chosen)

@@ -102,6 +102,18 @@ def test_ctrl_c_in_bench_reports_what_had_finished(service: ScriptedService) -> 
         assert word in out
 
 
+def test_ctrl_c_in_bench_keeps_the_rows_and_the_report(service: ScriptedService, tmp_path: Path) -> None:
+    with interrupted_bench(service, "--output", str(tmp_path)) as bench:
+        service.servicer.free_blocks += 2
+        bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    (folder,) = (tmp_path / "bench").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["partial"]
+    assert summary["arms"]["auto"]["requests"] == len((folder / "requests.jsonl").read_text().splitlines()) >= 16
+    assert "was interrupted" in (folder / "report.html").read_text()
+
+
 def test_a_second_ctrl_c_waits_for_nothing(service: ScriptedService) -> None:
     with interrupted_bench(service, "--json") as bench:
         bench.send_signal(signal.SIGINT)

@@ -1,0 +1,577 @@
+"""``pdserve experiment batching``: what batches are worth, who joins them, and how memory limits them.
+
+Three parts, each in cells of its own:
+
+- *Steps.* The time of single decode and prefill steps over the batch size, measured on the engine alone.
+- *Pool.* Blocks as needed against contiguous reservation. There is no engine without paging here, so this part is a
+  simulation: the real scheduler in virtual time, with step times from a cost model that is fitted to the measured steps
+  of the same run.
+- *Joining.* Continuous against static batching, on services with one worker that are the same apart from it: once with
+  open-loop arrivals, for latencies, and once with all requests at the same time, for throughput."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from engine.scheduling.scheduler import SchedulerConfig
+from engine.spec import DEFAULT_BLOCK_SIZE
+from experiments.engine_alone.process import measurements
+from experiments.engine_alone.program import Task
+from experiments.engine_alone.step_case import StepCase
+from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.load import run_load
+from experiments.neighbours import Tail, passes
+from experiments.plots import batching as plots
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequest, simulate
+from experiments.statistics import Interval, mean_interval, percentile
+from experiments.workloads.arrivals import all_at_once, random_arrivals
+from experiments.workloads.lengths import Lognormal, Uniform
+from experiments.workloads.synthetic import Synthetic
+from ops.settled import settled
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import Mode
+
+STEPS, POOL, CAPACITY = "steps", "pool", "capacity"
+CONTINUOUS, STATIC, AS_CONFIGURED = "continuous", "static", "as-configured"
+ARRIVALS, AT_ONCE = "arrivals", "at-once"
+"""Kinds of requests: open-loop, and all at the same time."""
+
+_SIMULATED = "simulated"
+_LONG_CONTEXT = 1024
+_POOL_LOAD = PoolLoad(requests=120, prompt_lens=(32, 512), output_mean=96.0, max_tokens=512)
+_POOL_BLOCKS, _POOL_CONTEXT, _POOL_SEQS, _POOL_BUDGET = 128, 2048, 64, 512
+_POOL_SHARE = 0.7  # arrivals, as a share of what the paged pool serves
+
+
+class BatchingOptions(Options):
+    """Options of `Batching`."""
+
+    decode_batches: tuple[int, ...] = Field(
+        (1, 2, 4, 8, 16, 32, 64),
+        description="batch sizes of decode steps",
+        json_schema_extra={"quick": [1, 4, 16]},
+    )
+    prefill_batches: tuple[int, ...] = Field(
+        (1, 2, 4, 8), description="batch sizes of prefill steps", json_schema_extra={"quick": [1, 4]}
+    )
+    prefill_tokens: int = Field(128, ge=2, description="tokens of each prompt in a prefill step")
+    context: int = Field(256, ge=1, description="context of each request in a decode step, in tokens")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="device of the steps: one core, or the first GPU")
+    rounds: int = Field(7, ge=1, description="how often each step is measured", json_schema_extra={"quick": 3})
+    pool_seeds: int = Field(5, ge=1, description="loads of the simulated pools")
+    requests: int = Field(48, ge=2, description="requests of a repeat", json_schema_extra={"quick": 16})
+    output_median: int = Field(
+        24,
+        ge=2,
+        description="median of the outputs' lengths, in tokens (lognormal)",
+        json_schema_extra={"quick": 12},
+    )
+    load: float = Field(
+        0.6, gt=0, le=2, description="open-loop arrivals, as a share of what continuous batching serves at most"
+    )
+    max_num_seqs: int = Field(16, ge=1, description="requests in a batch of the services")
+    repeats: int = Field(6, ge=1, description="repeats of each arm", json_schema_extra={"quick": 2})
+
+
+class Batching(Experiment):
+    """See the module."""
+
+    name: ClassVar[str] = "batching"
+    question: ClassVar[str] = "What do batches gain, who may join them, and what does paged memory add to that?"
+    options_type: ClassVar[type[Options]] = BatchingOptions
+    options: BatchingOptions
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """Steps, pool, and then both kinds of batching in passes of opposite order. For a running service: its
+        latencies and throughput with the batching it has, without a comparison."""
+        repeats = passes(self.options.repeats)
+        if attached is not None:
+            self._check_fits(attached)
+            return [Cell(CAPACITY, {}), *(self._cell(AS_CONFIGURED, n, each) for n, each in enumerate(repeats))]
+        if any(batch < 1 for batch in (*self.options.decode_batches, *self.options.prefill_batches)):
+            raise InvalidRequest("--decode-batches and --prefill-batches: a batch has at least one request")
+        if not (self.options.decode_batches and self.options.prefill_batches):
+            raise InvalidRequest("--decode-batches and --prefill-batches: give at least one each")
+        arms = (CONTINUOUS, STATIC)
+        return [
+            Cell(STEPS, {}, None, len(self._step_cases()) * self.options.rounds),
+            Cell(POOL, {}, None, self.options.pool_seeds * len(POOL_KINDS)),
+            Cell(CAPACITY, {}, self._service(CONTINUOUS)),
+            *(
+                self._cell(arm, number, repeats[number])
+                for number in range(len(repeats))
+                for arm in (arms if number % 2 == 0 else arms[::-1])
+            ),
+        ]
+
+    def _cell(self, arm: str, number: int, repeats: range) -> Cell:
+        return Cell(
+            f"{arm}/pass-{number + 1}",
+            {"batching": arm, "repeats": list(repeats)},
+            {} if arm == AS_CONFIGURED else self._service(arm),
+            2 * len(repeats),
+        )
+
+    def _service(self, arm: str) -> dict[str, Any]:
+        """A single worker, which serves colocated requests only."""
+        return {
+            "cluster.prefill": 1,
+            "cluster.decode": 0,
+            "engine.max_num_seqs": self.options.max_num_seqs,
+            "engine.batching": arm,
+        }
+
+    def _step_cases(self) -> list[StepCase]:
+        """The sweeps, and for the cost model decodes with a long context and chunks with tokens before them."""
+        options = self.options
+        sweeps = [
+            *(StepCase(batch, 1, options.context) for batch in options.decode_batches),
+            *(StepCase(batch, options.prefill_tokens, 0) for batch in options.prefill_batches),
+        ]
+        further = [
+            StepCase(1, 1, _LONG_CONTEXT),
+            StepCase(8, 1, _LONG_CONTEXT),
+            StepCase(1, 256, 0),
+            StepCase(1, 256, _LONG_CONTEXT),
+            StepCase(1, 512, 0),
+        ]
+        return list(dict.fromkeys([*sweeps, *further]))
+
+    def _workload(self) -> Synthetic:
+        median = self.options.output_median
+        return Synthetic(Uniform(16, 128), Lognormal(math.log(median), 0.9, 2, 8 * median))
+
+    def _check_fits(self, status: ServiceStatus) -> None:
+        longest = self._workload().inputs.longest + self._workload().outputs.longest
+        if longest > min(status.context_length, status.pool_tokens):
+            raise InvalidRequest(
+                f"--output-median: requests of up to {longest} tokens do not fit the service, whose longest has "
+                f"{min(status.context_length, status.pool_tokens)}"
+            )
+
+    async def measure(self, bench: Bench) -> None:
+        """Measure steps, simulate pools, or send requests to a service."""
+        if bench.cell.name == STEPS:
+            await self._measure_steps(bench)
+        elif bench.cell.name == POOL:
+            self._simulate_pools(bench)
+        else:
+            async with AsyncClient(bench.target) as client:
+                await self._measure_service(bench, client)
+
+    async def _measure_steps(self, bench: Bench) -> None:
+        cases = self._step_cases()
+        bench.facts["steps"] = [
+            {"batch": case.batch, "tokens": case.tokens, "context": case.context, "step_ms": []} for case in cases
+        ]
+        task = Task(
+            model=self.options.model,
+            device=self.options.device,
+            core=min(os.sched_getaffinity(0)) if self.options.device == "cpu" else None,
+            part="steps",
+            repeats=self.options.rounds,
+            seed=self.options.seed,
+            cases=tuple(cases),
+        )
+        async with aclosing(measurements(task)) as messages:
+            async for message in messages:
+                match message["kind"]:
+                    case "engine":
+                        bench.facts |= {key: message[key] for key in ("device", "dtype", "core")}
+                    case "sample":
+                        bench.facts["steps"][message["case"]]["step_ms"].append(message["time_s"] * 1e3)
+                        bench.advance(1)
+
+    def _simulate_pools(self, bench: Bench) -> None:
+        cost = CostModel.fit(_measured(bench.earlier[STEPS]))
+        config = SchedulerConfig(
+            _POOL_BUDGET, _POOL_SEQS, _POOL_CONTEXT, DEFAULT_BLOCK_SIZE, _POOL_BLOCKS, eos_token_ids=(1,)
+        )
+        results = []
+        for seed in range(self.options.seed, self.options.seed + self.options.pool_seeds):
+            paged = simulate("paged", config, cost, _POOL_LOAD, None, seed)
+            rate = _POOL_SHARE * len(paged.requests) / paged.duration_s
+            for kind in POOL_KINDS:
+                for part, at_rate in ((AT_ONCE, None), (ARRIVALS, rate)):
+                    result = simulate(kind, config, cost, _POOL_LOAD, at_rate, seed)
+                    for request in result.requests:
+                        bench.write(_simulated_row(request, kind, part, seed))
+                    results.append({"pool": kind, "kind": part, "seed": seed, "rate": at_rate, **result.to_facts()})
+                bench.advance(1)
+        bench.facts["pools"] = results
+
+    async def _measure_service(self, bench: Bench, client: AsyncClient) -> None:
+        vocab_size = (await client.status()).vocab_size
+        workload, options = self._workload(), self.options
+
+        async def send(kind: str, repeat: int, rate: float | None) -> float:
+            """Seconds from the first request to the last answer."""
+            seed = options.seed * 1000 + repeat
+            schedule = all_at_once() if rate is None else random_arrivals(rate, seed)
+            await settled(client)
+            begin_s = bench.elapsed_s
+            load = await run_load(
+                client,
+                workload.conversations(options.requests, seed, vocab_size),
+                schedule,
+                mode=Mode.COLOCATED,
+            )
+            if repeat >= 0:
+                for each in load.outcomes:
+                    bench.record(
+                        each.generation,
+                        each.error,
+                        arm=str(bench.cell.parameters["batching"]),
+                        repeat=repeat,
+                        index=each.index,
+                        kind=kind,
+                        scheduled_s=begin_s + each.scheduled_s,
+                        sent_s=begin_s + each.sent_s,
+                    )
+                bench.facts.setdefault("runs", []).append(
+                    {
+                        "arm": bench.cell.parameters["batching"],
+                        "kind": kind,
+                        "repeat": repeat,
+                        "duration_s": load.duration_s,
+                    }
+                )
+            return load.duration_s
+
+        await send(AT_ONCE, -1, None)  # warm-up
+        if bench.cell.name == CAPACITY:
+            bench.facts["requests_per_s"] = options.requests / await send(AT_ONCE, -2, None)
+            bench.advance(1)
+            return
+        rate = options.load * float(bench.earlier[CAPACITY]["requests_per_s"])
+        bench.facts["rate"] = rate
+        for repeat in bench.cell.parameters["repeats"]:
+            for kind in (ARRIVALS, AT_ONCE):
+                await send(kind, repeat, rate if kind == ARRIVALS else None)
+                bench.advance(1)
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """See docs/experiments/batching.md."""
+        steps = next((cell.facts for cell in run.cells if cell.cell == STEPS), None)
+        pools = next((cell for cell in run.cells if cell.cell == POOL), None)
+        arms = self._arms(run)
+        cost = None
+        if steps is not None:
+            measured = _measured(steps)
+            model = CostModel.fit(measured)
+            errors = [abs(error) for error in model.errors(measured)]
+            cost = {
+                "ms_per_step": model.step,
+                "ms_per_decoded_token": model.decode_token,
+                "ms_per_token_of_decode_context": model.decode_context,
+                "ms_per_prompt_token": model.prompt_token,
+                "ms_per_prompt_pair": model.prompt_pair,
+                "median_error": round(percentile(errors, 50) or 0.0, 4),
+                "largest_error": round(max(errors), 4),
+            }
+        return {
+            "experiment": self.name,
+            "decode_steps": self._sweep(steps, self.options.decode_batches, 1, self.options.context),
+            "prefill_steps": self._sweep(steps, self.options.prefill_batches, self.options.prefill_tokens, 0),
+            "cost_model": cost,
+            "pools": {} if pools is None else self._pools(pools, run),
+            "pool_is_simulated": True,
+            "batching": arms,
+            "rate_per_s": next((cell.facts["rate"] for cell in run.cells if "rate" in cell.facts), None),
+            "static_over_continuous": _ratios(arms.get(STATIC), arms.get(CONTINUOUS)),
+            "failed": [f"{name}: {arm['errors']} requests failed" for name, arm in arms.items() if arm["errors"]],
+        }
+
+    def _sweep(
+        self, facts: Mapping[str, Any] | None, batches: Sequence[int], tokens: int, context: int
+    ) -> list[dict[str, Any]]:
+        found = []
+        for batch in sorted(set(batches)):
+            for step in facts["steps"] if facts else ():
+                if (step["batch"], step["tokens"], step["context"]) == (batch, tokens, context):
+                    step_ms = mean_interval(step["step_ms"], self.options.seed)
+                    rate = mean_interval([batch * tokens / ms * 1e3 for ms in step["step_ms"]], self.options.seed)
+                    assert step_ms is not None
+                    assert rate is not None
+                    found.append(
+                        {
+                            "batch": batch,
+                            "tokens": batch * tokens,
+                            "step_ms": step_ms.to_dict(),
+                            "tokens_per_s": rate.to_dict(),
+                        }
+                    )
+        return found
+
+    def _pools(self, cell: FinishedCell, run: RunData) -> dict[str, Any]:
+        summary: dict[str, Any] = {}
+        for kind in POOL_KINDS:
+            results = [each for each in cell.facts["pools"] if each["pool"] == kind]
+            rows = run.rows_of(cell.cell, kind)
+            output = {
+                seed: sum(row.output_tokens for row in rows if row.kind == AT_ONCE and row.repeat == seed)
+                for seed in {row.repeat for row in rows}
+            }
+            at_once = [each for each in results if each["kind"] == AT_ONCE]
+            summary[kind] = {
+                "output_tokens_per_s": self._interval(
+                    [output[each["seed"]] / each["duration_s"] for each in at_once if each["seed"] in output]
+                ),
+                **{
+                    key: self._interval([each[key] for each in at_once])
+                    for key in ("running", "live", "reserved", "scattered")
+                },
+                "preemptions": sum(each["preemptions"] for each in results),
+                **_latencies([row for row in rows if row.kind == ARRIVALS], ("ttft_ms", "e2e_ms", "tpot_ms")),
+            }
+        return summary
+
+    def _arms(self, run: RunData) -> dict[str, Any]:
+        """The arms that services were measured for."""
+        summary: dict[str, Any] = {}
+        for name in (CONTINUOUS, STATIC, AS_CONFIGURED):
+            cells = [cell for cell in run.cells if cell.parameters.get("batching") == name]
+            rows = [row for cell in cells for row in run.rows_of(cell.cell, name)]
+            if not rows:
+                continue
+            rates = []
+            for each in (each for cell in cells for each in cell.facts.get("runs", ())):
+                if each["kind"] == AT_ONCE:
+                    tokens = sum(
+                        row.output_tokens for row in rows if row.kind == AT_ONCE and row.repeat == each["repeat"]
+                    )
+                    rates.append(tokens / each["duration_s"])
+            summary[name] = {
+                "repeats": len(rates),
+                "output_tokens_per_s": self._interval(rates),
+                **_latencies([row for row in rows if row.kind == ARRIVALS], ("ttft_ms", "itl_ms", "e2e_ms")),
+                "late_ms": round(
+                    max((row.sent_s - row.scheduled_s for row in rows if row.kind == ARRIVALS), default=0.0) * 1e3, 3
+                ),
+                "errors": sum(row.error is not None for row in rows),
+            }
+        return summary
+
+    def _interval(self, values: Sequence[float]) -> dict[str, float | int] | None:
+        interval = mean_interval(values, self.options.seed)
+        return None if interval is None else interval.to_dict()
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """The sweeps, the kinds of batching, the pools, and tables."""
+        report = Report(
+            title="Batching",
+            question=self.question,
+            answer=_answer(summary),
+            setup=setup_of(run, self._method(summary)),
+            caveats=_caveats(summary),
+            failures=summary["failed"],
+        )
+        if summary["decode_steps"] and summary["prefill_steps"]:
+            report.blocks.append(plots.sweeps(summary["decode_steps"], summary["prefill_steps"], self.options.context))
+        arms = {name: arm for name, arm in summary["batching"].items() if arm["e2e_ms"]}
+        if arms:
+            rows = [row for row in run.rows if row.kind == ARRIVALS and row.arm in arms and row.e2e_ms is not None]
+            latencies = {name: [row.e2e_ms or 0.0 for row in rows if row.arm == name] for name in arms}
+            report.blocks += [plots.joining(arms, latencies), _batching_table(arms)]
+        if summary["pools"]:
+            facts = next(cell.facts["pools"] for cell in run.cells if cell.cell == POOL)
+            first = {
+                each["pool"]: each["timeline"]
+                for each in facts
+                if each["kind"] == AT_ONCE and each["seed"] == self.options.seed
+            }
+            report.blocks += [plots.pool_over_time(first), plots.pools(summary["pools"]), _pool_table(summary["pools"])]
+        return report
+
+    def _method(self, summary: Mapping[str, Any]) -> str:
+        options = self.options
+        rate = summary["rate_per_s"]
+        arrivals = f", open-loop at {rate:.2f} per second and all at once" if rate else ""
+        return (
+            f"steps: median of a few steps on one core (or the GPU), {options.rounds} rounds forwards and backwards; "
+            f"services: {options.requests} requests per repeat (prompts of 16 to 128 tokens, outputs lognormal around "
+            f"{options.output_median}){arrivals}, the same in both arms, at most {options.max_num_seqs} in a batch, "
+            f"arms A B B A; pools: the real scheduler in virtual time, {_POOL_BLOCKS} blocks of {DEFAULT_BLOCK_SIZE} "
+            f"tokens, {_POOL_LOAD.requests} requests (prompts of {_POOL_LOAD.prompt_lens[0]} to "
+            f"{_POOL_LOAD.prompt_lens[1]} tokens, outputs of {_POOL_LOAD.output_mean:.0f} on average, limit "
+            f"{_POOL_LOAD.max_tokens}), {options.pool_seeds} seeds; intervals are 95 % bootstrap"
+        )
+
+
+def _measured(facts: Mapping[str, Any]) -> list[tuple[StepCase, float]]:
+    """The steps of the fact, each with its median."""
+    return [
+        (StepCase(step["batch"], step["tokens"], step["context"]), percentile(step["step_ms"], 50) or 0.0)
+        for step in facts["steps"]
+        if step["step_ms"]
+    ]
+
+
+def _simulated_row(request: PoolRequest, pool: str, kind: str, seed: int) -> RequestRow:
+    gaps = max(1, request.output_tokens - 1)
+    return RequestRow(
+        cell=POOL,
+        arm=pool,
+        repeat=seed,
+        index=request.index,
+        kind=kind,
+        mode=_SIMULATED,
+        scheduled_s=request.arrived_s,
+        sent_s=request.arrived_s,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        ttft_ms=request.ttft_ms,
+        tpot_ms=(request.e2e_ms - request.ttft_ms) / gaps,
+        e2e_ms=request.e2e_ms,
+    )
+
+
+def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, dict[str, float | int] | None]:
+    """Mean and percentiles of each figure. What the load generator was late is part of TTFT and total time."""
+    found: dict[str, dict[str, float | int] | None] = {}
+    for figure in figures:
+        values: list[float] = []
+        for row in rows:
+            value = getattr(row, figure)
+            if figure == "itl_ms":
+                values += value
+            elif value is not None:
+                values.append(value + (0.0 if figure == "tpot_ms" else (row.sent_s - row.scheduled_s) * 1e3))
+        tail = Tail.of(values)
+        found[figure] = None if tail is None else tail.to_dict()
+    return found
+
+
+def _ratios(static: Mapping[str, Any] | None, continuous: Mapping[str, Any] | None) -> dict[str, float] | None:
+    """Static over continuous: throughput, and mean and p99 of the total time."""
+    if not static or not continuous:
+        return None
+    pairs = {
+        "output_tokens_per_s": [arm["output_tokens_per_s"]["mean"] for arm in (static, continuous)],
+        "e2e_mean": [arm["e2e_ms"]["mean"] for arm in (static, continuous) if arm["e2e_ms"]],
+        "e2e_p99": [arm["e2e_ms"]["p99"] for arm in (static, continuous) if arm["e2e_ms"]],
+    }
+    return {key: round(values[0] / values[1], 4) for key, values in pairs.items() if len(values) == 2 and values[1]}
+
+
+def _answer(summary: Mapping[str, Any]) -> str:
+    parts = []
+    decode = summary["decode_steps"]
+    if decode:
+        first, last = decode[0], decode[-1]
+        gain = last["tokens_per_s"]["mean"] / first["tokens_per_s"]["mean"]
+        parts.append(
+            f"A decode step for {last['batch']} requests takes {last['step_ms']['mean']:.1f} ms, one for "
+            f"{first['batch']} {first['step_ms']['mean']:.1f} ms: {gain:.1f} times the tokens per second."
+        )
+    ratios = summary["static_over_continuous"]
+    if ratios:
+        parts.append(
+            f"Static batching has {ratios['output_tokens_per_s']:.2f} times the throughput of continuous batching, and "
+            f"with the same arrivals {ratios['e2e_mean']:.2f} times its mean time per request "
+            f"(p99: {ratios['e2e_p99']:.2f} times)."
+        )
+    pools = summary["pools"]
+    if pools:
+        paged, run = pools["paged"], pools["contiguous-request"]
+        parts.append(
+            f"In the simulation a paged pool runs {paged['running']['mean']:.1f} requests at a time and contiguous "
+            f"reservation {run['running']['mean']:.1f}: {paged['output_tokens_per_s']['mean']:.0f} against "
+            f"{run['output_tokens_per_s']['mean']:.0f} output tokens/s."
+        )
+    arm = summary["batching"].get(AS_CONFIGURED)
+    if arm and arm["e2e_ms"]:
+        parts.append(
+            f"As it is configured, the service makes {arm['output_tokens_per_s']['mean']:.0f} output tokens/s at most; "
+            f"a request takes {arm['e2e_ms']['mean']:.0f} ms on average (p99: {arm['e2e_ms']['p99']:.0f} ms)."
+        )
+    return " ".join(parts) or "Nothing was measured."
+
+
+def _caveats(summary: Mapping[str, Any]) -> list[str]:
+    caveats = []
+    cost = summary["cost_model"]
+    if summary["pools"] and cost:
+        caveats.append(
+            "Paged against contiguous is simulated: scheduler and block accounts are real, step times come from the "
+            f"cost model. Its error on the measured steps is {cost['median_error']:.0%} in the median and "
+            f"{cost['largest_error']:.0%} at most. What attention over contiguous memory would save is not in it."
+        )
+        caveats.append(
+            "Arrivals in the simulation are a share of what the paged pool serves. Where a contiguous pool serves less "
+            "than that, its queue grows for as long as the load lasts, and so do its latencies."
+        )
+    if AS_CONFIGURED in summary["batching"]:
+        caveats.append(
+            "A running service keeps its batching: nothing was compared. Steps and pools are measured without --target."
+        )
+    if any(step["step_ms"]["n"] < 5 for step in summary["decode_steps"]):
+        caveats.append("Steps with fewer than five rounds have intervals that are too wide to rely on.")
+    if any(arm["repeats"] < 5 for arm in summary["batching"].values()):
+        caveats.append("Arms with fewer than five repeats have intervals that are too wide to rely on.")
+    late_ms = max((arm["late_ms"] for arm in summary["batching"].values()), default=0.0)
+    if late_ms > 20:
+        caveats.append(
+            f"The load generator sent a request up to {late_ms:.0f} ms late; latencies count from when it was due."
+        )
+    return caveats
+
+
+def _three(tail: Mapping[str, float] | None) -> str:
+    return "–" if tail is None else " / ".join(f"{tail[key]:.1f}" for key in ("mean", "p50", "p99"))
+
+
+def _with_interval(plain: Mapping[str, Any] | None, digits: int = 1) -> str:
+    if plain is None:
+        return "–"
+    value = Interval.from_dict(plain)
+    return f"{value.mean:.{digits}f} [{value.lo:.{digits}f}, {value.hi:.{digits}f}]"
+
+
+def _batching_table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
+    return TableBlock(
+        "Static and continuous batching",
+        ("batching", "repeats", "TTFT mean / p50 / p99, ms", "ITL mean / p50 / p99, ms",
+         "total time mean / p50 / p99, ms", "output tokens/s"),
+        [
+            (name, str(arm["repeats"]), *(_three(arm[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")),
+             _with_interval(arm["output_tokens_per_s"]))
+            for name, arm in arms.items()
+        ],
+        "Latencies with open-loop arrivals; throughput with all requests at once.",
+    )  # fmt: skip
+
+
+def _pool_table(pools: Mapping[str, Mapping[str, Any]]) -> TableBlock:
+    return TableBlock(
+        "Paged and contiguous pools (simulated)",
+        ("pool", "TTFT mean / p50 / p99, ms", "TPOT mean / p50 / p99, ms", "total time mean / p50 / p99, ms",
+         "output tokens/s", "requests at a time", "live, % of the pool", "reserved, %", "of the free, scattered, %",
+         "preemptions"),
+        [
+            (
+                name,
+                *(_three(pool[key]) for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
+                _with_interval(pool["output_tokens_per_s"]),
+                _with_interval(pool["running"]),
+                *(f"{100 * pool[key]['mean']:.0f}" for key in ("live", "reserved", "scattered")),
+                str(pool["preemptions"]),
+            )
+            for name, pool in pools.items()
+        ],
+        "Latencies with open-loop arrivals; throughput and shares of the pool with all requests at once. Live: holds "
+        "computed KV. Reserved: belongs to a request. Scattered: free, but outside the longest free run, which only "
+        "matters for contiguous reservation.",
+    )  # fmt: skip

@@ -1,0 +1,292 @@
+"""The run folder of ``pdserve bench --output``: the same files as those of an experiment.
+
+Rows are written while requests end, so that they outlive an interruption. There is one cell, `CELL`; its arms are the
+modes that were asked for. Its facts say how each load went."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from experiments import environment
+from experiments.bench.bench import BenchPlan
+from experiments.bench.report import PERCENTILES, SLO, BenchReport, Distribution, parse_percentiles
+from experiments.experiment import Options, RunKind
+from experiments.load import Lag, Outcome
+from experiments.plots import bench as plots
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.statistics import mean_interval
+from pdserve.client.status import ServiceStatus
+from pdserve.core.timeline import Figure
+
+CELL = "load"
+PD, COLOCATED = "pd", "colocated"
+_FIGURES = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+
+
+class BenchRecorder:
+    """Writes a run of `run_bench` into a folder: environment, a row per request, and finally the cell."""
+
+    def __init__(self, root: Path, plan: BenchPlan, target: str) -> None:
+        """Makes the folder ``root/bench/stamp``; InvalidRequest if it cannot be made."""
+        self._plan = plan
+        pace = {name: value for name, value in asdict(plan.pace).items() if value is not None}
+        if "ramp" in pace:
+            pace["ramp"] = list(pace["ramp"])
+        options: dict[str, Any] = {
+            "target": target,
+            "workload": plan.workload.describe(),
+            "pace": {name: "inf" if value == float("inf") else value for name, value in pace.items()},
+            "requests": plan.requests,
+            "duration_s": plan.duration_s,
+            "warmup": plan.warmup,
+            "seed": plan.seed,
+            "mode": str(plan.mode),
+            "paired": plan.paired,
+            "timeout_s": plan.timeout_s,
+            "slo": None if plan.slo is None else plan.slo.text,
+            "percentiles": ",".join(f"{each:g}" for each in plan.percentiles),
+        }
+        self.folder = RunFolder.create(root, BenchRun.name, options)
+        self._begun_s = time.monotonic()
+        self._load_begun_s: dict[str, float] = {}
+
+    def begin(self, status: ServiceStatus) -> None:
+        """Write ``env.json``. The cell begins now."""
+        self.folder.write_environment(
+            {"machine": environment.machine(), "service": environment.service(status), "seed": self._plan.seed}
+        )
+        self._begun_s = time.monotonic()
+
+    def record(self, outcome: Outcome) -> None:
+        """Write the row of a request that has just ended. Conversations 2k and 2k+1 of pairs are the same one."""
+        arm = str(outcome.mode)
+        load = "both" if self._plan.paired else arm
+        offset_s = self._load_begun_s.setdefault(load, time.monotonic() - outcome.ended_s - self._begun_s)
+        self.folder.append(
+            RequestRow.of(
+                outcome.generation,
+                outcome.error,
+                cell=CELL,
+                arm=arm,
+                repeat=0,
+                index=outcome.index // 2 if self._plan.paired else outcome.index,
+                turn=outcome.turn,
+                scheduled_s=offset_s + outcome.scheduled_s,
+                sent_s=offset_s + outcome.sent_s,
+            )
+        )
+
+    def finish(self, reports: Sequence[BenchReport]) -> None:
+        """Write the cell; the last report has the leaked blocks."""
+        facts = {
+            "loads": [
+                {
+                    "mode": str(report.mode),
+                    "duration_s": report.duration_s,
+                    "unsent": report.load.unsent,
+                    "partial": report.partial,
+                    "planned": report.planned,
+                    "open_loop": report.open_loop,
+                }
+                for report in reports
+            ],
+            "leaked_blocks": reports[-1].leaked_blocks,
+            "workload": reports[0].workload,
+        }
+        duration_s = round(time.monotonic() - self._begun_s, 3)
+        self.folder.finish_cell(FinishedCell(CELL, {"mode": str(self._plan.mode)}, duration_s, facts))
+
+
+class BenchRunOptions(Options):
+    """What of a bench's options its summary depends on."""
+
+    slo: str | None = Field(None, description="limits in ms")
+    percentiles: str = Field(",".join(f"{each:g}" for each in PERCENTILES), description="percentiles to report")
+    paired: bool = Field(False, description="whether both modes were compared in pairs")
+    workload: str = Field("", description="what was sent, in one line")
+
+
+class BenchRun(RunKind):
+    """A run of ``pdserve bench``."""
+
+    name: ClassVar[str] = "bench"
+    question: ClassVar[str] = "How does the service respond to this load?"
+    options_type: ClassVar[type[Options]] = BenchRunOptions
+    options: BenchRunOptions
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """``arms``, ``added_ms``, ``partial``, ``leaked_blocks``; see docs/bench.md. A run that was ended before its
+        cell was written is partial."""
+        facts: Mapping[str, Any] = run.cells[0].facts if run.cells else {}
+        loads: Sequence[Mapping[str, Any]] = facts.get("loads", ())
+        slo = None if self.options.slo is None else SLO.parse(self.options.slo)
+        percentiles = parse_percentiles(self.options.percentiles)
+        arms = {}
+        for arm in sorted({row.arm for row in run.rows}, key=lambda name: (name != PD, name)):
+            rows = [row for row in run.rows if row.arm == arm]
+            load = next((each for each in loads if each["mode"] in (arm, "both")), {})
+            arms[arm] = _arm(rows, load, slo, percentiles)
+        summary: dict[str, Any] = {
+            "experiment": self.name,
+            "workload": facts.get("workload", self.options.workload),
+            "partial": not loads or any(load["partial"] for load in loads),
+            "leaked_blocks": facts.get("leaked_blocks"),
+            "slo_ms": None if slo is None else dict(slo.limits_ms),
+            "arms": arms,
+            "added_ms": _added(run.rows, run.options.get("seed", 0)) if self.options.paired else None,
+        }
+        failed = [f"{arm}: {each['failed']} requests failed" for arm, each in arms.items() if each["failed"]]
+        failed += [
+            f"{arm}: bytes moved differ from bytes expected"
+            for arm, each in arms.items()
+            if not each["kv_bytes_equal_expected"]
+        ]
+        if summary["leaked_blocks"]:
+            failed.append(f"{summary['leaked_blocks']} KV blocks did not come back")
+        return {**summary, "failed": failed}
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """CDFs of the latencies, means of the stages, throughput and requests over time, and the distributions."""
+        arms = {arm: [row for row in run.rows if row.arm == arm] for arm in summary["arms"]}
+        options = {**run.options, **run.options.get("pace", {})}
+        how = [f"{name} {options[name]}" for name in ("concurrency", "rate", "ramp", "speed", "burstiness",
+               "max_concurrency", "duration_s", "warmup", "mode", "seed") if options.get(name) is not None]  # fmt: skip
+        setup = [*setup_of(run, ", ".join(how)), ("workload", summary["workload"])]
+        report = Report(
+            title="Benchmark",
+            question=self.question,
+            answer=_answer(summary),
+            setup=setup,
+            caveats=_caveats(summary, self.options.paired),
+            failures=summary["failed"],
+        )
+        if any(row.error is None for row in run.rows):
+            report.blocks.append(plots.latency_cdfs(arms))
+            if any(each["stages_ms"] for each in summary["arms"].values()):
+                report.blocks.append(plots.stage_means(summary["arms"]))
+            report.blocks.append(plots.over_time(arms))
+        report.blocks.append(_table(summary["arms"]))
+        return report
+
+
+def _arm(
+    rows: Sequence[RequestRow], load: Mapping[str, Any], slo: SLO | None, percentiles: Sequence[float]
+) -> dict[str, Any]:
+    done = [row for row in rows if row.error is None]
+    ends_s = [row.sent_s + (row.e2e_ms or 0.0) / 1e3 for row in rows]
+    duration_s = float(load.get("duration_s") or max(ends_s) - min(row.sent_s for row in rows))
+    good = None if slo is None else sum(slo.met_by_row(row) for row in rows)
+    values: dict[str, list[float]] = {
+        "ttft_ms": [row.ttft_ms for row in done if row.ttft_ms is not None],
+        "ttft_decode_ms": [row.ttft_decode_ms for row in done if row.ttft_decode_ms is not None],
+        "itl_ms": [gap for row in done for gap in row.itl_ms],
+        "tpot_ms": [row.tpot_ms for row in done if row.tpot_ms is not None],
+        "e2e_ms": [row.e2e_ms for row in done if row.e2e_ms is not None],
+    }
+    distributions = {name: Distribution.of(each, percentiles) for name, each in values.items()}
+    lag = (
+        Lag.between([row.scheduled_s for row in rows], [row.sent_s for row in rows]) if load.get("open_loop") else None
+    )
+    output_tokens = sum(row.output_tokens for row in done)
+
+    def per_second(count: float) -> float:
+        return count / duration_s if duration_s > 0 else 0.0
+
+    return {
+        "requests": len(rows),
+        "failed": len(rows) - len(done),
+        "failures": dict(Counter((row.error or "").partition(":")[0] for row in rows if row.error is not None)),
+        "planned": load.get("planned"),
+        "duration_s": duration_s,
+        "unsent": load.get("unsent", 0),
+        "lag": None if lag is None else asdict(lag),
+        **{name: each.to_dict() if each else None for name, each in distributions.items()},
+        "stages_ms": _stages(done),
+        "output_tokens_per_s": per_second(output_tokens),
+        "total_tokens_per_s": per_second(output_tokens + sum(row.prompt_tokens for row in done)),
+        "requests_per_s": per_second(len(done)),
+        "goodput": None if good is None else {"requests_per_s": per_second(good), "share": good / len(rows)},
+        "kv_bytes_equal_expected": all(row.kv_bytes == row.kv_bytes_expected for row in done),
+    }
+
+
+def _stages(rows: Sequence[RequestRow]) -> dict[str, dict[str, float]]:
+    """Mean of each stage of each figure, over the requests that have the figure."""
+    found: dict[str, dict[str, float]] = {}
+    for figure in Figure:
+        having = [row.stages_ms[figure.value] for row in rows if figure.value in row.stages_ms]
+        names = dict.fromkeys(name for stages in having for name in stages)
+        if having:
+            found[figure.value] = {
+                name: round(sum(stages.get(name, 0.0) for stages in having) / len(having), 4) for name in names
+            }
+    return found
+
+
+def _added(rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
+    """Mean of the paired differences of each figure, pd minus colocated, with its interval; None without pairs."""
+    added: dict[str, Any] = {}
+    for figure in Figure:
+        pairs: dict[tuple[int, int], dict[str, float]] = {}
+        for row in rows:
+            if row.error is None and (ms := row.figure_ms(figure)) is not None:
+                pairs.setdefault((row.index, row.turn), {})[row.arm] = ms
+        interval = mean_interval([pair[PD] - pair[COLOCATED] for pair in pairs.values() if len(pair) == 2], seed)
+        added[figure.value] = None if interval is None else interval.to_dict()
+    return added
+
+
+def _answer(summary: Mapping[str, Any]) -> str:
+    sentences = []
+    for arm, each in summary["arms"].items():
+        ttft, itl = each["ttft_ms"], each["itl_ms"]
+        if ttft is None:
+            sentences.append(f"{arm}: none of {each['requests']} requests succeeded.")
+            continue
+        gaps = "" if itl is None else f" and the gaps between tokens {itl['mean']:.1f} ms"
+        good = "" if each["goodput"] is None else f"; {100 * each['goodput']['share']:.0f} % met the SLO"
+        sentences.append(
+            f"{arm}: {each['requests_per_s']:.2f} requests/s and {each['output_tokens_per_s']:.1f} output tokens/s, "
+            f"TTFT was {ttft['mean']:.1f} ms{gaps} on average, over {each['requests']} requests{good}."
+        )
+    return " ".join(sentences) or "No request ended."
+
+
+def _caveats(summary: Mapping[str, Any], paired: bool) -> list[str]:
+    caveats = []
+    if summary["partial"]:
+        caveats.append("The run was interrupted; only the requests that had ended are counted.")
+    late = [arm for arm, each in summary["arms"].items() if each["lag"] and each["lag"]["behind"]]
+    if late:
+        caveats.append(
+            f"The load generator was behind its schedule ({', '.join(late)}): latencies count from the real sending, "
+            "so they leave that wait out."
+        )
+    if len(summary["arms"]) > 1 and not paired:
+        caveats.append(
+            "Each mode had the service to itself, one after the other; a drift of the machine is not averaged."
+        )
+    return caveats
+
+
+def _table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
+    names = next(
+        (list(each[key]) for each in arms.values() for key in _FIGURES if each[key]), ["mean", "std", "min", "max"]
+    )
+    rows = []
+    for key, title in _FIGURES.items():
+        for arm, each in arms.items():
+            figures = each[key]
+            values = ("–" if figures is None else f"{figures[name]:.{0 if name == 'count' else 2}f}" for name in names)
+            rows.append((f"{title}, ms", arm, *values))
+    return TableBlock("Latencies", ("figure", "mode", *names), rows)

@@ -1,0 +1,64 @@
+"""`pdserve plot`."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ops.cli.options import stdout_console
+from pdserve.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from experiments.plots.overview import Drawing
+
+_FORMATS = ("png", "svg", "pdf", "csv")
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs")],
+    formats: Annotated[str, typer.Option("--format", help="png, svg, pdf, csv (several with commas)")] = "png",
+    output: Annotated[Path, typer.Option(help="folder for the pictures; it is made")] = Path("plots"),
+) -> None:
+    """Draw runs into one set of pictures: exposed transfer over prompt length, goodput over rate, and the distributions
+    of the stages, as far as the runs have the data. Needs no service.
+
+    csv writes the data of each picture. Several runs share the pictures, named by their folders."""
+    from experiments.catalogue import kind_of
+    from experiments.plots.overview import Source, drawings
+    from experiments.run_folder import RunFolder
+    from experiments.runner import options_of
+
+    chosen = [part.strip() for part in formats.split(",") if part.strip()]
+    unknown = [each for each in chosen if each not in _FORMATS]
+    if unknown or not chosen:
+        raise InvalidRequest(f"format: {(unknown or [''])[0]!r} is none of {', '.join(_FORMATS)}")
+    folders = [RunFolder.open(path, "RUN") for path in runs]
+    sources = []
+    for folder in folders:
+        data = folder.load()
+        kind = kind_of(data.name)
+        label = f"{data.name}/{folder.path.resolve().name}" if len(folders) > 1 else ""
+        sources.append(Source(label, data, kind(options_of(kind, folder)).summarise(data)))
+    found = drawings(sources)
+    if not found:
+        raise InvalidRequest("RUN: the runs have nothing to draw: no request was recorded with a breakdown")
+    output.mkdir(parents=True, exist_ok=True)
+    console = stdout_console()
+    for drawing in found:
+        for kind_of_file in chosen:
+            path = output / f"{drawing.stem}.{kind_of_file}"
+            _save(drawing, path)
+            console.print(str(path), markup=False, soft_wrap=True)
+
+
+def _save(drawing: Drawing, path: Path) -> None:
+    if path.suffix == ".csv":
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(drawing.header)
+            writer.writerows(drawing.rows)
+    else:
+        drawing.draw().savefig(path, format=path.suffix[1:], dpi=140)

@@ -1,0 +1,183 @@
+"""``pdserve compare``: the figures of two runs of the same kind side by side, and whether one got worse.
+
+A figure has a dotted key. Figures of ``rows`` are means over the successful requests of a cell and arm, and their
+difference has a bootstrap interval. All others come from ``summary.json``, where entries of a list are named by their
+cell or system. Of those, the ones that have an interval (``mean``, ``lo``, ``hi``) get one for the difference: the
+widest one that both allow."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from experiments.request_row import RequestRow
+from experiments.run_folder import RunFolder
+from experiments.statistics import Interval, difference_interval
+from pdserve.core.errors import InvalidRequest
+
+_LATENCIES = ("ttft_ms", "ttft_decode_ms", "tpot_ms", "e2e_ms")
+_NAMES = ("cell", "system", "name")
+_LEFT_OUT = ("n", "count", "seed", "lo", "hi", "prompt_len", "rate", "rate_per_device", "devices", "planned")
+_MORE_IS_BETTER = re.compile(r"goodput|attainment|per_s\b|_rps|gbs\b|explained|sustained|share|gain|requests_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A figure of both runs. ``difference`` is b minus a; its ``interval`` is None where only the two values are
+    known. ``more_is_better``: a rate or a share, and not a time."""
+
+    key: str
+    a: float
+    b: float
+    interval: Interval | None
+
+    @property
+    def difference(self) -> float:
+        """b minus a."""
+        return self.b - self.a
+
+    @property
+    def percent(self) -> float | None:
+        """The difference in percent of a; None if a is 0."""
+        return 100 * self.difference / abs(self.a) if self.a else None
+
+    @property
+    def more_is_better(self) -> bool:
+        """Whether a larger value is a better one."""
+        return _MORE_IS_BETTER.search(self.key) is not None
+
+    @property
+    def distinct(self) -> bool | None:
+        """Whether the interval leaves 0 out; None without one."""
+        return None if self.interval is None else not self.interval.lo <= 0 <= self.interval.hi
+
+    def exceeds(self, percent: float) -> bool:
+        """Whether b is worse than a by more than ``percent`` of a, with the whole interval of the difference."""
+        allowed = percent / 100 * abs(self.a)
+        lo, hi = (self.difference, self.difference) if self.interval is None else (self.interval.lo, self.interval.hi)
+        return -hi > allowed if self.more_is_better else lo > allowed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "key": self.key,
+            "a": self.a,
+            "b": self.b,
+            "difference": self.difference,
+            "percent": self.percent,
+            "interval": None if self.interval is None else self.interval.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """``KEY=PERCENT``: how much worse the figures of a key may get. The key is a whole key, the end of one that
+    follows a dot, or a pattern with ``*``."""
+
+    key: str
+    percent: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """InvalidRequest unless ``text`` is ``KEY=PERCENT``."""
+        key, _, value = text.rpartition("=")
+        try:
+            percent = float(value.strip().removesuffix("%"))
+        except ValueError:
+            percent = -1.0
+        if not key.strip() or not 0 <= percent < float("inf"):
+            raise InvalidRequest(f"limit: {text!r} is not KEY=PERCENT, such as ttft_ms=5")
+        return cls(key.strip(), percent)
+
+    def covers(self, key: str) -> bool:
+        """Whether the limit is of this figure."""
+        return key == self.key or key.endswith(f".{self.key}") or fnmatch.fnmatchcase(key, self.key)
+
+
+def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
+    """All figures that both runs have, those of rows first. InvalidRequest if they are of different kinds, if one has
+    no summary, or if they have nothing in common."""
+    kinds = a.config[0], b.config[0]
+    if kinds[0] != kinds[1]:
+        raise InvalidRequest(
+            f"{b.path} is a run of {kinds[1]} and {a.path} one of {kinds[0]}; give two runs of the same experiment"
+        )
+    found = _of_rows(a.load().rows, b.load().rows) + _of_summaries(a.summary, b.summary)
+    if not found:
+        raise InvalidRequest(f"{a.path} and {b.path} have no figure in common: they measured different cells")
+    return found
+
+
+def violations(comparisons: Sequence[Comparison], limits: Sequence[Limit]) -> list[tuple[Comparison, Limit]]:
+    """Every figure that exceeds a limit. InvalidRequest names a limit that is of no figure."""
+    for limit in limits:
+        if not any(limit.covers(each.key) for each in comparisons):
+            raise InvalidRequest(f"limit: the runs have no figure {limit.key!r} in common; see their keys with --json")
+    return [
+        (each, limit)
+        for limit in limits
+        for each in comparisons
+        if limit.covers(each.key) and each.exceeds(limit.percent)
+    ]
+
+
+def flatten(value: Any, key: str = "") -> dict[str, float | Interval]:
+    """The numbers and intervals of a summary by dotted key. Counts and parameters are left out."""
+    if isinstance(value, Mapping):
+        if {"mean", "lo", "hi", "n"} <= value.keys():
+            return {key: Interval.from_dict(value)}
+        found: dict[str, float | Interval] = {}
+        for name, each in value.items():
+            if name not in _LEFT_OUT:
+                found |= flatten(each, f"{key}.{name}" if key else str(name))
+        return found
+    if isinstance(value, list):
+        found = {}
+        for number, each in enumerate(value):
+            name = next((each[n] for n in _NAMES if n in each), number) if isinstance(each, Mapping) else number
+            found |= flatten(each, f"{key}.{name}" if key else str(name))
+        return found
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return {key: float(value)}
+    return {}
+
+
+def _of_rows(a: Sequence[RequestRow], b: Sequence[RequestRow]) -> list[Comparison]:
+    values = [_latencies(rows) for rows in (a, b)]
+    found = []
+    for key, of_a in values[0].items():
+        of_b = values[1].get(key)
+        interval = difference_interval(of_a, of_b) if of_b else None
+        if of_b and interval is not None:
+            found.append(Comparison(f"rows.{key}", sum(of_a) / len(of_a), sum(of_b) / len(of_b), interval))
+    return found
+
+
+def _latencies(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
+    """The latencies of the successful requests, by cell, arm and figure."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name in _LATENCIES:
+            value = getattr(row, name)
+            if row.error is None and value is not None:
+                found.setdefault(f"{row.cell}.{row.arm}.{name}", []).append(float(value))
+    return found
+
+
+def _of_summaries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
+    of_a, of_b = flatten(a), flatten(b)
+    found = []
+    for key, first in of_a.items():
+        second = of_b.get(key)
+        if second is None:
+            continue
+        if isinstance(first, Interval) and isinstance(second, Interval):
+            lo, hi = second.lo - first.hi, second.hi - first.lo
+            interval = Interval(second.mean - first.mean, lo, hi, min(first.n, second.n))
+            found.append(Comparison(key, first.mean, second.mean, interval))
+        elif not isinstance(first, Interval) and not isinstance(second, Interval):
+            found.append(Comparison(key, first, second, None))
+    return found

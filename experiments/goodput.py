@@ -1,0 +1,383 @@
+"""``pdserve experiment goodput``: requests per second and device that meet an SLO, disaggregated and colocated.
+
+Every split xPyD is a service of its own. Both arms run on it, one after the other (`experiments.under_load`): mode
+``pd``, and mode ``colocated``, in which each of its workers serves whole requests. So both have the same devices.
+Colocated requests do not depend on the split; their rows of all services with equally many devices count together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from experiments.bench.bench import BenchPlan, Pace, fitted
+from experiments.bench.report import SLO
+from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.load import Outcome, run_load
+from experiments.plots import goodput as plots
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.splits import Split
+from experiments.statistics import Interval, difference_interval, mean_interval
+from experiments.under_load import (
+    ATTAINMENT,
+    COLOCATED,
+    PD,
+    REQUEST_TIMEOUT_S,
+    LoadPlan,
+    check_rates,
+    check_slo,
+    load_caveats,
+    slo_of,
+    slo_text,
+    summarise_load,
+)
+from experiments.workloads.arrivals import ClosedLoop
+from experiments.workloads.catalog import WorkloadOptions
+from experiments.workloads.conversation import Workload
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import Mode
+
+_IDLE_REQUESTS = 8
+_MOST_DEVICES = 4
+_TTFT_PERCENT = 90.0
+"""Prompts of a workload differ in length, so an automatic SLO goes by this percentile of the idle TTFT."""
+
+
+class GoodputOptions(Options):
+    """Options of `Goodput`."""
+
+    splits: tuple[str, ...] = Field(
+        ("auto",), description="splits to compare, such as 1P1D,2P1D; auto: every split of the devices"
+    )
+    devices: int | None = Field(
+        None, ge=2, le=64, description="devices that auto divides (none: those of this host, at most 4)"
+    )
+    rates: tuple[float, ...] = Field(
+        (0.25, 0.5, 1.0, 2.0, 4.0),
+        description="loads in requests/s per device",
+        json_schema_extra={"quick": [0.5, 1.5]},
+    )
+    slo: str = Field(
+        "auto",
+        description="limits in ms: ttft=200,itl=50 (ttft_decode, tpot, e2e); auto: twice the idle colocated TTFT "
+        "(90th percentile) and gap between tokens",
+    )
+    duration_s: float = Field(
+        15.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 5.0}
+    )
+    rounds: int = Field(5, ge=2, description="loads of each mode per cell", json_schema_extra={"quick": 2})
+    dataset: str = Field("random", description="what is sent, see `pdserve bench`")
+    dataset_path: str | None = Field(None, description="file of the dataset")
+    input_len: str | None = Field(None, description="tokens of each prompt, N or LOW:HIGH (random: 256)")
+    output_len: str | None = Field(None, description="tokens to generate for each, N or LOW:HIGH (random: 32)")
+    prefix_len: int | None = Field(None, description="tokens that random prompts share")
+    num_prefixes: int | None = Field(None, description="how many different prefixes")
+    turns: int | None = Field(None, description="turns of a conversation")
+    pause_s: float | None = Field(None, description="seconds between an answer and the next turn")
+    scale: str | None = Field(None, description="factor on the lengths of a published dataset, or INPUT:OUTPUT")
+    block_size: int | None = Field(None, description="tokens of a hash id of a trace")
+
+    def workload(self) -> Workload:
+        """What is sent. InvalidRequest names the option that is wrong."""
+        path = None if self.dataset_path is None else Path(self.dataset_path)
+        names = ("dataset", "input_len", "output_len", "prefix_len", "num_prefixes", "turns", "pause_s", "scale")
+        return WorkloadOptions(
+            **{name: getattr(self, name) for name in names}, dataset_path=path, block_size=self.block_size
+        ).workload()
+
+
+class Goodput(Experiment):
+    """See the module."""
+
+    name: ClassVar[str] = "goodput"
+    question: ClassVar[str] = "How many requests per second and device meet an SLO, disaggregated and colocated?"
+    options_type: ClassVar[type[Options]] = GoodputOptions
+    options: GoodputOptions
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """Idle requests of the first split, for an automatic SLO; then one cell per split and rate. For a running
+        service: its own split only."""
+        options = self.options
+        check_rates(options.rates)
+        if not options.rates:
+            raise InvalidRequest("--rates: is empty")
+        check_slo(options.slo)
+        options.workload()  # checks it
+        splits = self._splits(attached)
+        cells: list[Cell] = []
+        if options.slo == "auto":
+            parameters = {"split": splits[0].name, "devices": splits[0].devices, "load": "idle"}
+            service = {} if attached else splits[0].settings
+            cells.append(Cell(f"{splits[0].name}/idle", parameters, service, _IDLE_REQUESTS))
+        for split in splits:
+            for rate in options.rates:
+                parameters = {
+                    "split": split.name,
+                    "devices": split.devices,
+                    "load": f"rate-{rate:g}",
+                    "rate_per_device": rate,
+                }
+                work = self._load(rate, split.devices).planned()
+                cells.append(Cell(f"{split.name}/rate-{rate:g}", parameters, {} if attached else split.settings, work))
+        return cells
+
+    def _splits(self, attached: ServiceStatus | None) -> list[Split]:
+        chosen = self.options.splits
+        if attached is not None:
+            split = Split.of(attached)
+            if chosen not in (("auto",), (split.name,)):
+                raise InvalidRequest(
+                    f"--splits: the running service is {split.name}, and its workers are not changed; leave it out"
+                )
+            return [split]
+        if chosen == ("auto",):
+            return Split.all(self.options.devices or _devices())
+        splits = [Split.parse(text, "--splits") for text in chosen]
+        if not splits:
+            raise InvalidRequest("--splits: is empty")
+        return splits
+
+    def _load(self, rate_per_device: float, devices: int) -> LoadPlan:
+        options = self.options
+        return LoadPlan(rate_per_device * devices, options.duration_s, options.rounds, options.seed)
+
+    async def measure(self, bench: Bench) -> None:
+        """Idle: colocated requests, one at a time. Under load: the rounds of both arms."""
+        parameters = bench.cell.parameters
+        async with AsyncClient(bench.target) as client:
+            status = await client.status()
+            plan = BenchPlan(self.options.workload(), Pace(rate=1.0), seed=self.options.seed)
+            workload = (await fitted(client, plan, status)).workload
+            bench.facts["workload"] = workload.describe()
+            if "rate_per_device" in parameters:
+                load = self._load(parameters["rate_per_device"], parameters["devices"])
+                await load.send(bench, client, workload)
+                return
+
+            def record(outcome: Outcome) -> None:
+                if outcome.index >= 2:  # the first ones warm the service up
+                    bench.record(
+                        outcome.generation,
+                        outcome.error,
+                        arm=COLOCATED,
+                        repeat=0,
+                        index=outcome.index,
+                        turn=outcome.turn,
+                        scheduled_s=outcome.scheduled_s,
+                        sent_s=outcome.sent_s,
+                    )
+                    bench.advance(1)
+
+            await run_load(
+                client,
+                workload.conversations(_IDLE_REQUESTS + 2, self.options.seed - 1, status.vocab_size),
+                ClosedLoop(1),
+                mode=Mode.COLOCATED,
+                timeout_s=REQUEST_TIMEOUT_S,
+                on_done=record,
+            )
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """``slo_ms``, ``cells``, ``systems``, ``best``; see docs/experiments/goodput.md."""
+        idle = [row for cell in run.cells if cell.parameters["load"] == "idle" for row in run.rows_of(cell.cell)]
+        slo = slo_of(self.options.slo, idle, _TTFT_PERCENT)
+        measured = [cell for cell in run.cells if "rate_per_device" in cell.parameters and run.rows_of(cell.cell)]
+        cells = [
+            {
+                "cell": cell.cell,
+                **cell.parameters,
+                **summarise_load(cell, run.rows_of(cell.cell), slo, self.options.seed),
+            }
+            for cell in measured
+        ]
+        systems = [] if slo is None else _systems(measured, run, slo, self.options.seed)
+        summary: dict[str, Any] = {
+            "experiment": self.name,
+            "workload": next((cell.facts["workload"] for cell in run.cells if "workload" in cell.facts), ""),
+            "slo_ms": None if slo is None else dict(slo.limits_ms),
+            "slo_source": "idle" if self.options.slo == "auto" else "option",
+            "cells": cells,
+            "systems": [{key: value for key, value in system.items() if key != "values"} for system in systems],
+            "best": None,
+            "best_split": None,
+            "gain_rps_per_device": None,
+            "failed": [
+                f"{cell['cell']}: bytes moved differ from bytes expected"
+                for cell in cells
+                if cell["kv_bytes"] != cell["kv_bytes_expected"]
+            ],
+        }
+        if systems:
+            best = max(systems, key=_goodput)
+            disaggregated = max((each for each in systems if each["arm"] == PD), key=_goodput)
+            rivals = [s for s in systems if s["arm"] == COLOCATED and s["devices"] == disaggregated["devices"]]
+            gain = difference_interval(rivals[0]["values"], disaggregated["values"], self.options.seed)
+            summary["best"] = best["system"]
+            summary["best_split"] = disaggregated["split"]
+            summary["gain_rps_per_device"] = None if gain is None else gain.to_dict()
+        return summary
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """Goodput and attainment over the load, and the tables."""
+        options = self.options
+        method = (
+            f"Poisson arrivals, {options.duration_s:g} s per mode and round, {options.rounds} rounds, A B B A, each "
+            "mode alone on the service with the same prompts at the same times; intervals are 95 % bootstrap"
+        )
+        setup = [*setup_of(run, method), ("workload", summary["workload"])]
+        if summary["slo_ms"]:
+            source = "twice an idle colocated service" if summary["slo_source"] == "idle" else "as given"
+            setup.append(("SLO", f"{slo_text(summary['slo_ms'])} ({source})"))
+        report = Report(
+            title="Goodput per device",
+            question=self.question,
+            answer=_answer(summary),
+            setup=setup,
+            caveats=_caveats(summary),
+            failures=summary["failed"],
+        )
+        if summary["systems"]:
+            report.blocks += [plots.over_load(summary["systems"]), plots.attainment(summary["systems"])]
+            report.blocks.append(_systems_table(summary["systems"]))
+        if summary["cells"]:
+            report.blocks.append(_cells_table(summary["cells"]))
+        return report
+
+
+def _devices() -> int:
+    """Devices of this host that a service can use: its GPUs, else its cores."""
+    import torch  # takes long
+
+    return min(_MOST_DEVICES, max(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))
+
+
+def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -> list[dict[str, Any]]:
+    """Every split disaggregated, and colocated by number of devices, with goodput and attainment at each rate."""
+    members: dict[tuple[str, str, int], list[FinishedCell]] = {}
+    for cell in cells:
+        split, devices = str(cell.parameters["split"]), int(cell.parameters["devices"])
+        members.setdefault((PD, split, devices), []).append(cell)
+        members.setdefault((COLOCATED, "", devices), []).append(cell)
+    systems = []
+    for (arm, split, devices), own in members.items():
+        points: list[dict[str, Any]] = []
+        values: list[list[float]] = []
+        for rate in sorted({float(cell.parameters["rate_per_device"]) for cell in own}):
+            at_rate = [cell for cell in own if cell.parameters["rate_per_device"] == rate]
+            met = [float(slo.met_by_row(row)) for cell in at_rate for row in run.rows_of(cell.cell, arm)]
+            offered = _offered_rps(at_rate, arm, run) / devices
+            attainment = mean_interval(met, seed)
+            good = mean_interval([each * offered for each in met], seed)
+            if attainment is not None and good is not None:
+                points.append({
+                    "rate_per_device": rate,
+                    "attainment": attainment.to_dict(),
+                    "goodput_rps_per_device": good.to_dict(),
+                })  # fmt: skip
+                values.append([each * offered for each in met])
+        if not points:
+            continue
+        best = max(range(len(points)), key=[_goodput(point) for point in points].__getitem__)
+        sustained = 0.0
+        for point in points:
+            if point["attainment"]["mean"] < ATTAINMENT:
+                break
+            sustained = point["rate_per_device"]
+        systems.append({
+            "system": f"{split} disaggregated" if arm == PD else f"{devices} colocated",
+            "arm": arm,
+            "split": split or None,
+            "devices": devices,
+            "goodput_rps_per_device": points[best]["goodput_rps_per_device"],
+            "at_rate_per_device": points[best]["rate_per_device"],
+            "sustained_rate_per_device": sustained,
+            "points": points,
+            "values": values[best],
+        })  # fmt: skip
+    return systems
+
+
+def _offered_rps(cells: Sequence[FinishedCell], arm: str, run: RunData) -> float:
+    rows: list[RequestRow] = [row for cell in cells for row in run.rows_of(cell.cell, arm)]
+    loads = [load for cell in cells for load in cell.facts.get("loads", ()) if load["arm"] == arm]
+    sending_s = sum(float(load["duration_s"]) for load in loads)
+    return len(rows) / sending_s if sending_s else 0.0
+
+
+def _goodput(system: Mapping[str, Any]) -> float:
+    """The mean goodput per device of a system, or of one of its points."""
+    return float(system["goodput_rps_per_device"]["mean"])
+
+
+def _answer(summary: Mapping[str, Any]) -> str:
+    if not summary["systems"]:
+        if summary["slo_ms"]:
+            return "No load was measured to its end."
+        return "There is no SLO to judge by: no idle request was completed."
+    split = next(each for each in summary["systems"] if each["split"] == summary["best_split"])
+    colocated = next(
+        each for each in summary["systems"] if each["arm"] == COLOCATED and each["devices"] == split["devices"]
+    )
+    gain = Interval.from_dict(summary["gain_rps_per_device"])
+    kind = "more than" if gain.lo > 0 else "less than" if gain.hi < 0 else "not distinguishable from"
+    several = sum(each["arm"] == PD for each in summary["systems"]) > 1
+    return (
+        f"{'The best split is ' if several else ''}{split['split']}{', which' if several else ''} serves at most "
+        f"{_goodput(split):.2f} requests/s per device within {slo_text(summary['slo_ms'])}. That is {kind} the "
+        f"{_goodput(colocated):.2f} of {colocated['devices']} colocated workers (difference "
+        f"{gain.text('requests/s per device')}). At least {100 * ATTAINMENT:.0f} % of the requests meet the SLO up to "
+        f"{split['sustained_rate_per_device']:g} requests/s per device disaggregated and up to "
+        f"{colocated['sustained_rate_per_device']:g} colocated."
+    )
+
+
+def _caveats(summary: Mapping[str, Any]) -> list[str]:
+    caveats = [
+        "The result holds for this SLO, workload and machine. A stricter limit of the gaps favours disaggregation, a "
+        "stricter limit of TTFT favours colocated workers.",
+        "The gap between token 1 and token 2 includes the hand-off, so the limit of the gaps applies to it as well.",
+        "Goodput is the best of the measured rates; the true maximum may lie between two of them.",
+    ]
+    splits = [system["devices"] for system in summary["systems"] if system["arm"] == PD]
+    if len(splits) == 1 and splits[0] == 2:
+        caveats.append("With two devices 1P1D is the only split; other splits need more devices.")
+    return [*caveats, *load_caveats(summary["cells"])]
+
+
+def _systems_table(systems: Sequence[Mapping[str, Any]]) -> TableBlock:
+    rows = []
+    for system in sorted(systems, key=_goodput, reverse=True):
+        good = system["goodput_rps_per_device"]
+        rows.append((
+            system["system"], str(system["devices"]), f"{good['mean']:.2f} [{good['lo']:.2f}, {good['hi']:.2f}]",
+            f"{system['at_rate_per_device']:g}", f"{system['sustained_rate_per_device']:g}",
+        ))  # fmt: skip
+    header = ("system", "devices", "goodput, requests/s per device", "at a load of, requests/s per device",
+              "≥ 90 % meet the SLO up to, requests/s per device")  # fmt: skip
+    return TableBlock("The best of each system", header, rows, "0: at no load that was measured.")
+
+
+def _cells_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
+    header = ("cell", "arm", "requests", "failed", "SLO met, %", "goodput, requests/s", "TTFT mean, ms", "TTFT p99, ms",
+              "ITL p99, ms", "lag p99, ms")  # fmt: skip
+    rows = []
+    for cell in cells:
+        for arm in (PD, COLOCATED):
+            met, good = cell["attainment"][arm], cell["goodput_rps"][arm]
+            of_arm, lag = cell["arms_ms"][arm], cell["lag"][arm]
+            figures = (of_arm["ttft"], of_arm["ttft_p99"], of_arm["itl_p99"], lag and lag["p99_ms"])
+            rows.append((
+                cell["cell"], arm, str(0 if met is None else met["n"]), str(cell["errors"][arm]),
+                "–" if met is None else f"{100 * met['mean']:.0f} [{100 * met['lo']:.0f}, {100 * met['hi']:.0f}]",
+                "–" if good is None else f"{good['mean']:.2f}",
+                *("–" if value is None else f"{value:.1f}" for value in figures),
+            ))  # fmt: skip
+    return TableBlock("All cells", header, rows)

@@ -1,0 +1,329 @@
+"""``pdserve experiment sweep FILE``: both modes over every combination of transport, overlap mode, prompt length,
+split, and rate that a YAML file lists.
+
+Rate 0 is an idle service: pairs of requests, one at a time, A B B A. Any other rate is an open-loop load
+(`experiments.under_load`). Combinations with the same service settings share a service."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from experiments.bench.report import SLO
+from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.plots import overview
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.splits import Split
+from experiments.statistics import Interval, abba, mean_interval
+from experiments.under_load import (
+    COLOCATED,
+    PD,
+    LoadPlan,
+    check_slo,
+    latencies,
+    load_caveats,
+    slo_of,
+    summarise_load,
+)
+from experiments.workloads.lengths import Fixed
+from experiments.workloads.room import Room
+from experiments.workloads.synthetic import Synthetic
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.core.timeline import Figure
+
+_WARM_UP_PAIRS = 1
+
+Transport = Literal["auto", "shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl"]
+Overlap = Literal["none", "chunk", "layer"]
+
+
+class SweepOptions(Options):
+    """The keys of a sweep's file. Lists are the dimensions of the matrix."""
+
+    transports: tuple[Transport, ...] = Field(("auto",), min_length=1, description="transports")
+    overlaps: tuple[Overlap, ...] = Field(("layer",), min_length=1, description="overlap modes")
+    prompt_lens: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (128, 512), min_length=1, description="prompt lengths in tokens"
+    )
+    workers: tuple[str, ...] = Field(("1P1D",), min_length=1, description="splits, such as 2P1D")
+    rates: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] = Field(
+        (0.0,), min_length=1, description="loads in requests/s; 0 is one request at a time"
+    )
+    repeats: int = Field(5, ge=1, le=10_000, description="pairs at rate 0, and loads of each mode at other rates")
+    output_len: int = Field(16, ge=2, description="tokens that each request generates")
+    duration_s: float = Field(10.0, gt=0, le=86_400, description="seconds of each load")
+    slo: str = Field("auto", description="limits in ms: ttft=200,itl=50; auto: twice the idle colocated latencies")
+    service: dict[str, Any] = Field(default_factory=dict, description="dotted settings of every service")
+
+    @classmethod
+    def read(cls, path: Path) -> SweepOptions:
+        """The sweep of a YAML file. InvalidRequest names the file and the key that is wrong."""
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(loaded, dict):
+            raise InvalidRequest(f"{path}: must be a mapping with keys such as {', '.join(sorted(cls.model_fields))}")
+        try:
+            options = cls.model_validate(loaded)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or "(the file)"
+            if first["type"] == "extra_forbidden":
+                raise InvalidRequest(
+                    f"{path}: {key}: unknown key; known are {', '.join(sorted(cls.model_fields))}"
+                ) from None
+            raise InvalidRequest(f"{path}: {key}: {first['msg']} (got {first['input']!r})") from None
+        try:
+            options.check()
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path}: {error}") from None
+        return options
+
+    def check(self) -> None:
+        """InvalidRequest names the first key whose value is wrong."""
+        for name in ("transports", "overlaps", "prompt_lens", "workers", "rates"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise InvalidRequest(f"{name}: a value is given twice")
+        for split in self.workers:
+            Split.parse(split, "workers")
+        try:
+            check_slo(self.slo)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error).removeprefix("--")) from None
+        if self.slo == "auto" and any(self.rates) and 0 not in self.rates:
+            raise InvalidRequest("slo: auto goes by idle requests; add 0 to rates, or write limits: ttft=200,itl=50")
+        try:
+            PdserveConfig.load(None, self.service)
+        except ConfigError as error:
+            raise InvalidRequest(f"service: {error}") from None
+        fixed = {"cluster.prefill", "cluster.decode", "transfer.transport", "transfer.overlap", "model.path"}
+        for key in sorted(fixed & self.service.keys()):
+            raise InvalidRequest(f"service: {key} is set by workers, transports, overlaps or model; leave it out")
+
+
+class Sweep(Experiment):
+    """See the module."""
+
+    name: ClassVar[str] = "sweep"
+    question: ClassVar[str] = "How do both modes compare over transports, overlap modes, lengths, splits and loads?"
+    options_type: ClassVar[type[Options]] = SweepOptions
+    options: SweepOptions
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """The product of the file's lists, ordered so that each service is started once. For a running service:
+        prompt lengths and rates only."""
+        options = self.options
+        options.check()
+        if attached is None:
+            services = [
+                (
+                    {"workers": workers, "transport": transport, "overlap": overlap},
+                    {
+                        **options.service,
+                        **Split.parse(workers, "workers").settings,
+                        "transfer.transport": transport,
+                        "transfer.overlap": overlap,
+                    },
+                )
+                for workers in options.workers
+                for transport in options.transports
+                for overlap in options.overlaps
+            ]
+        else:
+            services = [(self._of(attached), {})]
+        cells = []
+        for place, service in services:
+            for length in options.prompt_lens:
+                for rate in sorted(options.rates):
+                    load = f"rate-{rate:g}" if rate else "idle"
+                    parameters = {**place, "prompt_len": length, "load": load, **({"rate": rate} if rate else {})}
+                    work = self._load(rate).planned() if rate else options.repeats
+                    cells.append(Cell("/".join(map(str, (*place.values(), length, load))), parameters, service, work))
+        return cells
+
+    def _of(self, attached: ServiceStatus) -> dict[str, Any]:
+        """What a running service has in place of the dimensions that the experiment cannot change there."""
+        for name in ("workers", "transports", "overlaps"):
+            if len(getattr(self.options, name)) > 1:
+                raise InvalidRequest(f"{name}: a running service has one; list one value with --target")
+        if self.options.service:
+            raise InvalidRequest("service: the settings of a running service are not changed; leave it out")
+        longest = max(self.options.prompt_lens) + self.options.output_len
+        if longest > Room.of(attached).tokens:
+            raise InvalidRequest(f"prompt_lens: {longest} tokens exceed the {Room.of(attached).tokens} of the service")
+        transports = sorted({link.transport for worker in attached.workers for link in worker.links})
+        return {"workers": Split.of(attached).name, "transport": "+".join(transports), "overlap": "as-configured"}
+
+    def _load(self, rate: float) -> LoadPlan:
+        return LoadPlan(rate, self.options.duration_s, self.options.repeats, self.options.seed)
+
+    async def measure(self, bench: Bench) -> None:
+        """Rate 0: warm-up and pairs. Otherwise: the loads of both arms."""
+        length, output_len = int(bench.cell.parameters["prompt_len"]), self.options.output_len
+        draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
+        async with AsyncClient(bench.target) as client:
+            if "rate" in bench.cell.parameters:
+                load = self._load(bench.cell.parameters["rate"])
+                await load.send(bench, client, Synthetic(Fixed(length), Fixed(output_len)))
+                return
+            vocab_size = (await client.status()).vocab_size
+            for number, arms in enumerate(abba(PD, COLOCATED, _WARM_UP_PAIRS + self.options.repeats)):
+                prompt = [draw.randrange(vocab_size) for _ in range(length)]
+                for arm in arms:
+                    salt = f"{self.options.seed}/{bench.cell.name}/{number}/{arm}/{draw.random()}"
+                    if number < _WARM_UP_PAIRS:
+                        warming = client.generate(prompt, mode=arm, max_tokens=output_len, ignore_eos=True, salt=salt)
+                        await warming.result()
+                        continue
+                    await bench.send(
+                        client, prompt, arm=arm, repeat=number - _WARM_UP_PAIRS, index=0, mode=arm,
+                        max_tokens=output_len, salt=salt,
+                    )  # fmt: skip
+                if number >= _WARM_UP_PAIRS:
+                    bench.advance(1)
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """``cells``; see docs/experiments/sweep.md."""
+        cells = []
+        for cell in run.cells:
+            rows = run.rows_of(cell.cell)
+            if not rows:
+                continue
+            exposed = mean_interval(_exposed_ms(rows), self.options.seed)
+            if "rate" in cell.parameters:
+                figures = summarise_load(cell, rows, self._slo(cell, run), self.options.seed)
+            else:
+                figures = _summarise_idle(rows, self.options.seed)
+            cells.append({
+                "cell": cell.cell,
+                **cell.parameters,
+                "exposed_ms": None if exposed is None else exposed.to_dict(),
+                **figures,
+            })  # fmt: skip
+        failed = [
+            f"{cell['cell']}: {what}"
+            for cell in cells
+            for what, wrong in (
+                ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
+                ("tokens differ between the arms", cell["load"] == "idle" and cell["tokens_equal_share"] != 1.0),
+                ("requests failed", cell["load"] == "idle" and any(cell["errors"].values())),
+            )
+            if wrong
+        ]
+        return {"experiment": self.name, "cells": cells, "failed": failed}
+
+    def _slo(self, cell: FinishedCell, run: RunData) -> SLO | None:
+        alike = {**{key: value for key, value in cell.parameters.items() if key != "rate"}, "load": "idle"}
+        idle = [row for each in run.cells if each.parameters == alike for row in run.rows_of(each.cell)]
+        return slo_of(self.options.slo, idle)
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """The pictures of `experiments.plots.overview`, and a table."""
+        cells: Sequence[Mapping[str, Any]] = summary["cells"]
+        loaded = [cell for cell in cells if cell["load"] != "idle"]
+        report = Report(
+            title="Sweep",
+            question=self.question,
+            answer=_answer(cells),
+            setup=setup_of(
+                run,
+                f"{self.options.repeats} repeats, A B B A; rate 0: one request at a time; otherwise Poisson arrivals "
+                f"for {self.options.duration_s:g} s; intervals are 95 % bootstrap",
+            ),
+            caveats=[
+                *load_caveats(loaded),
+                *(
+                    ["Fewer than five repeats: the intervals are too wide to rely on."]
+                    if self.options.repeats < 5
+                    else []
+                ),
+            ],
+            failures=summary["failed"],
+        )
+        report.blocks += [drawing.picture() for drawing in overview.drawings([overview.Source("", run, summary)])]
+        if cells:
+            report.blocks.append(_table(cells))
+        return report
+
+
+def _exposed_ms(rows: Sequence[RequestRow]) -> list[float]:
+    return [float(row.transfer["exposed_ms"]) for row in rows if row.arm == PD and "exposed_ms" in row.transfer]
+
+
+def _summarise_idle(rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
+    done = {arm: [row for row in rows if row.arm == arm and row.error is None] for arm in (PD, COLOCATED)}
+    pairs = [(pd, colocated) for pd in done[PD] for colocated in done[COLOCATED] if pd.repeat == colocated.repeat]
+    added = {}
+    for figure in Figure:
+        differences = [
+            pd_ms - colocated_ms
+            for pd, colocated in pairs
+            if (pd_ms := pd.figure_ms(figure)) is not None and (colocated_ms := colocated.figure_ms(figure)) is not None
+        ]
+        interval = mean_interval(differences, seed)
+        added[figure.value] = None if interval is None else interval.to_dict()
+    equal = [pd.token_hash == colocated.token_hash for pd, colocated in pairs]
+    return {
+        "n": len(pairs),
+        "errors": {arm: sum(row.arm == arm and row.error is not None for row in rows) for arm in (PD, COLOCATED)},
+        "added_ttft_ms": added,
+        "arms_ms": {arm: latencies(each) for arm, each in done.items()},
+        "tokens_equal_share": sum(equal) / len(equal) if equal else None,
+        "kv_bytes": sum(row.kv_bytes for row in done[PD]),
+        "kv_bytes_expected": sum(row.kv_bytes_expected for row in done[PD]),
+    }
+
+
+def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
+    idle = [cell for cell in cells if cell["load"] == "idle" and cell["added_ttft_ms"]["ttft_decode"]]
+    sentences = []
+    if idle:
+        by_added = sorted(idle, key=lambda cell: cell["added_ttft_ms"]["ttft_decode"]["mean"])
+        ends = [(cell["cell"], Interval.from_dict(cell["added_ttft_ms"]["ttft_decode"])) for cell in by_added]
+        sentences.append(
+            f"On an idle service, disaggregation adds between {ends[0][1].text()} ({ends[0][0]}) and "
+            f"{ends[-1][1].text()} ({ends[-1][0]}) to token 2."
+        )
+    judged = [cell for cell in cells if cell["load"] != "idle" and cell["slo_ms"]]
+    if judged:
+        better = sum(cell["attainment"][PD]["lo"] > cell["attainment"][COLOCATED]["hi"] for cell in judged)
+        worse = sum(cell["attainment"][PD]["hi"] < cell["attainment"][COLOCATED]["lo"] for cell in judged)
+        sentences.append(
+            f"Of {len(judged)} cells under load, disaggregated requests met the SLO more often in {better}, less often "
+            f"in {worse}, and indistinguishably in {len(judged) - better - worse}."
+        )
+    return " ".join(sentences) or "No pair of requests was completed."
+
+
+def _interval(plain: Mapping[str, Any] | None) -> str:
+    return "–" if plain is None else f"{plain['mean']:.2f} [{plain['lo']:.2f}, {plain['hi']:.2f}]"
+
+
+def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
+    header = ("cell", "n", "failed", "added ttft, ms", "added ttft_decode, ms", "exposed, ms", "SLO met pd, %",
+              "SLO met colocated, %")  # fmt: skip
+    rows = []
+    for cell in cells:
+        intervals = [*(cell["added_ttft_ms"][figure.value] for figure in Figure), cell["exposed_ms"]]
+        met = [(cell.get("attainment") or {}).get(arm) for arm in (PD, COLOCATED)]
+        rows.append((
+            cell["cell"], str(cell["n"]), str(sum(cell["errors"].values())),
+            *(_interval(each) for each in intervals),
+            *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
+        ))  # fmt: skip
+    return TableBlock("All cells", header, rows)

@@ -1,0 +1,240 @@
+"""Two arms under the same open-loop load, one after the other on the same service, and the figures of such a cell.
+
+Each round sends the same conversations at the same times (a Poisson process) in both arms, in the order A B B A over
+the rounds. Every arm begins when the service is idle again, so that no arm measures the other one's queue."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from experiments.bench.report import SLO
+from experiments.experiment import Bench
+from experiments.load import Lag, Outcome, run_load
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell
+from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
+from experiments.workloads.arrivals import ClosedLoop, random_arrivals
+from experiments.workloads.conversation import Workload
+from ops.settled import settled
+from pdserve.client.async_client import AsyncClient
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import Mode
+from pdserve.core.timeline import Figure
+
+PD, COLOCATED = Mode.PD.value, Mode.COLOCATED.value
+ARMS = (PD, COLOCATED)
+ATTAINMENT = 0.9
+"""An arm sustains a load if this share of its requests meets the SLO."""
+SLO_FACTOR = 2.0
+"""An automatic SLO allows this multiple of what an idle colocated service does."""
+REQUEST_TIMEOUT_S = 60.0
+"""Deadline of each request under load. One that exceeds it is a failed request, which misses every SLO."""
+_WARM_UP_REQUESTS = 2
+_SETTLE_S = 2 * REQUEST_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """``rate`` requests per second for ``duration_s``, ``rounds`` times in each arm. Round r has the seed
+    ``seed + r``."""
+
+    rate: float
+    duration_s: float
+    rounds: int
+    seed: int
+
+    def planned(self) -> int:
+        """Number of requests of all rounds and both arms."""
+        return len(ARMS) * sum(
+            sum(1 for _ in itertools.takewhile(lambda at_s: at_s < self.duration_s, self._times(repeat)))
+            for repeat in range(self.rounds)
+        )
+
+    def _times(self, repeat: int) -> Any:
+        return random_arrivals(self.rate, self.seed + repeat)
+
+    async def send(self, bench: Bench, client: AsyncClient, workload: Workload) -> None:
+        """Warm both arms up, send the rounds, write a row per request, and note in the fact ``loads`` how each load
+        went. ``workload`` has to fit the service."""
+        vocab_size = (await client.status()).vocab_size
+        for arm in ARMS:
+            warm_up = workload.conversations(_WARM_UP_REQUESTS, self.seed - 1, vocab_size)
+            await run_load(client, warm_up, ClosedLoop(1), mode=Mode(arm), timeout_s=REQUEST_TIMEOUT_S)
+        loads: list[dict[str, Any]] = []
+        for repeat, arms in enumerate(abba(PD, COLOCATED, self.rounds)):
+            for arm in arms:
+                await settled(client, _SETTLE_S)
+                begun_s = bench.elapsed_s
+
+                def record(outcome: Outcome, arm: str = arm, repeat: int = repeat, begun_s: float = begun_s) -> None:
+                    bench.record(
+                        outcome.generation,
+                        outcome.error,
+                        arm=arm,
+                        repeat=repeat,
+                        index=outcome.index,
+                        turn=outcome.turn,
+                        scheduled_s=begun_s + outcome.scheduled_s,
+                        sent_s=begun_s + outcome.sent_s,
+                    )
+                    bench.advance(1)
+
+                load = await run_load(
+                    client,
+                    workload.conversations(1_000_000, self.seed + repeat, vocab_size),
+                    self._times(repeat),
+                    mode=Mode(arm),
+                    duration_s=self.duration_s,
+                    timeout_s=REQUEST_TIMEOUT_S,
+                    on_done=record,
+                )
+                loads.append({"arm": arm, "repeat": repeat, "duration_s": self.duration_s, "took_s": load.duration_s,
+                              "lag": asdict(load.lag) if load.lag else None})  # fmt: skip
+        bench.facts["loads"] = loads
+
+
+def check_slo(text: str) -> None:
+    """`InvalidRequest` unless ``text`` is ``auto`` or an SLO."""
+    if text != "auto":
+        try:
+            SLO.parse(text)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"--{error}") from None
+
+
+def check_rates(rates: Sequence[float], option: str = "--rates") -> None:
+    """`InvalidRequest` unless all rates are positive and finite, and none is given twice."""
+    for rate in rates:
+        if not 0 < rate < float("inf"):
+            raise InvalidRequest(f"{option}: {rate:g} is not a positive number of requests per second")
+    if len(set(rates)) != len(rates):
+        raise InvalidRequest(f"{option}: a rate is given twice")
+
+
+def slo_of(text: str, idle: Sequence[RequestRow], percent: float = 50.0) -> SLO | None:
+    """The SLO that ``text`` names. For ``auto``: `SLO_FACTOR` times the percentile of TTFT, and times the median gap
+    between tokens, of the colocated requests of ``idle`` (measured one at a time); None without any."""
+    if text != "auto":
+        return SLO.parse(text)
+    rows = [row for row in idle if row.arm == COLOCATED and row.ttft_ms is not None]
+    ttft_ms = percentile([row.ttft_ms for row in rows if row.ttft_ms is not None], percent)
+    gap_ms = percentile([gap for row in rows for gap in row.itl_ms], 50.0)
+    if ttft_ms is None:
+        return None
+    limits = {"ttft": ttft_ms, **({} if gap_ms is None else {"itl": gap_ms})}
+    return SLO({key: round(SLO_FACTOR * value, 3) for key, value in limits.items()})
+
+
+def slo_text(limits_ms: Mapping[str, float]) -> str:
+    """``TTFT ≤ 120 ms and p99 ITL ≤ 30 ms``."""
+    names = {"ttft": "TTFT", "ttft_decode": "TTFT_DECODE", "itl": "a request's p99 ITL", "tpot": "TPOT", "e2e": "E2E"}
+    return " and ".join(f"{names[key]} ≤ {limit:.4g} ms" for key, limit in limits_ms.items())
+
+
+def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None, seed: int) -> dict[str, Any]:
+    """The figures of a cell under load. Every request counts for the attainment; one that failed misses the SLO.
+    Goodput is the attainment times the arrivals per second."""
+    loads: Sequence[Mapping[str, Any]] = cell.facts.get("loads", ())
+    of_arm = {arm: [row for row in rows if row.arm == arm] for arm in ARMS}
+    done = {arm: [row for row in each if row.error is None] for arm, each in of_arm.items()}
+    figures: dict[str, Any] = {
+        "n": min(len(each) for each in of_arm.values()),
+        "rounds": len({row.repeat for row in rows}),
+        "errors": {arm: len(of_arm[arm]) - len(done[arm]) for arm in ARMS},
+        "slo_ms": None if slo is None else dict(slo.limits_ms),
+    }
+    added = {
+        figure.value: difference_interval(_values(done[COLOCATED], figure), _values(done[PD], figure), seed)
+        for figure in Figure
+    }
+    figures["added_ttft_ms"] = {name: None if each is None else each.to_dict() for name, each in added.items()}
+    for key in ("offered_rps", "attainment", "goodput_rps", "arms_ms", "lag"):
+        figures[key] = {}
+    for arm in ARMS:
+        sending_s = sum(float(load["duration_s"]) for load in loads if load["arm"] == arm)
+        offered_rps = len(of_arm[arm]) / sending_s if sending_s else 0.0
+        met = None if slo is None else mean_interval([float(slo.met_by_row(row)) for row in of_arm[arm]], seed)
+        figures["offered_rps"][arm] = round(offered_rps, 4)
+        figures["attainment"][arm] = None if met is None else met.to_dict()
+        figures["goodput_rps"][arm] = None if met is None else scaled(met, offered_rps).to_dict()
+        figures["arms_ms"][arm] = latencies(done[arm])
+        lag = Lag.between([row.scheduled_s for row in of_arm[arm]], [row.sent_s for row in of_arm[arm]])
+        figures["lag"][arm] = None if lag is None else {
+            **{key: value if key == "behind" else round(value, 4) for key, value in asdict(lag).items()},
+            "behind": any((load["lag"] or {}).get("behind", False) for load in loads if load["arm"] == arm),
+        }  # fmt: skip
+    hashes = {(row.repeat, row.index, row.turn): row.token_hash for row in done[PD]}
+    both = [(hashes[place], row.token_hash) for row in done[COLOCATED]
+            if (place := (row.repeat, row.index, row.turn)) in hashes]  # fmt: skip
+    figures["tokens_equal_share"] = round(statistics.fmean(a == b for a, b in both), 4) if both else None
+    figures["kv_bytes"] = sum(row.kv_bytes for row in done[PD])
+    figures["kv_bytes_expected"] = sum(row.kv_bytes_expected for row in done[PD])
+    return figures
+
+
+def _values(rows: Sequence[RequestRow], figure: Figure) -> list[float]:
+    return [ms for row in rows if (ms := row.figure_ms(figure)) is not None]
+
+
+def latencies(rows: Sequence[RequestRow]) -> dict[str, float | None]:
+    """Means of the requests' latencies, and the 99th percentiles of TTFT and of all gaps; in milliseconds."""
+    figures = {
+        "ttft": [row.ttft_ms for row in rows if row.ttft_ms is not None],
+        "ttft_decode": [row.ttft_decode_ms for row in rows if row.ttft_decode_ms is not None],
+        "tpot": [row.tpot_ms for row in rows if row.tpot_ms is not None],
+        "e2e": [row.e2e_ms for row in rows if row.e2e_ms is not None],
+    }
+    found = {name: round(statistics.fmean(values), 4) if values else None for name, values in figures.items()}
+    gaps_ms = [gap for row in rows for gap in row.itl_ms]
+    for name, values in (("ttft_p99", figures["ttft"]), ("itl_p99", gaps_ms)):
+        value = percentile(values, 99.0)
+        found[name] = None if value is None else round(value, 4)
+    return found
+
+
+def scaled(interval: Interval, factor: float) -> Interval:
+    """The interval times a positive number."""
+    return Interval(interval.mean * factor, interval.lo * factor, interval.hi * factor, interval.n)
+
+
+def sustains(cell: Mapping[str, Any], arm: str) -> bool:
+    """Whether at least `ATTAINMENT` of the arm's requests met the SLO."""
+    met = cell["attainment"][arm]
+    return met is not None and met["mean"] >= ATTAINMENT
+
+
+def behind(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the cells in which the load generator fell behind its schedule."""
+    return [cell["cell"] for cell in cells if any(lag and lag["behind"] for lag in cell["lag"].values())]
+
+
+def load_caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader has to know about cells under load."""
+    caveats = []
+    if late := behind(cells):
+        caveats.append(
+            f"The load generator was behind its schedule in {len(late)} of {len(cells)} cells ({', '.join(late[:4])}"
+            f"{', …' if len(late) > 4 else ''}): it shares the machine with the service. Latencies count from the real "
+            "sending, so they leave that wait out."
+        )
+    if any(cell["rounds"] < 5 for cell in cells):
+        caveats.append(
+            "The intervals under load resample requests. Requests of one round share a queue, so with fewer than five "
+            "rounds the intervals are too narrow to rely on."
+        )
+    if cells:
+        caveats.append(
+            "A load lasts for a limited time. Above the capacity of an arm the queue would grow further in a longer "
+            "one, and its attainment would fall."
+        )
+    different = [cell["cell"] for cell in cells if cell["tokens_equal_share"] not in (None, 1.0)]
+    if different:
+        caveats.append(
+            f"Under load the arms batch differently, and in {len(different)} cells some requests generated other "
+            "tokens than the same prompt in the other arm. The number of tokens is the same."
+        )
+    return caveats

@@ -1,0 +1,118 @@
+"""Contiguous reservation: runs of blocks, and a scheduler that never grows a request."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import KVRole, Submit
+from engine.scheduling.baselines import ContiguousBlocks, ContiguousReservation
+from engine.scheduling.batch import SampledToken
+from engine.scheduling.scheduler import SchedulerConfig
+from pdserve.core.clock import FakeClock
+from pdserve.core.request import Request
+from pdserve.core.sampling import SamplingParams
+from tests.engine.integrity import check_blocks, check_scheduler
+
+EOS = 7
+
+
+def scheduler(num_blocks: int = 8, whole_context: bool = False, max_model_len: int = 16) -> ContiguousReservation:
+    config = SchedulerConfig(64, 8, max_model_len, 4, num_blocks, eos_token_ids=(EOS,))
+    return ContiguousReservation(config, FakeClock(), whole_context=whole_context)
+
+
+def submit(engine: ContiguousReservation, name: str, prompt_tokens: int, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens)
+    engine.submit(Submit(Request(name, (1,) * prompt_tokens, params, attempt_id=name), KVRole.LOCAL))
+
+
+def step(engine: ContiguousReservation, ending: str = "") -> dict[str, list[int]]:
+    """One step, after which the requests named in ``ending`` stop; each part's blocks."""
+    output = engine.schedule()
+    check_scheduler(engine)
+    assert not output.preempted
+    blocks = {part.attempt_id: list(part.block_ids) for part in output.seqs}
+    tokens = {p.attempt_id: [SampledToken(EOS if p.attempt_id in ending else 2)] for p in output.seqs if p.sample}
+    engine.update(output, tokens, 0.0)
+    check_scheduler(engine)
+    return blocks
+
+
+def test_a_request_gets_one_run_for_prompt_and_limit_at_once() -> None:
+    engine = scheduler()
+    submit(engine, "a", 3, 9)
+    assert step(engine) == {"a": [0, 1, 2]}
+    assert step(engine) == {"a": [0, 1, 2]}
+
+
+def test_free_blocks_in_too_short_runs_admit_nobody() -> None:
+    engine = scheduler()
+    for name in "abcd":
+        submit(engine, name, 4, 4)
+    assert set(step(engine)) == set("abcd")
+    submit(engine, "e", 4, 8)
+    assert set(step(engine, ending="ac")) == set("abcd")
+    assert engine.blocks.free_blocks == 4
+    assert engine.blocks.longest_run == 2
+    assert set(step(engine, ending="b")) == set("bd")
+    assert step(engine)["e"] == [0, 1, 2]
+
+
+def test_whole_context_reserves_for_the_longest_request() -> None:
+    engine = scheduler(whole_context=True)
+    for name in "abc":
+        submit(engine, name, 1, 1 if name == "a" else 2)
+    assert step(engine) == {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
+    assert step(engine) == {"b": [4, 5, 6, 7], "c": [0, 1, 2, 3]}
+
+
+def test_a_pool_smaller_than_the_longest_request_is_given_as_a_whole() -> None:
+    engine = scheduler(num_blocks=2, whole_context=True)
+    submit(engine, "a", 4, 4)
+    assert step(engine) == {"a": [0, 1]}
+
+
+def test_a_run_that_is_not_there_changes_nothing() -> None:
+    blocks = ContiguousBlocks(4, 4)
+    assert blocks.reserve("a", 3)
+    assert not blocks.reserve("b", 2)
+    assert blocks.free_blocks == blocks.longest_run == 1
+    check_blocks(blocks)
+    assert blocks.free("a") == 3
+    assert blocks.first_run(4) == 0
+    assert blocks.first_run(5) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=25))
+def test_every_request_finishes_in_a_run_of_its_own(requests: list[tuple[int, int, int]]) -> None:
+    engine = scheduler(num_blocks=9, max_model_len=32)
+    left = {}
+    for number, (prompt_tokens, limit, stops_after) in enumerate(requests):
+        submit(engine, str(number), prompt_tokens, limit)
+        left[str(number)] = min(limit, stops_after)
+    for _ in range(sum(left.values()) + 3 * len(left)):
+        if not engine.has_work:
+            break
+        output = engine.schedule()
+        owned = [block for part in output.seqs for block in part.block_ids]
+        assert len(set(owned)) == len(owned)
+        for part in output.seqs:
+            assert list(part.block_ids) == list(range(part.block_ids[0], part.block_ids[0] + len(part.block_ids)))
+        tokens = {}
+        for part in output.seqs:
+            if part.sample:
+                left[part.attempt_id] -= 1
+                tokens[part.attempt_id] = [SampledToken(2 if left[part.attempt_id] else EOS)]
+        engine.update(output, tokens, 0.0)
+        check_scheduler(engine)
+    assert set(left.values()) == {0}
+    assert engine.blocks.free_blocks == engine.blocks.longest_run == 9
+    assert engine.load().preemptions == 0
+
+
+@pytest.mark.parametrize("whole_context", [False, True])
+def test_nothing_is_cached(whole_context: bool) -> None:
+    engine = scheduler(whole_context=whole_context)
+    assert engine.config.prefix_caching is False

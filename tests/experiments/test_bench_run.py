@@ -1,0 +1,104 @@
+"""The run folder of `pdserve bench --output`: its figures, against a service, and after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.bench.run import BenchRun, BenchRunOptions
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from tests.local_cluster import local_cluster
+from tests.pdserve.scripted_service import ScriptedService
+
+
+def row(arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
+    values: dict[str, Any] = {
+        "cell": "load", "arm": arm, "repeat": 0, "index": index, "scheduled_s": float(index), "sent_s": float(index),
+        "ttft_ms": ttft_ms, "ttft_decode_ms": ttft_ms + 10.0, "itl_ms": (10.0, 12.0), "tpot_ms": 11.0,
+        "e2e_ms": ttft_ms + 22.0, "output_tokens": 3, "prompt_tokens": 7,
+        "stages_ms": {"ttft": {"prefill": ttft_ms - 1.0, "network": 1.0}},
+    }  # fmt: skip
+    return RequestRow(**{**values, **changes})
+
+
+def test_the_figures_of_a_run() -> None:
+    rows = (row("pd", 0, 20.0), row("pd", 1, 40.0), row("colocated", 0, 15.0), row("colocated", 1, 30.0),
+            RequestRow(cell="load", arm="pd", repeat=0, index=2, sent_s=2.0, error="WorkerLost: gone"))  # fmt: skip
+    load = {"mode": "both", "duration_s": 4.0, "unsent": 1, "partial": False, "planned": 5, "open_loop": False}
+    cell = FinishedCell("load", {"mode": "both"}, 4.0, {"loads": [load], "leaked_blocks": 0, "workload": "random"})
+    kind = BenchRun(BenchRunOptions(slo="ttft=25", paired=True, percentiles="50,99"))
+    run = RunData("bench", {}, {}, (cell,), rows)
+    summary = kind.summarise(run)
+    kind.report(run, summary)  # can be drawn
+
+    assert list(summary["arms"]) == ["pd", "colocated"]
+    pd = summary["arms"]["pd"]
+    assert (pd["requests"], pd["failed"], pd["failures"]) == (3, 1, {"WorkerLost": 1})
+    assert pd["ttft_ms"]["mean"] == 30.0
+    assert (pd["ttft_ms"]["p50"], pd["ttft_ms"]["count"]) == (30.0, 2)
+    assert pd["itl_ms"]["count"] == 4
+    assert pd["requests_per_s"] == 0.5
+    assert pd["output_tokens_per_s"] == 1.5
+    assert pd["total_tokens_per_s"] == 5.0
+    assert pd["goodput"] == {"requests_per_s": 0.25, "share": pytest.approx(1 / 3)}
+    assert pd["stages_ms"]["ttft"] == {"prefill": 29.0, "network": 1.0}
+    assert summary["added_ms"]["ttft"]["mean"] == pytest.approx(7.5)
+    assert (summary["partial"], summary["leaked_blocks"], summary["slo_ms"]) == (False, 0, {"ttft": 25.0})
+    assert summary["failed"] == ["pd: 1 requests failed"]
+
+
+def test_a_run_that_was_killed_has_the_rows_so_far() -> None:
+    run = RunData("bench", {}, {}, (), (row("auto", 0, 20.0), row("auto", 1, 40.0)))
+    kind = BenchRun(BenchRunOptions())
+    summary = kind.summarise(run)
+    assert summary["partial"]
+    assert summary["arms"]["auto"]["duration_s"] == pytest.approx(1.062)
+    assert "interrupted" in kind.report(run, summary).caveats[0]
+
+
+def test_a_bench_writes_its_folder_and_report_draws_it_again(tmp_path: Path, pdserve: Any) -> None:
+    with local_cluster({}) as cluster:
+        ran = pdserve(
+            "bench", "--target", cluster.target, "--requests", "6", "--rate", "20", "--mode", "both", "--input-len",
+            "40", "--output-len", "5", "--slo", "ttft=5000", "--output", str(tmp_path), "--json",
+        )  # fmt: skip
+    assert ran.code == 0, ran.err
+    (folder,) = (tmp_path / "bench").iterdir()
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.yaml", "env.json", "requests.jsonl", "cells.jsonl", "summary.json", "report.html",
+                     "cdf.png", "stages.png", "over_time.png"}  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert len(rows) == 12
+    assert {each["arm"] for each in rows} == {"pd", "colocated"}
+    sent = [each for each in rows if each["arm"] == "pd"]
+    assert all(each["transfer"]["exposed_ms"] > 0 and each["stages_ms"]["ttft_decode"]["prefill"] > 0 for each in sent)
+    later = [each["scheduled_s"] for each in rows if each["arm"] == "colocated"]
+    assert min(later) > max(each["scheduled_s"] for each in sent)  # one arm after the other
+    summary = json.loads((folder / "summary.json").read_text())
+    for arm, printed in ran.json["arms"].items():
+        of_arm = summary["arms"][arm]
+        for key in ("requests", "failed", "duration_s", "goodput", "lag", "requests_per_s", "output_tokens_per_s"):
+            assert of_arm[key] == pytest.approx(printed[key], abs=1e-6), key
+        assert of_arm["ttft_ms"] == pytest.approx(printed["ttft_ms"])
+    before = (folder / "summary.json").read_text()
+    (folder / "report.html").unlink()
+    again = pdserve("report", str(folder))
+    assert again.code == 0
+    assert "requests/s and" in again.out
+    assert (folder / "summary.json").read_text() == before
+    assert (folder / "report.html").is_file()
+
+
+def test_vllm_names_write_the_folder(tmp_path: Path, pdserve: Any, service: ScriptedService) -> None:
+    options = ("--target", service.target, "--requests", "3", "--input-len", "20", "--output-len", "3")
+    ran = pdserve("bench", *options, "--save-result", "--result-dir", str(tmp_path))
+    assert ran.code == 0, ran.err
+    (folder,) = (tmp_path / "bench").iterdir()
+    assert f"report      {folder}/report.html" in ran.out
+    both = pdserve("bench", *options, "--output", str(tmp_path), "--result-dir", str(tmp_path))
+    assert both.code == 2
+    assert "output: is the same as --result-dir" in both.err

@@ -1,0 +1,105 @@
+"""`pdserve compare`: figures of two runs, their differences, and limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.compare import Comparison, Limit, compare, flatten, violations
+from experiments.request_row import RequestRow
+from experiments.run_folder import RunFolder
+from experiments.statistics import Interval
+from pdserve.core.errors import InvalidRequest
+
+
+def run(root: Path, ttft_ms: list[float], summary: dict[str, Any], name: str = "bench") -> RunFolder:
+    folder = RunFolder.create(root, name, {"model": "tiny", "seed": len(list(root.glob("*/*")))})
+    for index, value in enumerate(ttft_ms):
+        folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=index, ttft_ms=value, e2e_ms=2 * value))
+    folder.append(RequestRow(cell="load", arm="pd", repeat=0, index=99, error="WorkerLost: gone"))
+    folder.write_summary(summary)
+    return folder
+
+
+SUMMARY = {"cells": [{"cell": "x", "n": 3, "added": {"mean": 2.0, "lo": 1.5, "hi": 2.5, "n": 3}}], "goodput_rps": 4.0}
+
+
+def test_rows_are_compared_with_an_interval(tmp_path: Path) -> None:
+    other = {
+        "cells": [{"cell": "x", "n": 9, "added": {"mean": 3.0, "lo": 2.75, "hi": 3.5, "n": 9}}],
+        "goodput_rps": 3.0,
+    }
+    found = compare(run(tmp_path, [10.0, 12.0, 11.0], SUMMARY), run(tmp_path, [20.0, 22.0, 21.0], other))
+    by_key = {each.key: each for each in found}
+    assert list(by_key) == ["rows.load.pd.ttft_ms", "rows.load.pd.e2e_ms", "cells.x.added", "goodput_rps"]
+    ttft = by_key["rows.load.pd.ttft_ms"]
+    assert (ttft.a, ttft.b, ttft.difference, ttft.distinct) == (11.0, 21.0, 10.0, True)
+    assert ttft.percent == pytest.approx(100 * 10 / 11)
+    assert ttft.interval is not None
+    assert 8.0 <= ttft.interval.lo < 10.0 < ttft.interval.hi <= 12.0
+    assert by_key["cells.x.added"].interval == Interval(1.0, 0.25, 2.0, 3)
+    assert by_key["goodput_rps"].interval is None
+
+
+def test_a_summary_is_flattened_by_names() -> None:
+    summary = {"a": 1, "list": [{"system": "1P1D", "x": 2.5}, 7], "n": 3, "flag": True, "text": "no", "none": None}
+    assert flatten(summary) == {"a": 1.0, "list.1P1D.x": 2.5, "list.1": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "a", "b", "interval", "percent", "worse"),
+    [
+        ("ttft_ms", 100.0, 108.0, (6.0, 10.0), 5.0, True),
+        ("ttft_ms", 100.0, 108.0, (4.0, 12.0), 5.0, False),  # not beyond the interval
+        ("ttft_ms", 100.0, 90.0, (-12.0, -8.0), 5.0, False),
+        ("ttft_ms", 100.0, 106.0, None, 5.0, True),
+        ("goodput_rps", 4.0, 3.0, None, 10.0, True),
+        ("goodput_rps", 4.0, 5.0, None, 10.0, False),
+        ("attainment.pd", 0.9, 0.5, (-0.5, -0.3), 10.0, True),
+        ("attainment.pd", 0.9, 0.5, (-0.5, -0.05), 10.0, False),
+        ("failed", 0.0, 1.0, None, 10.0, True),
+    ],
+)
+def test_worse_means_beyond_limit_and_interval(
+    key: str, a: float, b: float, interval: tuple[float, float] | None, percent: float, worse: bool
+) -> None:
+    of = None if interval is None else Interval(b - a, *interval, 5)
+    assert Comparison(key, a, b, of).exceeds(percent) == worse
+
+
+def test_limits_name_figures() -> None:
+    found = [Comparison("rows.x.pd.ttft_ms", 1.0, 2.0, None), Comparison("rows.x.pd.e2e_ms", 1.0, 2.0, None)]
+    assert [each.key for each, _ in violations(found, [Limit.parse("ttft_ms=5")])] == ["rows.x.pd.ttft_ms"]
+    assert len(violations(found, [Limit.parse("rows.*=5%")])) == 2
+    assert violations(found, [Limit.parse("*_ms=100")]) == []
+    with pytest.raises(InvalidRequest, match="no figure 'itl_ms'"):
+        violations(found, [Limit.parse("itl_ms=5")])
+    for wrong in ("ttft_ms", "=5", "ttft_ms=-1", "ttft_ms=x"):
+        with pytest.raises(InvalidRequest, match="is not KEY=PERCENT"):
+            Limit.parse(wrong)
+
+
+def test_the_command(tmp_path: Path, pdserve: Any) -> None:
+    a, b = (run(tmp_path, values, SUMMARY) for values in ([10.0, 12.0, 11.0], [20.0, 22.0, 21.0]))
+    ran = pdserve("compare", str(a.path), str(b.path))
+    assert ran.code == 0
+    assert "rows.load.pd.ttft_ms" in ran.out
+    assert "goodput_rps" not in ran.out  # equal
+    assert ran.err == "note: the runs differ in seed: 0 and 1\n"
+    ran = pdserve("compare", str(a.path), str(b.path), "--limit", "ttft_ms=5", "--limit", "goodput_rps=1", "--json")
+    assert ran.code == 1
+    assert ran.json["violations"] == [{"key": "rows.load.pd.ttft_ms", "limit_percent": 5.0}]
+    assert "worse: rows.load.pd.ttft_ms: 11 became 21" in ran.err
+    assert pdserve("compare", str(b.path), str(a.path), "--limit", "ttft_ms=5").code == 0
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, pdserve: Any) -> None:
+    a, b = run(tmp_path, [1.0], SUMMARY), run(tmp_path, [1.0], SUMMARY, "goodput")
+    ran = pdserve("compare", str(a.path), str(b.path))
+    assert ran.code == 2
+    assert "give two runs of the same experiment" in ran.err
+    ran = pdserve("compare", str(a.path), str(tmp_path))
+    assert ran.code == 2
+    assert "error: B: " in ran.err

@@ -1,0 +1,147 @@
+"""Goodput: its arithmetic on rows made by hand, its options, and a run against a real service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.goodput import Goodput, GoodputOptions
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.runner import redraw, run_experiment
+from experiments.splits import Split
+from pdserve.core.errors import InvalidRequest
+from tests.experiments.quiet import Quiet
+from tests.local_cluster import local_cluster
+
+
+def row(cell: str, arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
+    values: dict[str, Any] = {"cell": cell, "arm": arm, "repeat": 0, "index": index, "ttft_ms": ttft_ms,
+                              "itl_ms": (5.0,), "tpot_ms": 5.0, "e2e_ms": ttft_ms + 5.0}  # fmt: skip
+    return RequestRow(**{**values, **changes})
+
+
+def loaded(split: str, rate: float, good: dict[str, int]) -> tuple[FinishedCell, list[RequestRow]]:
+    """A cell with ten requests per arm in 5 s, of which ``good`` by arm have a TTFT of 10 ms and the others 100 ms."""
+    devices = Split.parse(split, "").devices
+    name = f"{split}/rate-{rate:g}"
+    loads = [{"arm": arm, "repeat": 0, "duration_s": 5.0, "took_s": 6.0, "lag": None} for arm in good]
+    parameters = {"split": split, "devices": devices, "load": f"rate-{rate:g}", "rate_per_device": rate}
+    rows = [
+        row(name, arm, index, 10.0 if index < count else 100.0) for arm, count in good.items() for index in range(10)
+    ]
+    return FinishedCell(name, parameters, 1.0, {"loads": loads, "workload": "random"}), rows
+
+
+def summary_of(*cells: tuple[FinishedCell, Sequence[RequestRow]], **options: Any) -> dict[str, Any]:
+    run = RunData(
+        "goodput", {}, {}, tuple(cell for cell, _ in cells), tuple(each for _, rows in cells for each in rows)
+    )
+    experiment = Goodput(GoodputOptions(**{"slo": "ttft=50", **options}))
+    summary = experiment.summarise(run)
+    experiment.report(run, summary)  # can be drawn
+    return summary
+
+
+def test_the_best_split_and_its_gain() -> None:
+    summary = summary_of(
+        loaded("2P1D", 0.5, {"pd": 10, "colocated": 10}),
+        loaded("2P1D", 1.0, {"pd": 8, "colocated": 2}),
+        loaded("1P2D", 0.5, {"pd": 9, "colocated": 8}),
+        loaded("1P2D", 1.0, {"pd": 1, "colocated": 0}),
+    )
+    by_name = {system["system"]: system for system in summary["systems"]}
+    assert set(by_name) == {"2P1D disaggregated", "1P2D disaggregated", "3 colocated"}
+    offered = 10 / 5.0 / 3  # requests per second and device
+    best = by_name["2P1D disaggregated"]
+    assert best["goodput_rps_per_device"]["mean"] == pytest.approx(offered, abs=1e-5)
+    assert (best["at_rate_per_device"], best["sustained_rate_per_device"]) == (0.5, 0.5)
+    assert [point["attainment"]["mean"] for point in best["points"]] == [1.0, 0.8]
+    colocated = by_name["3 colocated"]  # the rows of both services together
+    assert colocated["points"][0]["attainment"] == {
+        "mean": 0.9,
+        "lo": pytest.approx(0.75, abs=0.06),
+        "hi": 1.0,
+        "n": 20,
+    }
+    assert colocated["goodput_rps_per_device"]["mean"] == pytest.approx(0.9 * offered, abs=1e-5)
+    assert by_name["1P2D disaggregated"]["sustained_rate_per_device"] == 0.5
+    assert summary["best"] == "2P1D disaggregated"
+    assert summary["best_split"] == "2P1D"
+    assert summary["gain_rps_per_device"]["mean"] == pytest.approx(0.1 * offered, abs=1e-5)
+    assert summary["slo_ms"] == {"ttft": 50.0}
+    assert summary["slo_source"] == "option"
+    assert summary["failed"] == []
+
+
+def test_a_cell_has_figures_of_both_arms() -> None:
+    (cell,) = summary_of(loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}))["cells"]
+    assert (cell["split"], cell["devices"], cell["rate_per_device"], cell["n"]) == ("1P1D", 2, 1.0, 10)
+    assert cell["attainment"]["pd"]["mean"] == 0.5
+    assert cell["goodput_rps"] == {
+        "pd": {"mean": 1.0, "lo": pytest.approx(0.4, abs=0.21), "hi": pytest.approx(1.6, abs=0.21), "n": 10},
+        "colocated": {"mean": 2.0, "lo": 2.0, "hi": 2.0, "n": 10},
+    }
+    assert cell["arms_ms"]["pd"]["ttft"] == 55.0
+    assert cell["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(45.0)
+
+
+def test_an_automatic_slo_is_of_the_idle_requests() -> None:
+    idle = FinishedCell("1P1D/idle", {"split": "1P1D", "devices": 2, "load": "idle"}, 1.0, {})
+    rows = [row("1P1D/idle", "colocated", index, 10.0 + index) for index in range(11)]
+    summary = summary_of((idle, rows), loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}), slo="auto")
+    assert summary["slo_ms"] == {"ttft": 38.0, "itl": 10.0}  # twice the 90th percentile, and twice the median gap
+    assert summary["slo_source"] == "idle"
+
+
+def test_without_an_slo_there_is_no_answer() -> None:
+    summary = summary_of(loaded("1P1D", 1.0, {"pd": 5, "colocated": 10}), slo="auto")
+    assert summary["slo_ms"] is None
+    assert (summary["systems"], summary["best"], summary["best_split"]) == ([], None, None)
+
+
+def test_cells_of_every_split_of_the_devices() -> None:
+    cells = Goodput(GoodputOptions.choose({"devices": 3, "rates": "0.5", "duration_s": 4, "rounds": 2})).cells(None)
+    assert [cell.name for cell in cells] == ["2P1D/idle", "2P1D/rate-0.5", "1P2D/rate-0.5"]
+    assert cells[0].service == cells[1].service == {"cluster.prefill": 2, "cluster.decode": 1}
+    assert [split.name for split in Split.all(4)] == ["2P2D", "3P1D", "1P3D"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"splits": "1P1D,P2"}, "--splits: 'P2' is not a number of prefill and of decode workers"),
+        ({"splits": ""}, "--splits: is empty"),
+        ({"rates": ""}, "--rates: is empty"),
+        ({"slo": "ttft"}, "--slo: "),
+        ({"dataset": "random", "scale": "2"}, "scale: does not apply to the dataset random"),
+    ],
+)
+def test_a_wrong_option_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Goodput(GoodputOptions.choose(given)).cells(None)
+
+
+def test_a_run_against_a_service(tmp_path: Path) -> None:
+    options = GoodputOptions.choose(
+        {"rates": "2,4", "duration_s": 1, "rounds": 2, "dataset": "azure-code", "scale": "0.02:0.2"}
+    )
+    folder = RunFolder.create(tmp_path, "goodput", options.model_dump(mode="json"))
+    with local_cluster({}) as cluster:
+        outcome = run_experiment(Goodput(options), folder, Quiet(), target=cluster.target)
+        other = Goodput(GoodputOptions.choose({"splits": "2P1D"}))
+        with pytest.raises(InvalidRequest, match="--splits: the running service is 1P1D"):
+            run_experiment(other, RunFolder.create(tmp_path, "other", {}), Quiet(), target=cluster.target)
+    assert outcome.failures == []
+    assert outcome.summary is not None
+    assert [system["system"] for system in outcome.summary["systems"]] == ["1P1D disaggregated", "2 colocated"]
+    assert outcome.summary["best_split"] == "1P1D"
+    assert "azure-code" in outcome.summary["workload"]
+    rows = folder.load().rows_of("1P1D/rate-2")
+    assert {row.mode for row in rows if row.arm == "colocated"} == {"colocated"}
+    lengths = {arm: [(r.repeat, r.index, r.prompt_tokens) for r in rows if r.arm == arm] for arm in ("pd", "colocated")}
+    assert sorted(lengths["pd"]) == sorted(lengths["colocated"])
+    assert redraw(Goodput(options), folder) == outcome.summary

@@ -1,0 +1,149 @@
+"""Interference: ratio, arms and report on rows made by hand, and a run against a real service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.interference import ALONE_BUSY, ALONE_IDLE, CALIBRATION, PD, Interference, InterferenceOptions
+from experiments.neighbours import CANCELLED, DECODING, LONG
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.runner import redraw, run_experiment
+from pdserve import Client
+from pdserve.core.errors import InvalidRequest
+from tests.experiments.quiet import Quiet
+from tests.local_cluster import local_cluster
+
+ITL_MS = {
+    "colocated-off": 40.0,
+    "colocated-64": 12.0,
+    "colocated-128": 15.0,
+    PD: 11.0,
+    ALONE_BUSY: 10.0,
+    ALONE_IDLE: 8.0,
+}
+CHUNKS = {"off": ["colocated-off"], "64": ["colocated-64"], "128": ["colocated-128", PD, ALONE_BUSY, ALONE_IDLE]}
+
+
+def run_of(repeats: int = 5, cores: Sequence[str] = ("0", "1"), **changes: Any) -> RunData:
+    """Each repeat is a window of 1 s with a decoding request whose gaps are all equal, and one long prompt."""
+    cells = [FinishedCell(CALIBRATION, {}, 1.0, {"long_prompt_s": 0.5})]
+    rows = []
+    for chunk, arms in CHUNKS.items():
+        name, windows = f"chunks-{chunk}/pass-1", []
+        for number, (repeat, arm) in enumerate((repeat, arm) for repeat in range(repeats) for arm in arms):
+            begin_s = 10.0 * number
+            windows.append({"arm": arm, "repeat": repeat, "begin_s": begin_s, "end_s": begin_s + 1.0})
+            place: dict[str, Any] = {"cell": name, "arm": arm, "repeat": repeat, "index": 0}
+            gaps = (ITL_MS[arm],) * 20
+            rows.append(RequestRow(**{**place, "kind": DECODING, "sent_s": begin_s, "scheduled_s": begin_s,
+                                      "ttft_ms": 1.0, "itl_ms": gaps, **changes}))  # fmt: skip
+            if arm != ALONE_IDLE:
+                rows.append(RequestRow(**place, kind=LONG, sent_s=begin_s, scheduled_s=begin_s, ttft_ms=200.0,
+                                       prompt_tokens=79))  # fmt: skip
+        facts = {"windows": windows, "arrivals": 1, "cores": {f"w{i}": each for i, each in enumerate(cores)}}
+        cells.append(FinishedCell(name, {"chunk": chunk, "repeats": list(range(repeats))}, 1.0, facts))
+    return RunData("interference", {}, {}, tuple(cells), tuple(rows))
+
+
+def experiment(**options: Any) -> Interference:
+    return Interference(InterferenceOptions.choose({"chunk_sizes": (64, 128), **options}))
+
+
+def test_the_ratio_is_the_disaggregated_tail_over_that_of_the_control() -> None:
+    summary = experiment().summarise(run_of())
+    assert summary["p99_itl_ratio"] == pytest.approx(1.1)
+    assert summary["p99_itl_ratio_interval"] == {"mean": 1.1, "lo": 1.1, "hi": 1.1, "n": 5}
+    assert summary["p99_itl_ratio_idle"] == pytest.approx(11 / 8)
+    assert summary["one_core_per_role"] is True
+    assert summary["best_chunk"] == 64
+    assert summary["failed"] == []
+
+
+def test_arms_are_in_order_with_their_figures() -> None:
+    arms = experiment().summarise(run_of())["arms"]
+    assert list(arms) == list(ITL_MS)
+    assert {name: arm["itl_ms"]["p99"] for name, arm in arms.items()} == ITL_MS
+    assert arms[PD]["long_ttft_ms"]["p50"] == 200.0
+    assert arms[PD]["output_tokens_per_s"]["mean"] == pytest.approx(22.0)  # 21 and token 1 of the long prompt
+    assert arms[PD]["tokens_per_s"]["mean"] == pytest.approx(101.0)
+    assert arms[ALONE_IDLE]["long_ttft_ms"] is None
+
+
+def test_the_report_names_the_trade_and_all_arms(tmp_path: Path) -> None:
+    run, meter = run_of(), experiment()
+    report = meter.report(run, meter.summarise(run))
+    page = report.save(tmp_path).read_text(encoding="utf-8")
+    assert "1.10 times" in report.answer
+    assert "whole prompts: p99 ITL 40 ms" in report.answer
+    assert "chunks of 64 (best)" in page
+    assert {path.name for path in tmp_path.glob("*.png")} == {"trade.png", "itl_over_time.png", "itl_distribution.png"}
+
+
+@pytest.mark.parametrize("cores", [("0", "0"), ("0,1", "2"), ("", "")])
+def test_shared_or_several_cores_are_told(cores: Sequence[str]) -> None:
+    run, meter = run_of(cores=cores), experiment()
+    summary = meter.summarise(run)
+    assert summary["one_core_per_role"] is False
+    assert any("one core" in caveat for caveat in meter.report(run, summary).caveats)
+
+
+def test_failed_requests_and_few_windows_are_told() -> None:
+    run, meter = run_of(2, error="WorkerLost: gone"), experiment()
+    summary = meter.summarise(run)
+    assert f"{PD}: 2 requests failed" in summary["failed"]
+    assert any("fewer than five" in caveat for caveat in meter.report(run, summary).caveats)
+
+
+def test_nothing_measured_is_no_error(tmp_path: Path) -> None:
+    run = RunData("interference", {}, {}, (), ())
+    summary = experiment().summarise(run)
+    assert (summary["p99_itl_ratio"], summary["best_chunk"], summary["arms"]) == (None, None, {})
+    experiment().report(run, summary).save(tmp_path)
+
+
+def test_cells_go_there_and_back() -> None:
+    cells = experiment(repeats=2).cells(None)
+    assert [cell.parameters.get("chunk") for cell in cells] == [None, "off", "64", "128", "128", "64", "off"]
+    assert cells[0].service == cells[1].service
+    assert [cell.work for cell in cells] == [1, 1, 1, 4, 4, 1, 1]
+
+
+def test_a_run_against_a_service(tmp_path: Path) -> None:
+    options = InterferenceOptions.choose(
+        {"model": "tiny", "prompt_len": 64, "output_len": 3, "decoding": 2, "rate": 4.0, "arrive_s": 0.5, "repeats": 2}
+    )
+    meter = Interference(options)
+    folder = RunFolder.create(tmp_path, meter.name, {**options.model_dump(mode="json"), "target": ""})
+    with local_cluster({"model": {"path": "tiny"}}) as cluster:
+        progress = Quiet()
+        outcome = run_experiment(meter, folder, progress, target=cluster.target)
+    assert [cell.name for cell in progress.cells] == [
+        CALIBRATION,
+        "chunks-as-configured/pass-1",
+        "chunks-as-configured/pass-2",
+    ]
+    assert not outcome.failures
+    assert outcome.summary is not None
+    arms = outcome.summary["arms"]
+    assert list(arms) == ["colocated", PD, ALONE_BUSY, ALONE_IDLE]
+    assert all(arm["windows"] == 2 and arm["itl_ms"]["n"] > 0 for arm in arms.values())
+    assert outcome.summary["p99_itl_ratio"] > 0
+    rows = folder.load().rows
+    long = [row for row in rows if row.kind == LONG]
+    assert {row.arm: row.mode for row in long} == {"colocated": "colocated", PD: "pd", ALONE_BUSY: "pd"}
+    assert {row.arm: bool(row.kv_bytes) for row in long} == {"colocated": False, PD: True, ALONE_BUSY: False}
+    assert {row.arm: row.prefill_worker for row in long if row.arm == ALONE_BUSY} == {ALONE_BUSY: "prefill-0"}
+    assert all(row.finish_reason in (CANCELLED, "length") for row in rows if row.kind == DECODING)
+    assert redraw(meter, folder) == outcome.summary
+
+
+def test_a_service_that_cannot_disaggregate_is_refused() -> None:
+    with local_cluster({"model": {"path": "tiny"}}, decode=0) as cluster, Client(cluster.target) as client:
+        status = client.status()
+    with pytest.raises(InvalidRequest, match="no linked pair"):
+        experiment().cells(status)

@@ -1,0 +1,155 @@
+"""A sweep: its file, its cells, its arithmetic, a run against a service; and `pdserve plot` of what it wrote."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.runner import redraw, run_experiment
+from experiments.sweep import Sweep, SweepOptions
+from pdserve.core.errors import InvalidRequest
+from tests.experiments.quiet import Quiet
+from tests.local_cluster import local_cluster
+
+
+def read(tmp_path: Path, text: str) -> SweepOptions:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    return SweepOptions.read(path)
+
+
+def test_the_matrix_keeps_a_service_for_its_cells(tmp_path: Path) -> None:
+    options = read(
+        tmp_path,
+        "transports: [shm, tcp]\noverlaps: [layer]\nprompt_lens: [64, 128]\nworkers: [1P1D, 2P1D]\nrates: [2, 0]\n"
+        "repeats: 3\nservice: {engine.num_blocks: 64}\n",
+    )
+    cells = Sweep(options).cells(None)
+    assert len(cells) == 16
+    assert [cell.name for cell in cells[:4]] == [
+        "1P1D/shm/layer/64/idle", "1P1D/shm/layer/64/rate-2", "1P1D/shm/layer/128/idle", "1P1D/shm/layer/128/rate-2"
+    ]  # fmt: skip
+    changes = sum(a.service != b.service for a, b in itertools.pairwise(cells))
+    assert changes == 3  # four services
+    assert cells[-1].service == {"engine.num_blocks": 64, "cluster.prefill": 2, "cluster.decode": 1,
+                                 "transfer.transport": "tcp", "transfer.overlap": "layer"}  # fmt: skip
+    assert cells[0].work == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("transport: [shm]", "transport: unknown key; known are duration_s, "),
+        ("transports: [smoke]", "transports.0: Input should be 'auto', 'shm'"),
+        ("prompt_lens: [64, x]", "prompt_lens.1: Input should be a valid integer"),
+        ("prompt_lens: []", "prompt_lens: "),
+        ("prompt_lens: 64", "prompt_lens: "),
+        ("rates: [-1]", "rates.0: "),
+        ("rates: [2, 2.0]", "rates: a value is given twice"),
+        ("rates: [2]", "slo: auto goes by idle requests; add 0 to rates"),
+        ("workers: [3D]", "workers: '3D' is not a number"),
+        ("repeats: 0", "repeats: "),
+        ("slo: speed=3", "slo: 'speed' is none of"),
+        ("service: {engine.blocks: 3}", "service: engine.blocks: unknown key"),
+        ("service: {cluster.prefill: 3}", "service: cluster.prefill is set by workers"),
+        ("- 3", "must be a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        read(tmp_path, text)
+    assert str(raised.value).startswith(f"{tmp_path}/sweep.yaml: {message}")
+
+
+def test_the_command_reports_a_missing_file(tmp_path: Path, pdserve: Any) -> None:
+    ran = pdserve("experiment", "sweep", str(tmp_path / "none.yaml"))
+    assert ran.code == 2
+    assert "none.yaml: cannot be read" in ran.err
+    assert "FILE: give the file" in pdserve("experiment", "sweep").err
+
+
+def row(arm: str, repeat: int, ttft_ms: float, **changes: Any) -> RequestRow:
+    pd = arm == "pd"
+    values: dict[str, Any] = {
+        "cell": "c", "arm": arm, "repeat": repeat, "index": 0, "ttft_ms": ttft_ms, "ttft_decode_ms": 2 * ttft_ms,
+        "itl_ms": (ttft_ms,), "tpot_ms": ttft_ms, "e2e_ms": 2 * ttft_ms, "token_hash": "same",
+        "kv_bytes": 100 if pd else 0, "kv_bytes_expected": 100 if pd else 0,
+        "transfer": {"exposed_ms": 1.0 + repeat} if pd else {}, "stages_ms": {"ttft_decode": {"prefill": ttft_ms}},
+    }  # fmt: skip
+    return RequestRow(**{**values, **changes})
+
+
+def summary_of(rows: list[RequestRow]) -> dict[str, Any]:
+    parameters = {"workers": "1P1D", "transport": "shm", "overlap": "layer", "prompt_len": 64, "load": "idle"}
+    run = RunData("sweep", {}, {}, (FinishedCell("c", parameters, 1.0, {}),), tuple(rows))
+    summary = Sweep(SweepOptions()).summarise(run)
+    Sweep(SweepOptions()).report(run, summary)  # can be drawn
+    return summary
+
+
+def test_idle_cells_are_pairs() -> None:
+    rows = [row(arm, repeat, 10.0 + (2.0 if arm == "pd" else 0.0)) for arm in ("pd", "colocated") for repeat in (0, 1)]
+    (cell,) = summary_of(rows)["cells"]
+    assert cell["n"] == 2
+    assert cell["added_ttft_ms"]["ttft"]["mean"] == 2.0
+    assert cell["added_ttft_ms"]["ttft_decode"]["mean"] == 4.0
+    assert cell["exposed_ms"]["mean"] == 1.5
+    assert cell["arms_ms"]["pd"]["ttft"] == 12.0
+    assert (cell["kv_bytes"], cell["kv_bytes_expected"], cell["tokens_equal_share"]) == (200, 200, 1.0)
+    assert cell["errors"] == {"pd": 0, "colocated": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"token_hash": "other"}, "tokens differ"), ({"kv_bytes": 99}, "bytes moved differ")]
+)
+def test_a_token_or_byte_that_differs_fails_the_sweep(changes: dict[str, Any], words: str) -> None:
+    (failure,) = summary_of([row("pd", 0, 12.0, **changes), row("colocated", 0, 10.0)])["failed"]
+    assert words in failure
+
+
+def test_a_sweep_of_a_running_service_and_its_plots(tmp_path: Path, pdserve: Any) -> None:
+    options = read(tmp_path, "prompt_lens: [32, 70]\nrates: [0, 5]\nrepeats: 2\noutput_len: 4\nduration_s: 1\n")
+    folder = RunFolder.create(tmp_path, "sweep", options.model_dump(mode="json"))
+    with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
+        outcome = run_experiment(Sweep(options), folder, Quiet(), target=cluster.target)
+        several = Sweep(SweepOptions(overlaps=("layer", "none")))
+        with pytest.raises(InvalidRequest, match="overlaps: a running service has one"):
+            run_experiment(several, RunFolder.create(tmp_path, "other", {}), Quiet(), target=cluster.target)
+    assert outcome.failures == []
+    assert outcome.summary is not None
+    names = [cell["cell"] for cell in outcome.summary["cells"]]
+    assert names == [f"1P1D/tcp/as-configured/{length}/{load}" for length in (32, 70) for load in ("idle", "rate-5")]
+    loaded = outcome.summary["cells"][1]
+    assert loaded["slo_ms"]["ttft"] > 0
+    assert loaded["n"] > 2
+    assert redraw(Sweep(options), folder) == outcome.summary
+
+    plots = tmp_path / "plots"
+    again = pdserve("plot", str(folder.path), str(folder.path), "--format", "png,svg,pdf,csv", "--output", str(plots))
+    assert again.code == 0, again.err
+    stems = ("exposed_over_length", "goodput_over_rate", "stage_cdfs")
+    assert {path.name for path in plots.iterdir()} == {f"{s}.{f}" for s in stems for f in ("png", "svg", "pdf", "csv")}
+    assert (plots / "exposed_over_length.svg").read_text().lstrip().startswith("<?xml")
+    assert (plots / "exposed_over_length.pdf").read_bytes().startswith(b"%PDF")
+    with (plots / "exposed_over_length.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [int(each["prompt_len"]) for each in table[:2]] == [32, 70]
+    cells = [cell for cell in outcome.summary["cells"] if cell["load"] == "idle"]
+    assert float(table[0]["exposed_ms"]) == pytest.approx(cells[0]["exposed_ms"]["mean"], abs=1e-5)
+    assert table[0]["series"].startswith("sweep/")
+    wrong = pdserve("plot", str(folder.path), "--format", "bmp")
+    assert "format: 'bmp' is none of png" in wrong.err
+
+
+def test_nothing_to_plot_is_an_error(tmp_path: Path, pdserve: Any) -> None:
+    folder = RunFolder.create(tmp_path, "bench", {})
+    ran = pdserve("plot", str(folder.path), "--output", str(tmp_path / "plots"))
+    assert ran.code == 2
+    assert "nothing to draw" in ran.err
