@@ -245,17 +245,17 @@ class ShapedLink(KVLink):
     async def _deliver(self) -> None:
         """Send each message of the inner link when it is due."""
         try:
-            while self._lost is None:
-                await self._until(lambda: bool(self._held))
-                while self._held:
-                    next_one = self._held[0]
-                    await self._wait_until_s(next_one.due_s - _EARLY_S)
-                    if self._lost is not None:
-                        return
+            while not self._ended.is_set():
+                if not self._held:
+                    await self._until(lambda: bool(self._held))
+                    continue
+                next_one = self._held[0]
+                await self._wait_until_s(next_one.due_s - _EARLY_S)
+                if self._held:  # the link may have been cut meanwhile, here and below
                     await self._inner.send(next_one.header, next_one.payload)
-                    if self._held:  # the link may have been cut
-                        self._held.popleft()
-                        self._held_bytes -= next_one.num_bytes
+                if self._held:
+                    self._held.popleft()
+                    self._held_bytes -= next_one.num_bytes
                     self._delivered += 1
                     self._changed.set()
         except TransferError as error:
