@@ -23,7 +23,7 @@ from experiments.plots import added_ttft as plots
 from experiments.report.page import Report, TableBlock
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.shapes import WIDTHS, model_path
+from experiments.shapes.widths import WIDTHS, model_path
 from experiments.statistics import Interval, abba, mean_interval
 from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
 from pdserve.client.async_client import AsyncClient

@@ -117,16 +117,29 @@ class Acceptor:
         self._server.close()
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._strangers.room()
             try:
-                connection, address = await loop.sock_accept(self._server)
+                connection, address = self._server.accept()
+            except BlockingIOError:
+                await self._readable()
+                continue
             except OSError as error:  # the peer has left the queue, or no file descriptor is free
                 _log.warning("a connection could not be accepted: %s (%s)", error, self._strangers.name)
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._begin(connection, str(address), self._strangers.enter())
+
+    async def _readable(self) -> None:
+        """Return when a connection waits. `loop.sock_accept` would lose one that it has accepted when it is
+        cancelled."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._server, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._server)
 
     def _begin(self, connection: socket.socket, peer: str, stranger: Stranger) -> None:
         task = asyncio.create_task(self._meet(connection, peer, stranger))

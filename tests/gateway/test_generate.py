@@ -67,7 +67,8 @@ async def test_tokens_then_one_complete_account(start_service: StartService) -> 
     assert transfer.kv_bytes == transfer.kv_bytes_expected == 1024
     assert (transfer.transport, transfer.block_size, transfer.blocks_sent, transfer.messages) == ("loopback", 4, 2, 1)
     assert transfer.request_to_ready_ms > 0
-    assert {event.kind for event in completion.events} == {str(kind) for kind in EventKind}
+    expected = set(EventKind) - {EventKind.DECODE_READY}  # only of tokens that were held back
+    assert {event.kind for event in completion.events} == {str(kind) for kind in expected}
     assert {clock.worker for clock in completion.clocks} == {"p0", "d0"}
     assert 0 <= transfer.room_wait_ms <= transfer.exposed_ms
     stages = {"gateway", "route", "dispatch", "prefill_queue", "prefill", "unattributed"}

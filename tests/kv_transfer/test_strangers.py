@@ -336,3 +336,24 @@ def test_malformed_connections_do_not_grow_a_process(kind: str) -> None:
         assert process.memory_info().rss - before_bytes < 8 * 2**20
     finally:
         end.close()
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_connection_that_comes_while_the_acceptor_closes_is_closed(steps: int) -> None:
+    """At whatever point of accepting it is: its peer reads the end of the stream."""
+
+    async def welcome(connection: socket.socket, peer: str, stranger: Stranger) -> None:
+        with connection:
+            await asyncio.sleep(60)
+
+    server = socket.create_server(("127.0.0.1", 0))
+    acceptor = Acceptor(server, Strangers("test"), welcome)
+    await asyncio.sleep(0)
+    with socket.create_connection(server.getsockname()) as client:
+        client.settimeout(10)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await acceptor.aclose()
+        gc.collect()  # an unclosed socket is a ResourceWarning
+        with contextlib.suppress(ConnectionResetError):  # still in the kernel's queue
+            assert client.recv(1) == b""

@@ -1,0 +1,280 @@
+"""pdserve and vLLM, both serving the same model as one prefill and one decode worker on the same two cores, one after
+the other: pdserve, vLLM, vLLM, pdserve. vLLM (CPU build) moves the KV over NIXL, pdserve over the transport that it
+chooses itself.
+
+`python -m benchmarks.served --vllm VENV` needs a virtual environment with vLLM's CPU build, NIXL, and nothing else that
+runs on the machine. For each prompt length the same prompts are sent disaggregated and colocated in turn, one request
+at a time. vLLM's first token comes from its decode instance, so its ``ttft`` contains the hand-off; pdserve's ``ttft``
+is prefill's token, and ``ttft_decode`` the first token that has waited for the hand-off. Tables, then one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from ops.launch.detach import start_detached, stop_detached
+from pdserve import Client
+from pdserve.core.config import PdserveConfig
+from pdserve.version import VERSION
+
+LENGTHS = (128, 512, 2048)
+OUTPUT_TOKENS = 24
+REQUESTS = 4
+PORTS = {"prefill": 8100, "decode": 8200}
+START_TIMEOUT_S = 600.0
+KV_CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+Sample = dict[str, float]
+"""Figures of one request, in milliseconds."""
+
+
+def save_model(folder: Path, dtype: str) -> None:
+    """Llama of 135 million random weights with a tokenizer of bytes, as a Hugging Face folder."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "<s>": 256, "</s>": 257}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+
+
+def prompts(length: int, phase: int) -> list[list[int]]:
+    """The prompts of a phase: new ones each time, so that no cache knows them."""
+    draw = random.Random(f"{length}/{phase}")
+    return [[draw.randrange(250) for _ in range(length)] for _ in range(REQUESTS)]
+
+
+# --- pdserve ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pdserve(model: Path, dtype: str) -> Iterator[tuple[str, float]]:
+    """A service, as its target and the seconds until it was ready."""
+    started_s = time.monotonic()
+    settings = {"gateway.port": 0, "model.path": str(model), "model.dtype": dtype, "engine.prefix_caching": False}
+    port = start_detached(PdserveConfig.load(None, settings))
+    try:
+        yield f"localhost:{port}", time.monotonic() - started_s
+    finally:
+        stop_detached(port)
+
+
+def ask_pdserve(client: Client, prompt: list[int], mode: str) -> Sample:
+    """One request's figures."""
+    done = client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True, mode=mode, timeout_s=300).result()
+    assert done.mode == mode
+    assert done.kv_bytes == done.kv_bytes_expected
+    assert done.ttft_decode_ms is not None
+    return {
+        "ttft": done.ttft_ms,
+        "ttft_decode": done.ttft_decode_ms,
+        "itl": statistics.median(done.itl_ms[1:]),
+    }
+
+
+# --- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def vllm(venv: Path, model: Path, dtype: str, logs: Path) -> Iterator[float]:
+    """Both instances, each on one core; gives the seconds until both were ready."""
+    started_s = time.monotonic()
+    processes = []
+    try:
+        for core, (role, port) in enumerate(PORTS.items()):
+            environment = {
+                **os.environ,
+                "VLLM_CPU_KVCACHE_SPACE": "2",
+                "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5559 + core),
+                "UCX_TLS": os.environ.get("UCX_TLS", "all"),
+            }
+            arguments = [str(venv / "bin/vllm"), "serve", str(model), "--port", str(port), "--dtype", dtype,
+                         "--max-model-len", "4096", "--no-enable-prefix-caching",
+                         "--kv-transfer-config", json.dumps(KV_CONFIG)]  # fmt: skip
+            with (logs / f"vllm-{role}.log").open("wb") as log:
+                processes.append(psutil.Popen(
+                    ["taskset", "-c", str(core), *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                ))  # fmt: skip
+        while not all(_healthy(port) for port in PORTS.values()):
+            if any(process.poll() is not None for process in processes):
+                raise SystemExit(f"vLLM has ended; see {logs}/vllm-*.log")
+            if time.monotonic() - started_s > START_TIMEOUT_S:
+                raise SystemExit(f"vLLM was not ready within {START_TIMEOUT_S:.0f} s; see {logs}/vllm-*.log")
+            time.sleep(1.0)
+        yield time.monotonic() - started_s
+    finally:
+        family = [child for process in processes for child in _family(process)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _family(process: psutil.Popen) -> list[psutil.Process]:
+    try:
+        return [*process.children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _healthy(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except OSError:
+        return False
+
+
+def ask_vllm(model: Path, prompt: list[int], mode: str) -> Sample:
+    """One request's figures. Disaggregated: prefill makes one token, then decode fetches the KV and streams."""
+    body: dict[str, Any] = {"model": str(model), "prompt": prompt, "temperature": 0, "ignore_eos": True}
+    started_s = time.perf_counter()
+    port = PORTS["prefill"]
+    if mode == "pd":
+        remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        ask = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
+        answer = _post(port, {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": ask})
+        body["kv_transfer_params"] = json.loads(answer.read())["kv_transfer_params"]
+        port = PORTS["decode"]
+    stream = _post(port, {**body, "max_tokens": OUTPUT_TOKENS, "stream": True})
+    times_s = [time.perf_counter() for line in stream if line.startswith(b"data: {")]
+    assert len(times_s) >= OUTPUT_TOKENS
+    gaps_s = [b - a for a, b in itertools.pairwise(times_s)]
+    return {
+        "ttft": (times_s[0] - started_s) * 1e3,
+        "ttft_decode": (times_s[1] - started_s) * 1e3,
+        "itl": statistics.median(gaps_s[1:]) * 1e3,
+    }
+
+
+def _post(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    headers = {"Content-Type": "application/json", "X-Request-Id": str(random.random())}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    if answer.status != http.client.OK:
+        raise SystemExit(f"vLLM answered {answer.status}: {answer.read()[:500]!r}")
+    return answer
+
+
+# --- the comparison --------------------------------------------------------------------------------------------------
+
+
+def measure(ask: Any, phase: int, samples: dict[tuple[int, str], list[Sample]]) -> None:
+    """One phase: all lengths, both modes in turn."""
+    for mode in ("pd", "colocated"):
+        ask([1, 2, 3] * 40, mode)
+    for length in LENGTHS:
+        for number, prompt in enumerate(prompts(length, phase)):
+            for mode in ("pd", "colocated")[:: 1 if number % 2 == 0 else -1]:
+                samples.setdefault((length, mode), []).append(ask(prompt, mode))
+
+
+def figures(samples: dict[tuple[int, str], list[Sample]]) -> dict[str, dict[str, float]]:
+    """Medians by length, and the median of the paired differences of ``ttft`` (for pdserve of ``ttft_decode`` too)."""
+    result = {}
+    for length in LENGTHS:
+        pd, colocated = samples[length, "pd"], samples[length, "colocated"]
+        medians = {key: statistics.median(sample[key] for sample in pd) for key in ("ttft", "ttft_decode", "itl")}
+        for key in ("ttft", "ttft_decode"):
+            added = (a[key] - b[key] for a, b in zip(pd, colocated, strict=True))
+            medians[f"added_{key}"] = statistics.median(added)
+        result[str(length)] = {key: round(value, 2) for key, value in medians.items()}
+    return result
+
+
+def main() -> None:
+    """Measure, print a table and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, required=True, help="virtual environment with vLLM")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 where the CPU has no bfloat16 instructions")
+    parser.add_argument("--logs", type=Path, default=Path("out"), help="folder of vLLM's logs")
+    asked = parser.parse_args()
+    asked.logs.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True, highlight=False)
+    ours: dict[tuple[int, str], list[Sample]] = {}
+    theirs: dict[tuple[int, str], list[Sample]] = {}
+    ready_s: dict[str, list[float]] = {"pdserve": [], "vllm": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "llama-135m"
+        save_model(model, asked.dtype)
+
+        def run_pdserve(phase: int) -> None:
+            console.print(f"pdserve, phase {phase}")
+            with pdserve(model, asked.dtype) as (target, start_s), Client(target) as client:
+                ready_s["pdserve"].append(start_s)
+                measure(lambda prompt, mode: ask_pdserve(client, prompt, mode), phase, ours)
+
+        run_pdserve(0)
+        console.print("vLLM, phases 1 and 2")
+        with vllm(asked.vllm, model, asked.dtype, asked.logs) as start_s:
+            ready_s["vllm"].append(start_s)
+            for phase in (1, 2):
+                measure(lambda prompt, mode: ask_vllm(model, prompt, mode), phase, theirs)
+        run_pdserve(3)
+    result = {"pdserve": figures(ours), "vllm": figures(theirs)}
+    ratios = {
+        length: {key: round(result["pdserve"][length][key] / result["vllm"][length][key], 3)
+                 for key in ("ttft", "ttft_decode", "itl", "added_ttft", "added_ttft_decode")}
+        for length in result["pdserve"]
+    }  # fmt: skip
+    table = Table("prompt", "figure", "pdserve, ms", "vLLM, ms", "ratio")
+    for length, row in ratios.items():
+        for key, ratio in row.items():
+            cells = (result[name][length][key] for name in ("pdserve", "vllm"))
+            table.add_row(length, key, *(f"{value:.1f}" for value in cells), f"{ratio:.3f}")
+    Console(highlight=False).print(table)
+    versions = {"pdserve": VERSION, "vllm": _version(asked.vllm), "python": platform.python_version()}
+    about = {"dtype": asked.dtype, "requests": 2 * REQUESTS, "output_tokens": OUTPUT_TOKENS, "versions": versions}
+    ready = {name: round(statistics.median(values), 1) for name, values in ready_s.items()}
+    print(json.dumps({"benchmark": "served", **about, "ready_s": ready, "ratios": ratios, **result}))  # noqa: T201
+
+
+def _version(venv: Path) -> str:
+    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    done = subprocess.run([str(venv / "bin/python"), "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
