@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from experiments.added_ttft import AddedTtft
 from experiments.experiment import Experiment
+from experiments.link_sweep import LinkSweep
 from pdserve.core.errors import InvalidRequest
 
-EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft,)
+EXPERIMENTS: tuple[type[Experiment], ...] = (AddedTtft, LinkSweep)
 
 
 def experiment_of(name: str) -> type[Experiment]:
