@@ -35,7 +35,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import Interval, abba, mean_interval
-from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
+from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
@@ -374,11 +374,15 @@ class LinkModel:
         prefill_ms: float | None = None,
     ) -> float:
         """The exposed time on a link of ``gbs`` (10^9 bytes per second), without the fixed cost. ``tokens`` and
-        ``prefill_ms`` are those of another prompt."""
+        ``prefill_ms`` are those of another prompt.
+
+        Nothing is sent before decode's announcement has come, half a round trip after both workers began."""
         plan = self._plan(overlap, self.prompt_tokens if tokens is None else tokens)
         link = LinkRate(gbs, rtt_ms / 1e3, PdserveConfig().transfer.max_inflight_bytes)
-        prefill_s = (self.prefill_ms if prefill_ms is None else prefill_ms) / 1e3
-        return 1e3 * predict(plan.parts(), link, prefill_s).exposed_s
+        prefill_ms = self.prefill_ms if prefill_ms is None else prefill_ms
+        announced = rtt_ms / 2 / prefill_ms if prefill_ms > 0 else 0.0
+        parts = [HandoffPart(max(part.ready, announced), part.num_bytes) for part in plan.parts()]
+        return 1e3 * predict(parts, link, prefill_ms / 1e3).exposed_s
 
     @property
     def phi_gbs(self) -> float:
@@ -464,12 +468,12 @@ def _knee(overlap: str, cells: Sequence[Mapping[str, Any]], model: LinkModel) ->
 def _crossing(points: Sequence[tuple[float, float]], threshold_ms: float) -> tuple[float | None, str]:
     """The highest rate at which the exposed time falls below the threshold, and in words how that is known."""
     if len(points) < 2:
-        return None, "too few rates"
+        return None, "that two or more cells would tell"
     for (slow, slow_ms), (fast, fast_ms) in zip(points[-2::-1], points[:0:-1], strict=True):
         if slow_ms > threshold_ms >= fast_ms:
             share = math.log(slow_ms / threshold_ms) / math.log(slow_ms / max(fast_ms, 1e-6))
             return slow * (fast / slow) ** share, "interpolated"
-    return None, "below the slowest rate" if points[-1][1] <= threshold_ms else "above the fastest rate"
+    return None, "below the slowest one" if points[-1][1] <= threshold_ms else "above the fastest one"
 
 
 def _on_link(link: NamedLink, model: LinkModel) -> dict[str, Any]:
@@ -494,9 +498,9 @@ def _answer(summary: Mapping[str, Any]) -> str:
     parts = []
     for overlap, knee in summary["knee"].items():
         measured = knee["measured_gbps"]
-        where = f"{measured:.3g} Gbit/s" if measured is not None else knee["measured"]
-        predicted = "never" if knee["predicted_gbps"] is None else f"{knee['predicted_gbps']:.3g} by arithmetic"
-        parts.append(f"{where} with overlap {overlap} ({predicted})")
+        where = f"{measured:.3g} Gbit/s" if measured is not None else f"a rate {knee['measured']}"
+        at = "no rate is enough" if knee["predicted_gbps"] is None else f"{knee['predicted_gbps']:.3g} Gbit/s"
+        parts.append(f"{where} with overlap {overlap} (by arithmetic: {at})")
     return (
         f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {summary['phi_gbps']:.3g} Gbit/s here. "
         f"More than a tenth of the prefill time is exposed below {'; '.join(parts)}. {right}"
@@ -526,7 +530,7 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["shaping"] == KERNEL:
         caveats.append(
-            "tc's token bucket lets bursts of up to 80 kB pass; the prediction counts 1448 bytes of payload in each "
+            "tc's token bucket lets a burst of a millisecond pass; the prediction counts 1448 bytes of payload in each "
             "frame of 1514 bytes. Control messages have a cable of their own, which is not shaped."
         )
     if summary["shaping"] == AS_IT_IS:
