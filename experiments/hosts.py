@@ -90,14 +90,14 @@ def missing() -> str:
 
 
 def sweep() -> None:
-    """Remove the namespaces and bridges of processes that are gone."""
-    bridges = json.loads(tool("ip", "-json", "link", "show", "type", "bridge") or "[]")
+    """Remove the namespaces and devices of processes that are gone."""
+    devices = json.loads(tool("ip", "-json", "link", "show") or "[]")
     spaces = json.loads(tool("ip", "-json", "netns", "list") or "[]")
     for kind, name in [
-        *(("link", each.get("ifname", "")) for each in bridges),
+        *(("link", each.get("ifname", "")) for each in devices),
         *(("netns", each.get("name", "")) for each in spaces),
     ]:
-        owner = re.fullmatch(rf"{PREFIX}([0-9a-f]+)[bpdt]", name)
+        owner = re.fullmatch(rf"{PREFIX}([0-9a-f]+)[BPDt]0?", name)
         if owner and not psutil.pid_exists(int(owner[1], 16)):
             tool("ip", kind, "del", name)
 
@@ -114,8 +114,8 @@ class TwoHosts:
         self.kv_network = f"10.90.{number}.0/24"
         """The network of the cable."""
         self.addresses = {Role.PREFILL: f"10.89.{number}.11", Role.DECODE: f"10.89.{number}.12"}
-        self._names = {Role.PREFILL: f"{own}p", Role.DECODE: f"{own}d"}
-        self._bridge = f"{own}b"
+        self._names = {Role.PREFILL: f"{own}P", Role.DECODE: f"{own}D"}  # no hexadecimal digits
+        self._bridge = f"{own}B"
         cores = sorted(os.sched_getaffinity(0))
         half = len(cores) // 2
         self._cores = {Role.PREFILL: cores[:half] or cores, Role.DECODE: cores[half:]}
@@ -153,7 +153,8 @@ class TwoHosts:
 
     def close(self) -> None:
         """Remove what this object made. May be called twice. The hosts' processes must have ended."""
-        for kind, name in (*(("netns", name) for name in self._names.values()), ("link", self._bridge)):
+        ports = [("link", f"{name}0") for name in self._names.values()]  # else the kernel would remove them later
+        for kind, name in (*ports, *(("netns", name) for name in self._names.values()), ("link", self._bridge)):
             with contextlib.suppress(LaunchError):  # it was not made, or is gone
                 tool("ip", kind, "del", name)
 

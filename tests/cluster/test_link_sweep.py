@@ -1,5 +1,5 @@
-"""`pdserve experiment link-sweep --hosts namespaces`: two hosts with a cable that the kernel shapes, and nothing left of
-them afterwards."""
+"""`pdserve experiment link-sweep --hosts namespaces`: two hosts with a cable that the kernel shapes, and nothing left
+of them afterwards."""
 
 from __future__ import annotations
 
@@ -83,9 +83,7 @@ def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_the_next_run_removes_what_a_killed_one_left() -> None:
-    made = (
-        "import time; from experiments.hosts import TwoHosts; h = TwoHosts(); print('made', flush=True); time.sleep(60)"
-    )
+    made = "import time; from experiments.hosts import TwoHosts; TwoHosts(); print('made', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", made], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
