@@ -45,6 +45,7 @@ def over_bandwidth(summary: Mapping[str, Any], links: Sequence[Named], predicted
             line = [max(floor_ms, predicted(overlap, rate / 8, 0.0) + fixed_ms) for rate in rates]
             axes.plot(rates, line, color=color, linewidth=1.4, alpha=0.75)
         _points(axes, series, "gbps", "exposed", color, marker, NAMES[overlap], floor=floor_ms)
+        _predictions(axes, series, "gbps", color, floor_ms)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(rates[0], rates[-1])
@@ -64,7 +65,8 @@ def over_bandwidth(summary: Mapping[str, Any], links: Sequence[Named], predicted
         "exposed_over_bandwidth",
         "Exposed transfer time over bandwidth",
         f"Points are means with 95 % intervals; the link was shaped: {summary['shaping']}. Lines are the prediction, "
-        "including the fixed cost of a hand-off. Right of Φ, overlap hides nearly all of the transfer; left of it, no "
+        "including the fixed cost of a hand-off, for the mean prefill time of all cells; a short dash is the prediction "
+        "for the prefill time of that cell. Right of Φ, overlap hides nearly all of the transfer; left of it, no "
         "overlap can. Dotted lines mark the nominal rates of named links, without their round trips.",
         figure,
         "Line plot of exposed transfer time over bandwidth on logarithmic axes",
@@ -109,13 +111,15 @@ def over_round_trip(cells: Sequence[Cell], predicted: Predicted | None) -> Pictu
                 line = [predicted(overlap, series[0]["link_gbs"], trip_ms) + fixed_ms for trip_ms in trips_ms]
                 axes.plot(trips_ms, line, color=color, linewidth=1.4, alpha=0.75)
             _points(axes, series, "rtt_ms", key, color, marker, NAMES[overlap])
+            if key == "exposed":
+                _predictions(axes, series, "rtt_ms", color)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         style.label(axes, x="round trip, ms", y=f"{name}, ms", title=name)
     figure.axes[0].legend(frameon=False, fontsize=9, labelcolor=style.INK)
     return Picture(
         "over_round_trip",
         f"Over the round trip, at {cells[0]['gbps']:g} Gbit/s",
-        "Left: the exposed transfer time, with the prediction as a line. Right: what token 2 waits for in all. A "
+        "Left: the exposed transfer time, with the prediction as a line and, for the cell's own prefill, a dash. Right: what token 2 waits for in all. A "
         "hand-off needs half a round trip, because decode has announced the destination before; the window of "
         "unacknowledged bytes bounds the rate on long links.",
         figure,
@@ -147,6 +151,13 @@ def _points(
         color=color, marker=marker, markersize=5.5, capsize=3, linewidth=1.4 if line else 0, elinewidth=1.2,
         label=name, zorder=3,
     )  # fmt: skip
+
+
+def _predictions(axes: Any, series: Sequence[Cell], x: str, color: str, floor: float = 0.0) -> None:
+    """A dash for the prediction of each cell."""
+    known = [cell for cell in series if cell["predicted_ms"] is not None]
+    axes.plot([cell[x] for cell in known], [max(floor, cell["predicted_ms"]) for cell in known],
+              linestyle="", marker="_", markersize=15, markeredgewidth=1.4, color=color)  # fmt: skip
 
 
 def _series(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
