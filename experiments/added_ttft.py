@@ -21,6 +21,7 @@ from engine.model.source import resolve_model
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.plots import added_ttft as plots
 from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.shapes.widths import WIDTHS, model_path
@@ -194,7 +195,9 @@ class AddedTtft(Experiment):
             title="What disaggregation adds to TTFT",
             question=self.question,
             answer=_answer(cells),
-            setup=_setup(run),
+            setup=setup_of(
+                run, "the same prompts in both modes, one request at a time, A B B A; intervals are 95 % bootstrap"
+            ),
             caveats=_caveats(cells),
             failures=summary["failed"],
         )
@@ -342,17 +345,6 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
         f"{token_1.text()} to token 1 and {token_2.text()} to token 2, the first that has paid for the hand-off. "
         f"The largest causes are {named}; together the stages explain {cell['explained_pct']:.0f} % of it."
     )
-
-
-def _setup(run: RunData) -> list[tuple[str, str]]:
-    machine, service = run.environment.get("machine", {}), run.environment.get("service") or {}
-    workers = service.get("workers", [])
-    return [
-        ("machine", f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, {machine.get('system', '')}"),
-        ("service", f"{service.get('model', '?')} in {service.get('dtype', '?')}, {len(workers)} workers"),
-        ("method", "the same prompts in both modes, one request at a time, A B B A; intervals are 95 % bootstrap"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in machine.get("packages", {}).items())),
-    ]
 
 
 def _caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:

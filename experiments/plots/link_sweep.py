@@ -65,8 +65,8 @@ def over_bandwidth(summary: Mapping[str, Any], links: Sequence[Named], predicted
         "exposed_over_bandwidth",
         "Exposed transfer time over bandwidth",
         f"Points are means with 95 % intervals; the link was shaped: {summary['shaping']}. Lines are the prediction, "
-        "including the fixed cost of a hand-off, for the mean prefill time of all cells; a short dash is the prediction "
-        "for the prefill time of that cell. Right of Φ, overlap hides nearly all of the transfer; left of it, no "
+        "including the fixed cost of a hand-off, for the mean prefill time of all cells; a short dash is that "
+        "for the prefill time of its cell. Right of Φ, overlap hides nearly all of the transfer; left of it, no "
         "overlap can. Dotted lines mark the nominal rates of named links, without their round trips.",
         figure,
         "Line plot of exposed transfer time over bandwidth on logarithmic axes",
@@ -119,9 +119,9 @@ def over_round_trip(cells: Sequence[Cell], predicted: Predicted | None) -> Pictu
     return Picture(
         "over_round_trip",
         f"Over the round trip, at {cells[0]['gbps']:g} Gbit/s",
-        "Left: the exposed transfer time, with the prediction as a line and, for the cell's own prefill, a dash. Right: what token 2 waits for in all. A "
-        "hand-off needs half a round trip, because decode has announced the destination before; the window of "
-        "unacknowledged bytes bounds the rate on long links.",
+        "Left: the exposed transfer time, with the prediction as a line and, for the cell's own prefill, a dash. "
+        "Right: what token 2 waits for in all. A hand-off needs half a round trip, because decode has announced the "
+        "destination before; the window of unacknowledged bytes bounds the rate on long links.",
         figure,
         "Two plots of exposed and added time over the round trip",
     )
