@@ -37,18 +37,24 @@ def over_bandwidth(summary: Mapping[str, Any], links: Sequence[Named], predicted
     axes = figure.axes[0]
     means = [cell["exposed"]["mean"] for cell in cells if cell["exposed"]["mean"] > 0]
     floor_ms = min([0.5 * min(means, default=1.0), 1.0])
-    rates = np.geomspace(0.5 * min(cell["gbps"] for cell in cells), 2 * max(link.gbps for link in links), 200)
+    shown = [*(cell["gbps"] for cell in cells), *(link.gbps for link in links), summary["phi_gbps"] or links[0].gbps]
+    rates = np.geomspace(0.5 * min(shown), 2 * max(shown), 200)
     for overlap, series in _series(cells).items():
         color, marker = _look(overlap)
-        if predicted is not None and overlap != "as-configured":
-            fixed_ms = statistics.median(cell["fixed_ms"] or 0.0 for cell in series)
-            line = [max(floor_ms, predicted(overlap, rate / 8, 0.0) + fixed_ms) for rate in rates]
-            axes.plot(rates, line, color=color, linewidth=1.4, alpha=0.75)
+        fixed_ms = statistics.median(cell["fixed_ms"] or 0.0 for cell in series)
+        modes = ("none", "chunk", "layer") if overlap == "as-configured" else (overlap,)
+        for mode in modes:
+            if predicted is None:
+                continue
+            line = [predicted(mode, rate / 8, 0.0) + fixed_ms for rate in rates]
+            name = f"{NAMES[mode]}, predicted" if len(modes) > 1 else None
+            axes.plot(rates, line, color=_look(mode)[0], linewidth=1.4, alpha=0.75, label=name)
         _points(axes, series, "gbps", "exposed", color, marker, NAMES[overlap], floor=floor_ms)
         _predictions(axes, series, "gbps", color, floor_ms)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(rates[0], rates[-1])
+    axes.set_ylim(bottom=floor_ms)
     if summary["phi_gbps"] is not None:
         axes.axvline(summary["phi_gbps"], color=style.INK, linewidth=1.3)
         axes.annotate(f"Φ = {summary['phi_gbps']:.2g} Gbit/s", (summary["phi_gbps"], 1), xycoords=_x_data(axes),
@@ -60,6 +66,7 @@ def over_bandwidth(summary: Mapping[str, Any], links: Sequence[Named], predicted
     style.plain_ticks(axes, [10.0**power for power in range(-4, 5) if rates[0] <= 10.0**power <= rates[-1]])
     style.label(axes, x="bandwidth of the link, Gbit/s", y="exposed transfer time, ms")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.legend(frameon=False, fontsize=9, ncols=4, labelcolor=style.INK, loc="lower left", bbox_to_anchor=(0.0, 1.0))
     return Picture(
         "exposed_over_bandwidth",
