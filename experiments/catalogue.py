@@ -9,6 +9,7 @@ from experiments.chunked_prefill import ChunkedPrefill
 from experiments.experiment import Experiment, RunKind
 from experiments.goodput import Goodput
 from experiments.interference import Interference
+from experiments.link_sweep import LinkSweep
 from experiments.prefix import Prefix
 from experiments.primer import Primer
 from experiments.sweep import Sweep
@@ -24,6 +25,7 @@ EXPERIMENTS: tuple[type[Experiment], ...] = (
     ChunkedPrefill,
     Batching,
     Transport,
+    LinkSweep,
 )
 
 

@@ -41,11 +41,11 @@ class Deployment:
         if self._target is not None and self.attached:
             return self._target
         if self._target is None or self._settings != dict(settings):
-            self.stop()
+            self._target = None
+            self._end()
             chosen = {**self._base, **settings}
             self._report(", ".join(f"{key}={value}" for key, value in chosen.items()) or "defaults")
-            self._port = start_detached(PdserveConfig.load(self._config, {"gateway.port": 0, **chosen}))
-            self._target, self._settings = f"localhost:{self._port}", dict(settings)
+            self._target, self._settings = self._start(chosen), dict(settings)
         return self._target
 
     def status(self) -> ServiceStatus | None:
@@ -55,8 +55,19 @@ class Deployment:
 
     def stop(self) -> None:
         """End the service that was started, if there is one."""
+        if not self.attached:
+            self._target = None
+            self._end()
+
+    def _start(self, settings: Mapping[str, Any]) -> str:
+        """Start a service with these settings on top of the configuration; its target once it is ready."""
+        self._port = start_detached(PdserveConfig.load(self._config, {"gateway.port": 0, **settings}))
+        return f"localhost:{self._port}"
+
+    def _end(self) -> None:
+        """End what `_start` started, if anything."""
         if self._port is not None:
-            port, self._port, self._target, self._settings = self._port, None, None, None
+            port, self._port = self._port, None
             stop_detached(port, _DRAIN_S)
 
     def __enter__(self) -> Self:

@@ -10,10 +10,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from experiments.deployment import Deployment
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
 from experiments.run_folder import RunData
@@ -144,6 +146,18 @@ class RunKind(ABC):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    def deployment(
+        self,
+        target: str | None,
+        *,
+        config: Path | None,
+        settings: Mapping[str, Any],
+        report: Callable[[str], None],
+    ) -> Deployment:
+        """Where the services of the cells run: on this host, or the one at ``target``. ``config`` and ``settings``
+        (dotted keys) are theirs."""
+        return Deployment(target, config=config, settings=settings, report=report)
 
     @abstractmethod
     def summarise(self, run: RunData) -> dict[str, Any]:

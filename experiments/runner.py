@@ -58,7 +58,7 @@ def run_experiment(
     folder.drop_unfinished()
     base = {"model.path": experiment.options.model, **(settings or {})}
     interrupted = False
-    with Deployment(target, config=config, settings=base, report=progress.stage) as deployment:
+    with experiment.deployment(target, config=config, settings=base, report=progress.stage) as deployment:
         attached = deployment.status()
         cells = experiment.cells(attached)
         if len({cell.name for cell in cells}) != len(cells):

@@ -139,6 +139,8 @@ class KVTransport(ABC):
     any number of peers."""
 
     name: str
+    note = ""
+    """What users have to know about its links. It follows the reason for which a pair uses the transport."""
 
     @abstractmethod
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:

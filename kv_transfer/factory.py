@@ -8,19 +8,31 @@ from dataclasses import dataclass
 
 from kv_transfer.base import KVTransport
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
+from kv_transfer.transports.shaped import SHAPEABLE, Shape, ShapedTransport
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
 
 TRANSPORTS = ("shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
 
 
-def offered_transports(configured: str, *, device: str, shared_device: bool = False) -> tuple[str, ...]:
+def offered_transports(
+    configured: str, *, device: str, shared_device: bool = False, shaped: bool = False
+) -> tuple[str, ...]:
     """The transports that a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) offers, best first.
 
     ``configured`` is a transport's name or ``auto``, which never chooses nixl. ``shared_device``: workers may share a
-    GPU, which NCCL allows only if their NCCL_HOSTIDs differ. ConfigError if the configured transport cannot work on
-    this device; the check may take seconds."""
+    GPU, which NCCL allows only if their NCCL_HOSTIDs differ. ``shaped``: links are to be shaped, for which ``auto``
+    chooses tcp. ConfigError if the configured transport cannot work on this device, or cannot be shaped; the check may
+    take seconds."""
     cuda = device.startswith("cuda")
+    if shaped:
+        if configured == "auto":
+            return ("tcp",)
+        if configured in TRANSPORTS and (configured not in SHAPEABLE or (cuda and configured == "torch_dist")):
+            raise ConfigError(
+                f"transfer.shape_gbps, transfer.shape_round_trip_ms: {configured} moves payloads past the shaper in "
+                "user space; use tcp or grpc_stream, or torch_dist on CPUs"
+            )
     if configured == "auto":
         if not cuda:
             return ("shm", "tcp")
@@ -64,10 +76,10 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
         endpoint = next((each for each in endpoints if each.transport == transport.name), None)
         obstacle = f"{peer} does not listen with it" if endpoint is None else transport.obstacle(endpoint)
         if endpoint is not None and obstacle is None:
-            if len(transports) == 1:
-                return Choice(transport, endpoint, "the only one that is configured or possible here")
             best = "the fastest both ends have" if not against else f"not {'; not '.join(against)}"
-            return Choice(transport, endpoint, best)
+            if len(transports) == 1:
+                best = "the only one that is configured or possible here"
+            return Choice(transport, endpoint, best + transport.note)
         against.append(f"{transport.name}: {obstacle}")
     offered = ", ".join(endpoint.transport for endpoint in endpoints)
     raise ConfigError(
@@ -76,9 +88,13 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
     )
 
 
-def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0) -> KVTransport:
+def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0, shape: Shape | None = None) -> KVTransport:
     """Create the transport ``name`` (from `offered_transports`) for a worker whose pool lies in ``memory``.
-    ``timeout_s`` bounds a send that makes no progress. ConfigError if the transport cannot be used here."""
+    ``timeout_s`` bounds a send that makes no progress. ``shape``: that of its links, if they are to be shaped.
+    ConfigError if the transport cannot be used here."""
+    if shape is not None:
+        offered_transports(name, device="cuda" if memory.on_device else "cpu", shaped=True)
+        return ShapedTransport(create_transport(name, memory, timeout_s=timeout_s), shape)
     # Imported here, because each transport needs its own libraries.
     if name == "shm" and isinstance(memory, HostMemory):
         from kv_transfer.transports.shm import ShmTransport

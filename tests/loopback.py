@@ -10,9 +10,13 @@ from kv_transfer.base import NOTHING, KVLink, KVTransport
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import Memory
 from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
+from kv_transfer.transports.shaped import Shape
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
 
+SHAPED = "shaped "
+SHAPE = Shape(gbps=16.0, round_trip_ms=4.0)
+"""Of transports whose names begin with `SHAPED`."""
 _listening: dict[str, LoopbackTransport] = {}
 _numbers = itertools.count(1)
 
@@ -99,8 +103,10 @@ class LoopbackTransport(KVTransport):
         self._links.clear()
 
 
-def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0) -> KVTransport:
-    """As `kv_transfer.factory.create_transport`, which does not know ``loopback``."""
+def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0, shape: Shape | None = None) -> KVTransport:
+    """As `kv_transfer.factory.create_transport`, which does not know ``loopback`` and ``shaped NAME``."""
     if name == "loopback":
         return LoopbackTransport(memory, timeout_s=timeout_s)
-    return factory.create_transport(name, memory, timeout_s=timeout_s)
+    if name.startswith(SHAPED):
+        return factory.create_transport(name.removeprefix(SHAPED), memory, timeout_s=timeout_s, shape=SHAPE)
+    return factory.create_transport(name, memory, timeout_s=timeout_s, shape=shape)

@@ -14,6 +14,7 @@ from engine.process.client import EngineClient
 from engine.spec import EngineSpec
 from kv_transfer.factory import create_transport, offered_transports
 from kv_transfer.pool import Pool
+from kv_transfer.transports.shaped import Shape
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.awake_clock import awake_clock
 from pdserve.core.clock import Clock
@@ -62,9 +63,15 @@ class Incarnation:
             # If it is configured explicitly, NCCL is used on a shared GPU as well: over sockets, as between hosts.
             os.environ.setdefault("NCCL_HOSTID", spec.worker_id)
         # A configured transport that cannot work is an error before the model is loaded.
+        shape = Shape.of(transfer)
         names = await in_thread(
             "kv-offered",
-            lambda: offered_transports(transfer.transport, device=spec.device, shared_device=spec.device_share < 1),
+            lambda: offered_transports(
+                transfer.transport,
+                device=spec.device,
+                shared_device=spec.device_share < 1,
+                shaped=shape is not None,
+            ),
         )
         interface = await in_thread("kv-interface", lambda: resolve_interface(transfer.interface, spec.host))
         if transfer.interface is not None and interface.device:
@@ -78,7 +85,7 @@ class Incarnation:
             pool = Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.memory_fd)
             kv = KVThread(
                 pool,
-                [create_transport(name, pool.memory) for name in names],
+                [create_transport(name, pool.memory, shape=shape) for name in names],
                 transfer,
                 engine,
                 worker_id=spec.worker_id,

@@ -119,7 +119,7 @@ class SocketLink(KVLink):
         """Move the payload from the socket, or from the peer's memory. A read of the peer's memory counts only if the
         link is still open afterwards: the peer closes the link before it reuses the memory."""
         if self._left:
-            self._left -= await self._stream.fill(fetch)
+            self._left -= await self._stream.fill(fetch, self._left)
         elif self._references:
             references, self._references = self._references, []
             await self._fetch_references(references, fetch)

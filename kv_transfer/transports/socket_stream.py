@@ -131,21 +131,24 @@ class SocketStream:
             count = await self._receive(lambda: room)  # noqa: B023 - called at once
             self._ahead = memoryview(self._buffer)[: kept + count]
 
-    async def fill(self, fetch: Fetch) -> int:
-        """Read into ``fetch`` until it is complete or cancelled. Returns the number of bytes moved."""
+    async def fill(self, fetch: Fetch, size: int) -> int:
+        """Read the next ``size`` bytes, at most what ``fetch`` lacks, into it, unless it is cancelled. Returns the
+        number of bytes moved."""
         before = fetch.left
+        end = max(0, before - size)  # what it lacks afterwards
         if self._ahead.nbytes and not fetch.cancelled:
-            count = min(self._ahead.nbytes, fetch.left)
+            count = min(self._ahead.nbytes, before - end)
             fetch.write(self._ahead[:count])
             self._ahead = self._ahead[count:]
         wake_bytes = _WAKE_BYTES
         try:
-            while fetch.left and not fetch.cancelled:
+            while fetch.left > end and not fetch.cancelled:
                 # Waking for each packet costs more than the copy. On a slow link it shows that the peer is alive.
-                self._wake_at(min(fetch.left, wake_bytes))
+                self._wake_at(min(fetch.left - end, wake_bytes))
                 asked_s = self._loop.time()
                 # `views` is called after each wait, because the fetch may be cancelled meanwhile.
-                fetch.advance(await self._receive(fetch.views))
+                views = fetch.views if not end else lambda: _first(fetch.views(), fetch.left - end)
+                fetch.advance(await self._receive(views))
                 if self._loop.time() - asked_s > _SLOW_S:
                     wake_bytes = 1
         finally:
@@ -248,3 +251,14 @@ class SocketStream:
 
     def _told(self, why: object) -> str:
         return f"{self._peer}: {why} ({self._transport})"
+
+
+def _first(views: list[memoryview], size: int) -> list[memoryview]:
+    """The first ``size`` bytes of ``views``."""
+    first = []
+    for view in views:
+        if size <= 0:
+            break
+        first.append(view[:size])
+        size -= view.nbytes
+    return first

@@ -17,6 +17,7 @@ from kv_transfer.factory import choose, create_transport, offered_transports
 from kv_transfer.handshake import check_block_size, introduce, survey
 from kv_transfer.pool import Pool
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.transports.shaped import Shape
 from kv_transfer.transports.threads import in_thread
 from ops.doctor.finding import Finding, fail
 from ops.doctor.network import Obstacle, PingServer, dial, listener_on, port_taken
@@ -148,13 +149,16 @@ class WorkerProbe:
         self, worker: WorkerSpec, device: str, address: str, where: str, findings: list[Finding]
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
-        names = offered_transports(transfer.transport, device=device, shared_device=worker.device_share < 1)
+        shape = Shape.of(transfer)
+        names = offered_transports(
+            transfer.transport, device=device, shared_device=worker.device_share < 1, shaped=shape is not None
+        )
         source = resolve_model(worker.config.model.path)
         layout = layout_of(source, worker.config)
         check_block_size(layout)
         self._pool = _small_pool(layout, device)
         for port in dict.fromkeys((worker.kv_port, 0)):
-            self._transports = [create_transport(name, self._pool.memory) for name in names]
+            self._transports = [create_transport(name, self._pool.memory, shape=shape) for name in names]
             self._receiver = KVReceiver(
                 self._pool,
                 self._transports,

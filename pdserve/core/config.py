@@ -167,6 +167,14 @@ class TransferConfig(_Section):
         description="interface for KV on every host: a device (eth1), a network (10.1.0.0/16), or an address or name; "
         "default: the address by which Ray knows the host",
     )
+    shape_gbps: Annotated[float, Field(gt=0, le=10_000)] | None = Field(
+        None,
+        description="for experiments: the rate of each KV link in each direction, in 10^9 bits per second, bounded in "
+        "user space (tcp, grpc_stream, and torch_dist on CPUs; auto then means tcp); default: not bounded",
+    )
+    shape_round_trip_ms: Annotated[float, Field(ge=0, le=10_000)] = Field(
+        0.0, description="for experiments: a round trip added to each KV link in user space, half in each direction"
+    )
 
 
 class RouterConfig(_Section):

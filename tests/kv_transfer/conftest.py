@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from kv_transfer.transports.shaped import Shape
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout
@@ -112,13 +113,14 @@ async def make_ends() -> AsyncIterator[MakeEnds]:
             receiving: KVTransport | None = None,
             eos_token_ids: tuple[int, ...] = (),
             sender_eos_token_ids: tuple[int, ...] | None = None,
+            shape: Shape | None = None,
         ) -> Ends:
             clock = MonotonicClock()
             source = source or HostPool(sender_layout or layout, num_blocks)
             source.data[:] = random.Random(1).randbytes(len(source.data))
             target = target or HostPool(layout, num_blocks)
-            sending = sending or create_transport(transport, source.memory, timeout_s=5.0)
-            receiving = receiving or create_transport(transport, target.memory, timeout_s=5.0)
+            sending = sending or create_transport(transport, source.memory, timeout_s=5.0, shape=shape)
+            receiving = receiving or create_transport(transport, target.memory, timeout_s=5.0, shape=shape)
             stack.push_async_callback(sending.aclose)
             stack.push_async_callback(receiving.aclose)
             receiver = DelayedReceiver(

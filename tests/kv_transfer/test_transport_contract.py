@@ -27,6 +27,7 @@ NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 )
 NETWORK = ["tcp", "grpc_stream", "torch_dist", NIXL]
+SHAPED = ["shaped tcp", "shaped grpc_stream", "shaped torch_dist"]
 Pair = tuple[KVLink, KVLink]
 
 
@@ -76,7 +77,7 @@ async def receive(link: KVLink) -> tuple[bytes, bytes]:
     return message.header, await payload_of(link, message)
 
 
-@pytest.fixture(params=["loopback", "shm", *NETWORK])
+@pytest.fixture(params=["loopback", "shm", *NETWORK, *SHAPED])
 async def name(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """A transport's name; afterwards none of its threads may be left."""
     before = set(threading.enumerate())

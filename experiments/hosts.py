@@ -1,0 +1,291 @@
+"""Two hosts on this machine, made of network namespaces, and a service whose prefill and decode workers run on them.
+
+    this machine: gateway, client     bridge, 10.89.N.1
+          │ control, not shaped            │
+    prefill host, 10.89.N.11   ══ cable for KV, 10.90.N.0/24, shaped by tc ══   decode host, 10.89.N.12
+
+Needs root and the tools that `missing` looks for. The hosts have this machine's files, and share its cores by halves.
+Everything has the id of this process in its name and is removed by `NamespaceDeployment.stop`. What a process that was
+killed has left is removed when the next one makes hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from experiments.deployment import Deployment
+from pdserve.client.sync_client import Client
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import InvalidRequest, LaunchError
+from pdserve.core.worker import Role
+from pdserve.version import VERSION
+from worker.spec import WorkerSpec
+
+PREFIX = "pdx"
+"""Begins the name of each namespace and bridge; the id of the process they belong to follows, in hexadecimal."""
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux"}
+"""The tools that hosts need, and the Debian packages that have them."""
+
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
+_CABLE = "kv0"
+_BURST_BYTES, _BURST_S = 8_000, 1e-3  # as little as the kernel's timers allow: a prediction knows no bursts
+_END_S = 15.0
+
+
+def tool(*command: str, timeout_s: float = 20.0) -> str:
+    """Run a command of this machine; returns what it printed. LaunchError if it fails."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, env={**os.environ, "PATH": _PATH}
+    )
+    if done.returncode:
+        raise LaunchError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def shape(device: str, gbps: float | None, *, inside: Sequence[str] = ()) -> None:
+    """Let ``gbps`` (10^9 bits per second) out of a network device, or (None) all there is. ``inside`` begins a command
+    that runs where the device is."""
+    if gbps is None:
+        if "tbf" in tool(*inside, "tc", "qdisc", "show", "dev", device):
+            tool(*inside, "tc", "qdisc", "del", "dev", device, "root")
+        return
+    burst = max(_BURST_BYTES, round(gbps * 1e9 / 8 * _BURST_S))
+    bucket = ("tbf", "rate", f"{round(gbps * 1e9)}bit", "burst", str(burst), "latency", "50ms")
+    tool(*inside, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
+
+
+def missing() -> str:
+    """What hosts made of namespaces need and this machine lacks, in words; empty: nothing."""
+    if os.geteuid() != 0:
+        return "hosts made of namespaces need root (sudo)"
+    absent = [name for name in PACKAGES if shutil.which(name, path=_PATH) is None]
+    if absent:
+        packages = " ".join(sorted({PACKAGES[name] for name in absent}))
+        return f"not installed: {', '.join(absent)} (apt-get install {packages})"
+    probe = f"{PREFIX}{os.getpid():x}t"
+    try:
+        tool("ip", "netns", "add", probe)
+        try:
+            tool("ip", "-n", probe, "link", "add", "end0", "type", "veth", "peer", "name", "end1")
+            tool("ip", "-n", probe, "link", "add", "bridge0", "type", "bridge")
+            shape("end0", 1.0, inside=("ip", "netns", "exec", probe))
+        finally:
+            tool("ip", "netns", "del", probe)
+    except LaunchError as error:
+        return f"this machine makes no namespaces, or no shaped links between them: {error}"
+    return ""
+
+
+def sweep() -> None:
+    """Remove the namespaces and devices of processes that are gone."""
+    devices = json.loads(tool("ip", "-json", "link", "show") or "[]")
+    spaces = json.loads(tool("ip", "-json", "netns", "list") or "[]")
+    for kind, name in [
+        *(("link", each.get("ifname", "")) for each in devices),
+        *(("netns", each.get("name", "")) for each in spaces),
+    ]:
+        owner = re.fullmatch(rf"{PREFIX}([0-9a-f]+)[BPDt]0?", name)
+        if owner and not psutil.pid_exists(int(owner[1], 16)):
+            tool("ip", kind, "del", name)
+
+
+class TwoHosts:
+    """The two hosts, their bridge, and the cable between them. LaunchError if they cannot be made."""
+
+    def __init__(self) -> None:
+        sweep()
+        own = f"{PREFIX}{os.getpid():x}"
+        number = _free_number()
+        self.gateway = f"10.89.{number}.1"
+        """This machine's address for the workers."""
+        self.kv_network = f"10.90.{number}.0/24"
+        """The network of the cable."""
+        self.addresses = {Role.PREFILL: f"10.89.{number}.11", Role.DECODE: f"10.89.{number}.12"}
+        self._names = {Role.PREFILL: f"{own}P", Role.DECODE: f"{own}D"}  # no hexadecimal digits
+        self._bridge = f"{own}B"
+        cores = sorted(os.sched_getaffinity(0))
+        half = len(cores) // 2
+        self._cores = {Role.PREFILL: cores[:half] or cores, Role.DECODE: cores[half:]}
+        try:
+            tool("ip", "link", "add", self._bridge, "type", "bridge")
+            tool("ip", "addr", "add", f"{self.gateway}/24", "dev", self._bridge)
+            tool("ip", "link", "set", self._bridge, "up")
+            for role, name in self._names.items():
+                tool("ip", "netns", "add", name)
+                port = f"{name}0"
+                tool("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+                tool("ip", "link", "set", port, "master", self._bridge, "up")
+                tool("ip", "-n", name, "addr", "add", f"{self.addresses[role]}/24", "dev", "eth0")
+                for device in ("lo", "eth0"):
+                    tool("ip", "-n", name, "link", "set", device, "up")
+            prefill, decode = self._names.values()
+            cable = ("type", "veth", "peer", "name", _CABLE, "netns", decode)
+            tool("ip", "-n", prefill, "link", "add", _CABLE, *cable)
+            for last, name in enumerate(self._names.values(), 1):
+                tool("ip", "-n", name, "addr", "add", f"10.90.{number}.{last}/24", "dev", _CABLE)
+                tool("ip", "-n", name, "link", "set", _CABLE, "up")
+        except BaseException:
+            self.close()
+            raise
+
+    def rate(self, gbps: float | None) -> None:
+        """Let ``gbps`` (10^9 bits per second) through the cable in each direction, or (None) all there is."""
+        for name in self._names.values():
+            shape(_CABLE, gbps, inside=("ip", "netns", "exec", name))
+
+    def command(self, role: Role) -> list[str]:
+        """Begins a command that runs on the host of ``role``, on its cores."""
+        cores = ",".join(map(str, self._cores[role]))
+        return ["ip", "netns", "exec", self._names[role], "taskset", "--cpu-list", cores]
+
+    def close(self) -> None:
+        """Remove what this object made. May be called twice. The hosts' processes must have ended."""
+        ports = [("link", f"{name}0") for name in self._names.values()]  # else the kernel would remove them later
+        for kind, name in (*ports, *(("netns", name) for name in self._names.values()), ("link", self._bridge)):
+            with contextlib.suppress(LaunchError):  # it was not made, or is gone
+                tool("ip", kind, "del", name)
+
+
+class NamespaceDeployment(Deployment):
+    """Services of one prefill and one decode worker on `TwoHosts`, without Ray: the gateway on this machine, each
+    worker on its host. InvalidRequest if this machine cannot have such hosts."""
+
+    def __init__(
+        self,
+        *,
+        config: Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        report: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        if problem := missing():
+            raise InvalidRequest(f"--hosts namespaces: {problem}")
+        super().__init__(config=config, settings=settings, report=report)
+        self._hosts: TwoHosts | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: Path | None = None
+
+    def rate(self, gbps: float | None) -> None:
+        """Shape the cable while the service runs."""
+        assert self._hosts is not None, "a service was provided"
+        self._hosts.rate(gbps)
+
+    def stop(self) -> None:
+        """End the service, and remove the hosts."""
+        super().stop()
+        hosts, self._hosts = self._hosts, None
+        if hosts is not None:
+            hosts.close()
+
+    def _start(self, settings: Mapping[str, Any]) -> str:
+        if self._hosts is None:
+            self._hosts = TwoHosts()
+        hosts = self._hosts
+        hosts.rate(None)
+        self._logs = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-"))
+        port, registry = _free_port("127.0.0.1"), f"{hosts.gateway}:{_free_port(hosts.gateway)}"
+        config = PdserveConfig.load(
+            self._config,
+            {
+                **settings,
+                "gateway.host": "127.0.0.1",
+                "gateway.port": port,
+                "cluster.prefill": 1,
+                "cluster.decode": 1,
+                "cluster.device": "cpu",
+                "transfer.interface": hosts.kv_network,
+            },
+        )
+        self._spawn("gateway", [], "gateway", config.model_dump_json(), registry)
+        for role, address in hosts.addresses.items():
+            spec = WorkerSpec(
+                worker_id=f"{role}-0",
+                role=role,
+                host=address,
+                node=address,
+                device="cpu",
+                registry_address=registry,
+                version=VERSION,
+                config=config,
+            )
+            self._spawn(spec.worker_id, hosts.command(role), f"{role}_worker", json.dumps(spec.to_wire()))
+        target = f"127.0.0.1:{port}"
+        self._wait_ready(target, config.cluster.start_timeout_s)
+        return target
+
+    def _spawn(self, name: str, inside: list[str], module: str, *arguments: str) -> None:
+        assert self._logs is not None
+        with (self._logs / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [*inside, sys.executable, "-P", "-m", module, *arguments],
+                env={**os.environ, "PATH": _PATH},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is this process's
+            )
+
+    def _wait_ready(self, target: str, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        with Client(target) as client:
+            while not (client.ready(1.0) and any(worker.links for worker in client.status().workers)):
+                for name, process in self._processes.items():
+                    if process.poll() is not None:
+                        raise LaunchError(f"{name} ended while starting: {self._last_line(name)}")
+                if time.monotonic() > deadline_s:
+                    raise LaunchError(f"the service on hosts made of namespaces was not ready within {timeout_s:g} s")
+                time.sleep(0.05)
+
+    def _last_line(self, name: str) -> str:
+        assert self._logs is not None
+        lines = (self._logs / f"{name}.log").read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "without a message")
+
+    def _end(self) -> None:
+        """End gateway and workers with all their children, by id."""
+        family: list[psutil.Process] = []
+        for process in self._processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    parent = psutil.Process(process.pid)
+                    family += [parent, *parent.children(recursive=True)]
+                process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=_END_S)
+        for each in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(alive, timeout=_END_S)
+        for process in self._processes.values():
+            process.wait(_END_S)
+        self._processes.clear()
+        if self._logs is not None:
+            shutil.rmtree(self._logs, ignore_errors=True)
+            self._logs = None
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _free_number() -> int:
+    """The third number of the networks 10.89.N.0/24 and 10.90.N.0/24, in which this machine has no address."""
+    taken = tool("ip", "-4", "addr", "show") + tool("ip", "-4", "route", "show")
+    for step in range(256):
+        number: int = (os.getpid() + step) % 256
+        if f" 10.89.{number}." not in taken:
+            return number
+    raise LaunchError("no free network below 10.89.0.0/16 for the hosts")

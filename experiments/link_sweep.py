@@ -1,0 +1,606 @@
+"""``pdserve experiment link-sweep``: the exposed transfer time, and what it adds to the latency, against the bandwidth
+and the round trip of the link between prefill and decode.
+
+Each cell has one rate, round trip and overlap mode. The link is shaped in one of two ways, or not at all:
+
+- in user space (default): ``transfer.shape_gbps`` and ``transfer.shape_round_trip_ms`` of the service that is started;
+- by the kernel (``--hosts namespaces``, as root): the workers run on two hosts made of network namespaces, and tc
+  bounds the rate of the cable between them (`experiments.hosts`). Round trips still come from user space, because many
+  kernels have no netem;
+- as it is (``--target``): one cell, at the ceiling that the service measured.
+
+The prediction is arithmetic (`ops.doctor.handoff_prediction`): the prompt's bytes at the shaped rate, in the parts of
+the overlap mode, and half a round trip; plus the fixed cost of a hand-off, which is measured with prompts of one block
+before each cell. Φ is the rate at which the prompt's bytes take as long as its prefill."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+from pydantic import Field
+
+from engine.model.source import resolve_model
+from experiments.deployment import Deployment
+from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.hosts import NamespaceDeployment
+from experiments.plots import link_sweep as plots
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.statistics import Interval, abba, mean_interval
+from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.generation import Generation
+from pdserve.client.status import ServiceStatus
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.timeline import Figure
+
+PD: Literal["pd"] = "pd"
+COLOCATED: Literal["colocated"] = "colocated"
+TOLERANCE, TOLERANCE_MS = 0.15, 3.0
+"""A prediction is right if it is off by no more than one of these."""
+KNEE_SHARE = 0.1
+"""The knee is the rate below which more than this share of the prefill time is exposed."""
+REACHED = 0.8
+"""A link that never moved more than this share of its shaped rate is slower than asked for."""
+PAYLOAD_SHARE = 1448 / 1514
+"""Of the bytes that tc counts in a full Ethernet frame, those that are payload of TCP."""
+
+_WARM_UP_PAIRS = 1
+_CALIBRATIONS = 6
+_CALIBRATION_TOKENS = 2
+_OUTPUT_TOKENS = 3
+_OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+USER_SPACE, KERNEL, AS_IT_IS = "user space", "kernel (tc)", "as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLink:
+    """The nominal rate in one direction, in 10^9 bits per second, and a typical round trip."""
+
+    name: str
+    gbps: float
+    rtt_ms: float
+
+
+NAMED_LINKS = (
+    NamedLink("cross-region", 5.0, 60.0),
+    NamedLink("10G Ethernet", 10.0, 0.1),
+    NamedLink("100G RoCE", 100.0, 0.01),
+    NamedLink("400G InfiniBand", 400.0, 0.005),
+    NamedLink("NVLink", 3600.0, 0.002),
+)
+"""Cross-region: one flow between two regions of a continent. NVLink: the fourth generation (H100), 18 links."""
+
+
+class LinkSweepOptions(Options):
+    """Options of `LinkSweep`."""
+
+    gbps: tuple[float, ...] = Field(
+        (0.05, 0.1, 0.2, 0.5, 2.0, 10.0),
+        description="rates of the link, in 10^9 bits per second",
+        json_schema_extra={"quick": [0.05, 0.2, 1.0]},
+    )
+    round_trips_ms: tuple[float, ...] = Field(
+        (10.0, 40.0),
+        description="further round trips, measured at --round-trip-gbps ('' for none); the rates are measured without "
+        "one",
+        json_schema_extra={"quick": [40.0]},
+    )
+    round_trip_gbps: float = Field(
+        0.5, gt=0, description="rate of the cells with a round trip", json_schema_extra={"quick": 1.0}
+    )
+    overlaps: tuple[Overlap, ...] = Field(
+        ("none", "chunk", "layer"),
+        description="overlap modes to compare (see transfer.overlap)",
+        json_schema_extra={"quick": ["none", "layer"]},
+    )
+    prompt_len: int = Field(512, ge=1, description="prompt length in tokens", json_schema_extra={"quick": 256})
+    chunk_tokens: int = Field(
+        128, ge=1, description="tokens of a prompt that a step computes (as engine.max_num_batched_tokens)"
+    )
+    transport: Literal["tcp", "grpc_stream", "torch_dist"] = Field("tcp", description="transport of the link")
+    pairs: int = Field(12, ge=1, description="pairs of requests per cell", json_schema_extra={"quick": 5})
+    hosts: Literal["local", "namespaces"] = Field(
+        "local",
+        description="local: the link is shaped in user space; namespaces (as root): prefill and decode run on two "
+        "hosts made of network namespaces, and the kernel shapes the cable between them",
+    )
+
+
+class LinkSweep(Experiment):
+    """See the module."""
+
+    name: ClassVar[str] = "link-sweep"
+    question: ClassVar[str] = "How fast does the link between prefill and decode have to be?"
+    options_type: ClassVar[type[Options]] = LinkSweepOptions
+    options: LinkSweepOptions
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._namespaces: NamespaceDeployment | None = None
+
+    def deployment(
+        self,
+        target: str | None,
+        *,
+        config: Path | None,
+        settings: Mapping[str, Any],
+        report: Callable[[str], None],
+    ) -> Deployment:
+        """Services on this host, or on two hosts made of namespaces."""
+        if self.options.hosts == "local":
+            return super().deployment(target, config=config, settings=settings, report=report)
+        if target is not None:
+            raise InvalidRequest("--hosts: namespaces starts services itself, and --target names a running one")
+        self._namespaces = NamespaceDeployment(config=config, settings=settings, report=report)
+        return self._namespaces
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """One cell per rate and overlap, and per round trip and overlap; for a running service a single one."""
+        options = self.options
+        if attached is not None:
+            if not any(worker.links for worker in attached.workers):
+                raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
+            if options.prompt_len + _OUTPUT_TOKENS > attached.context_length:
+                raise InvalidRequest(f"--prompt-len: does not fit the service's context of {attached.context_length}")
+            parameters = {"gbps": None, "rtt_ms": None, "overlap": "as-configured", "shaping": AS_IT_IS}
+            return [Cell("as-configured", parameters, work=options.pairs)]
+        for name, values in (("--gbps", options.gbps), ("--round-trips-ms", options.round_trips_ms)):
+            if any(value <= 0 for value in values):
+                raise InvalidRequest(f"{name}: {min(values):g} is not above 0")
+        if not options.gbps:
+            raise InvalidRequest("--gbps: give at least one rate")
+        points = [(gbps, 0.0) for gbps in options.gbps]
+        if options.round_trips_ms and options.round_trip_gbps not in options.gbps:
+            points.append((options.round_trip_gbps, 0.0))
+        points += [(options.round_trip_gbps, rtt_ms) for rtt_ms in options.round_trips_ms]
+        if options.hosts == "namespaces":  # what shares a service comes together: only the rate changes while it runs
+            points.sort(key=lambda point: point[1])
+        return [self._cell(gbps, rtt_ms, overlap) for overlap in options.overlaps for gbps, rtt_ms in points]
+
+    def _cell(self, gbps: float, rtt_ms: float, overlap: Overlap) -> Cell:
+        options, kernel = self.options, self.options.hosts == "namespaces"
+        service: dict[str, Any] = {
+            "transfer.transport": options.transport,
+            "transfer.overlap": overlap,
+            "engine.max_num_batched_tokens": options.chunk_tokens,
+        }
+        if not kernel:
+            service["transfer.shape_gbps"] = gbps
+        if rtt_ms:
+            service["transfer.shape_round_trip_ms"] = rtt_ms
+        parameters = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": KERNEL if kernel else USER_SPACE}
+        return Cell(f"{gbps:g}-gbps/{rtt_ms:g}-ms/{overlap}", parameters, service, options.pairs)
+
+    async def measure(self, bench: Bench) -> None:
+        """Calibrate the hand-off, then send the pairs."""
+        options, gbps = self.options, bench.cell.parameters["gbps"]
+        draw = random.Random(f"{options.seed}/{bench.cell.name}")
+        if self._namespaces is not None:
+            self._namespaces.rate(gbps)
+        async with AsyncClient(bench.target) as client:
+            status = await client.status()
+            bench.facts |= _layout_facts(status)
+
+            def prompt(tokens: int) -> list[int]:
+                return [draw.randrange(status.vocab_size) for _ in range(tokens)]
+
+            async def unrecorded(tokens: int, mode: Literal["pd", "colocated"]) -> Generation:
+                salt = f"warm/{draw.random()}"
+                return await client.generate(
+                    prompt(tokens), mode=mode, max_tokens=_OUTPUT_TOKENS, ignore_eos=True, salt=salt
+                ).result()
+
+            calibrations = [await unrecorded(_CALIBRATION_TOKENS, PD) for _ in range(_CALIBRATIONS)]
+            bench.facts["calibrations"] = [
+                {
+                    "exposed_ms": done.transfer.exposed_ms,
+                    "prefill_ms": done.breakdowns[Figure.TTFT_DECODE].stages_ms.get("prefill", 0.0),
+                }
+                for done in calibrations[1:]
+            ]
+            for _ in range(_WARM_UP_PAIRS):
+                for mode in (PD, COLOCATED):
+                    await unrecorded(options.prompt_len, mode)
+            for number, arms in enumerate(abba(PD, COLOCATED, options.pairs)):
+                tokens = prompt(options.prompt_len)
+                for arm in arms:
+                    salt = f"{options.seed}/{bench.cell.name}/{number}/{arm}/{draw.random()}"
+                    await bench.send(
+                        client, tokens, arm=arm, repeat=0, index=number, mode=arm, max_tokens=_OUTPUT_TOKENS, salt=salt
+                    )
+                bench.advance(1)
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """``cells``, ``knee`` and ``links``; see docs/experiments/link-sweep.md."""
+        cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
+        failed = [
+            f"{cell['cell']}: {what}"
+            for cell in cells
+            for what, wrong in (
+                ("tokens differ between the arms", not cell["tokens_equal"]),
+                ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
+                (f"{cell['errors']} requests failed", cell["errors"]),
+            )
+            if wrong
+        ]
+        layout = next((cell.facts["layout"] for cell in run.cells if cell.facts.get("layout")), None)
+        block_size = next((cell.facts["block_size"] for cell in run.cells if cell.facts.get("layout")), 0)
+        model = None
+        if layout is not None and cells:
+            model = LinkModel(
+                layout,
+                block_size,
+                self.options.prompt_len,
+                self._chunk_tokens(cells[0]["shaping"]),
+                statistics.fmean(cell["prefill_ms"] for cell in cells),
+            )
+        overlaps = list(dict.fromkeys(cell["overlap"] for cell in cells))
+        return {
+            "experiment": self.name,
+            "shaping": cells[0]["shaping"] if cells else None,
+            "cells": cells,
+            "knee": {} if model is None else {each: _knee(each, cells, model) for each in overlaps},
+            "phi_gbps": None if model is None else round(8 * model.phi_gbs, 6),
+            "model": None if model is None else asdict(model),
+            "links": [] if model is None else [_on_link(link, model) for link in NAMED_LINKS],
+            "failed": failed,
+        }
+
+    def _chunk_tokens(self, shaping: str) -> int:
+        return PdserveConfig().engine.max_num_batched_tokens if shaping == AS_IT_IS else self.options.chunk_tokens
+
+    def _summarise_cell(self, cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
+        pairs, errors = _pairs(run.rows_of(cell.cell))
+        if not pairs:
+            return None
+        pd_rows = [pd for pd, _ in pairs]
+        shaping, shaped_gbps = cell.parameters["shaping"], cell.parameters["gbps"]
+        ceiling_gbs = statistics.median(float(row.transfer.get("ceiling_gbs", 0.0)) for row in pd_rows)
+        rtt_ms = cell.parameters["rtt_ms"]
+        if rtt_ms is None:  # the mean round trip between the gateway and the two workers bounds the clocks' error
+            rtt_ms = min(row.clock_error_ms for row in pd_rows)
+        # A slow link is measured with a single payload when it is opened, so the requests' own rates count as well.
+        best_gbs = max(ceiling_gbs, *(_rate_gbs(row) for row in pd_rows))
+        reached = shaped_gbps is None or 8 * best_gbs >= REACHED * shaped_gbps
+        link_gbs = ceiling_gbs if shaped_gbps is None else shaped_gbps / 8 if reached else best_gbs
+        if shaping == KERNEL:
+            link_gbs *= PAYLOAD_SHARE
+        prefill_ms = statistics.fmean(row.stages_ms[Figure.TTFT_DECODE].get("prefill", 0.0) for row in pd_rows)
+        exposed = mean_interval([float(row.transfer.get("exposed_ms", 0.0)) for row in pd_rows], self.options.seed)
+        added = {figure: _added(pairs, figure, self.options.seed) for figure in Figure}
+        assert exposed is not None
+        predicted_ms = fixed_ms = phi_gbs = None
+        if (shape := cell.facts.get("layout")) is not None and link_gbs:
+            link = LinkModel(
+                shape, cell.facts["block_size"], self.options.prompt_len, self._chunk_tokens(shaping), prefill_ms
+            )
+            overlap = cell.parameters["overlap"]
+            if overlap == "as-configured":
+                overlap = PdserveConfig().transfer.overlap
+            fixed_ms = _fixed_ms(cell, link, overlap, link_gbs, rtt_ms)
+            predicted_ms = link.exposed_ms(overlap, link_gbs, rtt_ms) + fixed_ms
+            phi_gbs = link.phi_gbs
+        off_ms = None if predicted_ms is None else exposed.mean - predicted_ms
+        return {
+            "cell": cell.cell,
+            **cell.parameters,
+            "gbps": shaped_gbps if shaped_gbps is not None else round(8 * ceiling_gbs, 6),
+            "rtt_ms": round(rtt_ms, 6),
+            "n": len(pairs),
+            "errors": errors,
+            "exposed": exposed.to_dict(),
+            "added_ttft": added[Figure.TTFT].to_dict(),
+            "added_ttft_decode": added[Figure.TTFT_DECODE].to_dict(),
+            "predicted_ms": None if predicted_ms is None else round(predicted_ms, 4),
+            "off_ms": None if off_ms is None else round(off_ms, 4),
+            "within": None
+            if off_ms is None or predicted_ms is None
+            else abs(off_ms) <= max(TOLERANCE * predicted_ms, TOLERANCE_MS),
+            "phi_gbs": None if phi_gbs is None else round(phi_gbs, 6),
+            "prefill_ms": round(prefill_ms, 4),
+            "fixed_ms": None if fixed_ms is None else round(fixed_ms, 4),
+            "ceiling_gbs": round(ceiling_gbs, 6),
+            "link_gbs": round(link_gbs, 6),
+            "reached": reached,
+            "wire_ms": round(statistics.fmean(float(row.transfer.get("wire_ms", 0.0)) for row in pd_rows), 4),
+            "clock_error_ms": round(max(row.clock_error_ms for row in pd_rows), 4),
+            "transports_used": sorted({row.transport for row in pd_rows}),
+            "kv_bytes": sum(row.kv_bytes for row in pd_rows),
+            "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
+            "tokens_equal": all(pd.token_hash == colocated.token_hash for pd, colocated in pairs),
+        }
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """The curves over bandwidth and round trip, what named links would expose, and a table of all cells."""
+        cells: list[Mapping[str, Any]] = summary["cells"]
+        report = Report(
+            title="How fast the link has to be",
+            question=self.question,
+            answer=_answer(summary),
+            setup=setup_of(run, _method(self.options, summary["shaping"])),
+            caveats=_caveats(summary),
+            failures=summary["failed"],
+        )
+        if not cells:
+            return report
+        model = None if summary["model"] is None else LinkModel(**summary["model"])
+        lines = None if model is None else model.exposed_ms
+        report.blocks.append(plots.over_bandwidth(summary, NAMED_LINKS, lines))
+        if len({cell["gbps"] for cell in cells}) > 1:
+            report.blocks.append(plots.added_over_bandwidth(summary))
+        over_rtt = [cell for cell in cells if cell["gbps"] == self.options.round_trip_gbps]
+        if len({cell["rtt_ms"] for cell in over_rtt}) > 1:
+            report.blocks.append(plots.over_round_trip(over_rtt, lines))
+        if summary["links"]:
+            report.blocks.append(_links_table(summary))
+        report.blocks.append(_table(cells))
+        return report
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """Predicts the exposed time of one prompt. ``layout`` has num_layers, num_kv_heads, head_dim and dtype."""
+
+    layout: Mapping[str, Any]
+    block_size: int
+    prompt_tokens: int
+    chunk_tokens: int
+    prefill_ms: float
+
+    def _plan(self, overlap: Overlap, tokens: int) -> HandoffPlan:
+        shape = self.layout
+        layout = KVLayout.uniform(
+            "", shape["dtype"], self.block_size, shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
+        )
+        return HandoffPlan(layout, tokens, self.chunk_tokens, overlap, PdserveConfig().transfer.layer_groups)
+
+    def exposed_ms(
+        self,
+        overlap: Overlap,
+        gbs: float,
+        rtt_ms: float = 0.0,
+        *,
+        tokens: int | None = None,
+        prefill_ms: float | None = None,
+    ) -> float:
+        """The exposed time on a link of ``gbs`` (10^9 bytes per second), without the fixed cost. ``tokens`` and
+        ``prefill_ms`` are those of another prompt.
+
+        Nothing is sent before decode's announcement has come, half a round trip after both workers began."""
+        plan = self._plan(overlap, self.prompt_tokens if tokens is None else tokens)
+        link = LinkRate(gbs, rtt_ms / 1e3, PdserveConfig().transfer.max_inflight_bytes)
+        prefill_ms = self.prefill_ms if prefill_ms is None else prefill_ms
+        announced = rtt_ms / 2 / prefill_ms if prefill_ms > 0 else 0.0
+        parts = [HandoffPart(max(part.ready, announced), part.num_bytes) for part in plan.parts()]
+        return 1e3 * predict(parts, link, prefill_ms / 1e3).exposed_s
+
+    @property
+    def phi_gbs(self) -> float:
+        """Φ, in 10^9 bytes per second."""
+        return hiding_gbs(self._plan("none", self.prompt_tokens).parts(), self.prefill_ms / 1e3)
+
+    def rate_of(self, overlap: Overlap, exposed_ms: float, fixed_ms: float) -> float | None:
+        """The rate at which so much is exposed, in 10^9 bits per second; None if no rate is fast enough."""
+        low, high = 1e-6, 1e6
+        if self.exposed_ms(overlap, high / 8) + fixed_ms > exposed_ms:
+            return None
+        while high / low > 1.0001:
+            middle = math.sqrt(low * high)
+            if self.exposed_ms(overlap, middle / 8) + fixed_ms > exposed_ms:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def _layout_facts(status: ServiceStatus) -> dict[str, Any]:
+    """The geometry of the model's KV, where it is known on this host."""
+    facts: dict[str, Any] = {"block_size": status.block_size, "kv_bytes_per_token": status.kv_bytes_per_token}
+    try:
+        shape = resolve_model(status.model).shape
+    except ModelError:
+        return facts
+    layout = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    return {**facts, "layout": {**layout, "dtype": status.dtype}}
+
+
+def _pairs(rows: Sequence[RequestRow]) -> tuple[list[tuple[RequestRow, RequestRow]], int]:
+    """The pairs of which both requests succeeded, and the number of failed requests."""
+    by_index: dict[int, dict[str, RequestRow]] = {}
+    for row in rows:
+        if row.error is None:
+            by_index.setdefault(row.index, {})[row.arm] = row
+    pairs = [(arms[PD], arms[COLOCATED]) for arms in by_index.values() if len(arms) == 2]
+    return pairs, sum(row.error is not None for row in rows)
+
+
+def _rate_gbs(row: RequestRow) -> float:
+    """The rate of a request's transfer while bytes of it moved."""
+    wire_ms = float(row.transfer.get("wire_ms", 0.0))
+    return row.kv_bytes / wire_ms / 1e6 if wire_ms > 0 else 0.0
+
+
+def _added(pairs: Sequence[tuple[RequestRow, RequestRow]], figure: Figure, seed: int) -> Interval:
+    added = mean_interval(
+        [
+            pd_ms - colocated_ms
+            for pd, colocated in pairs
+            if (pd_ms := pd.figure_ms(figure)) is not None and (colocated_ms := colocated.figure_ms(figure)) is not None
+        ],
+        seed,
+    )
+    assert added is not None, "requests that succeeded have both figures: they generated several tokens"
+    return added
+
+
+def _fixed_ms(cell: FinishedCell, model: LinkModel, overlap: Overlap, gbs: float, rtt_ms: float) -> float:
+    """What prompts of one block expose beyond the prediction, in the median."""
+    beyond_ms = [
+        each["exposed_ms"]
+        - model.exposed_ms(overlap, gbs, rtt_ms, tokens=_CALIBRATION_TOKENS, prefill_ms=each["prefill_ms"])
+        for each in cell.facts.get("calibrations", ())
+    ]
+    return max(0.0, statistics.median(beyond_ms)) if beyond_ms else 0.0
+
+
+def _knee(overlap: str, cells: Sequence[Mapping[str, Any]], model: LinkModel) -> dict[str, Any]:
+    """Where the exposed time rises above `KNEE_SHARE` of the prefill: as measured without a round trip (interpolated
+    between two rates on logarithmic scales), by the model, and Φ. Rates in 10^9 bits per second."""
+    threshold_ms = KNEE_SHARE * model.prefill_ms
+    points = sorted((c["gbps"], c["exposed"]["mean"]) for c in cells if c["overlap"] == overlap and not c["rtt_ms"])
+    fixed_ms = [cell["fixed_ms"] for cell in cells if cell["overlap"] == overlap and cell["fixed_ms"] is not None]
+    measured, why = _crossing(points, threshold_ms)
+    mode = PdserveConfig().transfer.overlap if overlap == "as-configured" else overlap
+    predicted = model.rate_of(mode, threshold_ms, statistics.median(fixed_ms) if fixed_ms else 0.0)  # type: ignore[arg-type]
+    return {
+        "threshold_ms": round(threshold_ms, 4),
+        "measured_gbps": None if measured is None else round(measured, 6),
+        "measured": why,
+        "predicted_gbps": None if predicted is None else round(predicted, 6),
+        "phi_gbps": round(8 * model.phi_gbs, 6),
+    }
+
+
+def _crossing(points: Sequence[tuple[float, float]], threshold_ms: float) -> tuple[float | None, str]:
+    """The highest rate at which the exposed time falls below the threshold, and in words how that is known."""
+    if len(points) < 2:
+        return None, "that two or more cells would tell"
+    for (slow, slow_ms), (fast, fast_ms) in zip(points[-2::-1], points[:0:-1], strict=True):
+        if slow_ms > threshold_ms >= fast_ms:
+            share = math.log(slow_ms / threshold_ms) / math.log(slow_ms / max(fast_ms, 1e-6))
+            return slow * (fast / slow) ** share, "interpolated"
+    return None, "below the slowest one" if points[-1][1] <= threshold_ms else "above the fastest one"
+
+
+def _on_link(link: NamedLink, model: LinkModel) -> dict[str, Any]:
+    """What the model says of a named link, without the fixed cost."""
+    exposed = {each: round(model.exposed_ms(each, link.gbps / 8, link.rtt_ms), 4) for each in _OVERLAPS}
+    return {**asdict(link), "predicted_exposed_ms": exposed, "times_phi": round(link.gbps / 8 / model.phi_gbs, 4)}
+
+
+def _answer(summary: Mapping[str, Any]) -> str:
+    cells = summary["cells"]
+    if not cells:
+        return "No pair of requests was completed."
+    known = [cell for cell in cells if cell["within"] is not None]
+    right = f"{sum(cell['within'] for cell in known)} of {len(known)} cells are within 15 % or 3 ms of the prediction."
+    if summary["shaping"] == AS_IT_IS:
+        (cell,) = cells
+        exposed = Interval.from_dict(cell["exposed"])
+        phi = "" if cell["phi_gbs"] is None else f"; Φ of this prompt is {8 * cell['phi_gbs']:.3g} Gbit/s"
+        return f"Over the link as it is ({cell['gbps']:.3g} Gbit/s at best), {exposed.text()} are exposed{phi}. {right}"
+    if summary["phi_gbps"] is None:
+        return "The model's layers are unknown on this host, so that nothing could be predicted."
+    parts = []
+    for overlap, knee in summary["knee"].items():
+        measured = knee["measured_gbps"]
+        where = f"{measured:.3g} Gbit/s" if measured is not None else f"a rate {knee['measured']}"
+        at = "no rate is enough" if knee["predicted_gbps"] is None else f"{knee['predicted_gbps']:.3g} Gbit/s"
+        parts.append(f"{where} with overlap {overlap} (by arithmetic: {at})")
+    return (
+        f"Φ, the rate at which the prompt's KV takes as long as its prefill, is {summary['phi_gbps']:.3g} Gbit/s here. "
+        f"More than a tenth of the prefill time is exposed below {'; '.join(parts)}. {right}"
+    )
+
+
+def _method(options: LinkSweepOptions, shaping: str | None) -> str:
+    how = {
+        USER_SPACE: "the link was shaped in user space, at the transport (transfer.shape_gbps)",
+        KERNEL: "prefill and decode on two hosts made of network namespaces; tc (tbf) shaped the cable between them, "
+        "round trips were added in user space",
+        AS_IT_IS: "a running service, its links as they are",
+        None: "nothing was measured",
+    }[shaping]
+    return (
+        f"{how}; prompts of {options.prompt_len} tokens, one request at a time, both modes A B B A; intervals are 95 % "
+        "bootstrap"
+    )
+
+
+def _caveats(summary: Mapping[str, Any]) -> list[str]:
+    cells, caveats = summary["cells"], []
+    if summary["shaping"] == USER_SPACE:
+        caveats.append(
+            "The shaper is part of the worker: it takes processor time for every piece of a payload, has no congestion "
+            "control and loses no packets."
+        )
+    if summary["shaping"] == KERNEL:
+        caveats.append(
+            "tc's token bucket lets a burst of a millisecond pass; the prediction counts 1448 bytes of payload in each "
+            "frame of 1514 bytes. Control messages have a cable of their own, which is not shaped."
+        )
+    if summary["shaping"] == AS_IT_IS:
+        caveats.append(
+            "The rate is the ceiling that was measured when the link was opened. The round trip is the mean of those "
+            "between the gateway and the two workers. Overlap and chunk size are assumed to be the defaults."
+        )
+    if not all(cell["reached"] for cell in cells):
+        caveats.append(
+            "Some links were slower than they were shaped to; the prediction takes the best rate that was measured."
+        )
+    if any(cell["n"] < 5 for cell in cells):
+        caveats.append("Cells with fewer than five pairs have intervals that are too wide to rely on.")
+    if cells:
+        error_ms = max(cell["clock_error_ms"] for cell in cells)
+        caveats.append(f"Exposed times between two workers are known to ± {error_ms:.3f} ms (clock offset).")
+    caveats.append(
+        "Named links are nominal rates and typical round trips, not measurements; what they expose is arithmetic for "
+        "this model on this machine. A faster device has a shorter prefill, and so a larger Φ."
+    )
+    return caveats
+
+
+def _links_table(summary: Mapping[str, Any]) -> TableBlock:
+    header = ("link", "Gbit/s", "round trip, ms", "times Φ", *(f"exposed with {each}, ms" for each in _OVERLAPS))
+    rows = [
+        (
+            link["name"],
+            f"{link['gbps']:g}",
+            f"{link['rtt_ms']:g}",
+            f"{link['times_phi']:.3g}",
+            *(f"{link['predicted_exposed_ms'][each]:.3g}" for each in _OVERLAPS),
+        )
+        for link in summary["links"]
+    ]
+    caption = (
+        "Nominal rates and typical round trips. Exposed times are predicted, without the fixed cost of a hand-off."
+    )
+    return TableBlock("What named links would expose", header, rows, caption)
+
+
+def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
+    header = ("cell", "shaped by", "n", "exposed, ms", "predicted, ms", "within 15 % or 3 ms", "added ttft_decode, ms",
+              "prefill, ms", "fixed, ms", "ceiling, GB/s", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
+    rows = []
+    for cell in cells:
+        exposed, added = (Interval.from_dict(cell[key]) for key in ("exposed", "added_ttft_decode"))
+        rows.append(
+            (
+                cell["cell"],
+                cell["shaping"],
+                str(cell["n"]),
+                f"{exposed.mean:.2f} [{exposed.lo:.2f}, {exposed.hi:.2f}]",
+                "–" if cell["predicted_ms"] is None else f"{cell['predicted_ms']:.2f}",
+                "–" if cell["within"] is None else "yes" if cell["within"] else "no",
+                f"{added.mean:+.2f} [{added.lo:.2f}, {added.hi:.2f}]",
+                f"{cell['prefill_ms']:.1f}",
+                "–" if cell["fixed_ms"] is None else f"{cell['fixed_ms']:.2f}",
+                f"{cell['ceiling_gbs']:.4g}",
+                f"{cell['kv_bytes'] // cell['n']:,}",
+                "yes" if cell["kv_bytes"] == cell["kv_bytes_expected"] else "NO",
+                "yes" if cell["tokens_equal"] else "NO",
+            )
+        )
+    caption = "KV bytes per request; ceiling as measured when the link was opened."
+    return TableBlock("All cells", header, rows, caption)

@@ -1,0 +1,281 @@
+"""Links that are shaped in user space: rate, round trip, what a cut or cancelled message leaves, and the configuration.
+`test_transport_contract` has what they share with all links."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kv_transfer.base import KVLink
+from kv_transfer.factory import create_transport, offered_transports
+from kv_transfer.memory import HostMemory
+from kv_transfer.transports.shaped import Shape, ShapedTransport, _pieces
+from pdserve.core.config import PdserveConfig, TransferConfig
+from pdserve.core.errors import ConfigError, PeerLost
+from pdserve.core.kv_layout import Region
+from tests.host_pool import inline
+from tests.kv_transfer.conftest import MakeEnds, answering
+
+MEMORY_BYTES = 16 * 2**20
+LEAST_S = -1e-3
+"""How much too early something may seem to be: clocks of loop and test are read one after the other."""
+
+
+@asynccontextmanager
+async def linked(shape: Shape | None, other: Shape | None) -> AsyncIterator[tuple[KVLink, KVLink]]:
+    """Both ends of a tcp link; ``shape`` is that of the end that connected."""
+    client, listener = (create_transport("tcp", HostMemory.create(MEMORY_BYTES), shape=each) for each in (shape, other))
+    connecting = client.connect(await listener.listen("127.0.0.1"), 10.0)
+    ends = await asyncio.gather(connecting, listener.accept())
+    ends[1].introduced()
+    try:
+        yield ends
+    finally:
+        await asyncio.gather(client.aclose(), listener.aclose())
+
+
+async def seconds(sender: KVLink, receiver: KVLink, size: int) -> float:
+    """How long a message takes, until its last byte is in place."""
+
+    async def take() -> None:
+        await receiver.recv()
+        await receiver.fetch([Region(0, size)] if size else [])
+
+    started_s = time.perf_counter()
+    payload = await sender.payload([Region(0, size)] if size else [])
+    await asyncio.gather(sender.send(b"h", payload), take())
+    return time.perf_counter() - started_s
+
+
+async def until_within(measure_s: Callable[[], Awaitable[float]], expected_s: float, tolerance_s: float) -> None:
+    """Repeat a measurement until one is right: other processes may delay any of them, but none is ever too short."""
+    measured_s = []
+    for _ in range(40):
+        measured_s.append(await measure_s())
+        assert measured_s[-1] > expected_s + LEAST_S
+        if measured_s[-1] < expected_s + tolerance_s:
+            return
+    raise AssertionError(f"{expected_s} s expected, and measured {measured_s}")
+
+
+@pytest.mark.parametrize(("gbps", "size"), [(0.2, 2**20), (1.0, 4 * 2**20), (4.0, 16 * 2**20)])
+async def test_payloads_take_their_size_over_the_rate(gbps: float, size: int) -> None:
+    shape = Shape(gbps)
+    async with linked(shape, shape) as (sender, receiver), answering(sender):
+        expected_s = size / (gbps * 1e9 / 8)
+        await until_within(lambda: seconds(sender, receiver, size), expected_s, 0.05 * expected_s + 2e-3)
+
+
+async def test_messages_in_a_row_leave_no_gap_and_no_burst() -> None:
+    shape, count, size = Shape(0.8), 40, 2**18
+    async with linked(shape, shape) as (sender, receiver), answering(sender):
+
+        async def all_s() -> float:
+            async def take() -> None:
+                for _ in range(count):
+                    await receiver.recv()
+                    await receiver.fetch([Region(0, size)])
+
+            taking, started_s = asyncio.create_task(take()), time.perf_counter()
+            for _ in range(count):
+                await sender.send(b"h", await sender.payload([Region(0, size)]))
+            await taking
+            return time.perf_counter() - started_s
+
+        expected_s = count * size / 1e8
+        await until_within(all_s, expected_s, 0.05 * expected_s + 2e-3)
+
+
+@pytest.mark.parametrize("gbps", [None, 1.0])
+async def test_a_round_trip_takes_as_long_as_configured(gbps: float | None) -> None:
+    shape = Shape(gbps, round_trip_ms=20.0)
+    async with linked(shape, shape) as (here, there):
+
+        async def round_trip_s() -> float:
+            started_s = time.perf_counter()
+            await here.send(b"ping")
+            await there.recv()
+            await there.send(b"pong")
+            await here.recv()
+            return time.perf_counter() - started_s
+
+        await until_within(round_trip_s, 0.020, 3e-3)
+
+
+async def test_a_delay_takes_nothing_from_the_rate() -> None:
+    shape = Shape(1.0, round_trip_ms=50.0)
+    async with linked(shape, shape) as (sender, receiver), answering(sender):
+        size = 4 * 2**20
+        expected_s = size / 0.125e9 + 0.025
+        await until_within(lambda: seconds(sender, receiver, size), expected_s, 0.05 * expected_s + 2e-3)
+
+
+async def test_other_tasks_run_while_a_message_waits() -> None:
+    shape, turns = Shape(0.1), 0
+    async with linked(shape, shape) as (sender, receiver), answering(sender):
+        moving = asyncio.create_task(seconds(sender, receiver, 2**20))  # 84 ms
+        while not moving.done():
+            await asyncio.sleep(1e-3)
+            turns += 1
+    assert turns > 10
+
+
+async def test_the_handshake_measures_the_shaped_link(make_ends: MakeEnds) -> None:
+    for gbps in (0.05, 0.4):
+        shape = Shape(gbps, round_trip_ms=10.0)
+        async with asyncio.timeout(60):
+            while True:
+                ends = await make_ends("tcp", shape=shape)
+                await ends.sender.connect("d", "e1", ends.endpoints)
+                (link,) = ends.sender.links()
+                assert link.reason.endswith(f", shaped in user space: {gbps:g} Gbit/s, round trip 10 ms")
+                if abs(link.ceiling_gbs / (gbps / 8) - 1) < 0.1:
+                    break
+
+
+async def test_a_cancelled_send_leaves_no_message_that_is_incomplete() -> None:
+    shape = Shape(0.1, round_trip_ms=10.0)
+    async with linked(shape, shape) as (sender, receiver), answering(sender):
+        assert isinstance(sender.memory, HostMemory)
+        sender.memory.view(Region(0, 2**20))[:] = b"x" * 2**20
+        sending = asyncio.create_task(sender.send(b"first", await sender.payload([Region(0, 2**20)])))
+        assert (await receiver.recv()).header == b"first"
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        sending = asyncio.create_task(sender.send(b"second", inline(b"y")))
+        await receiver.fetch([Region(0, 2**20)])
+        assert isinstance(receiver.memory, HostMemory)
+        assert bytes(receiver.memory.view(Region(0, 2**20))) == b"x" * 2**20
+        assert (await receiver.recv()).header == b"second"
+        await sending
+
+
+async def test_what_is_held_back_is_read_until_drained_and_never_after_a_cut() -> None:
+    shape = Shape(None, round_trip_ms=400.0)
+    async with linked(shape, shape) as (sender, receiver), answering(sender):
+        assert isinstance(sender.memory, HostMemory)
+        view = sender.memory.view(Region(0, 1000))
+        view[:] = b"a" * 1000
+        started_s = time.perf_counter()
+        await sender.send(b"h", await sender.payload([Region(0, 1000)]))
+        await sender.drained()
+        assert time.perf_counter() - started_s > 0.2 + LEAST_S
+        view[:] = b"b" * 1000
+        await receiver.recv()
+        await receiver.fetch([Region(0, 1000)])
+        assert isinstance(receiver.memory, HostMemory)
+        assert bytes(receiver.memory.view(Region(0, 1000))) == b"a" * 1000
+
+        await sender.send(b"h", await sender.payload([Region(0, 1000)]))
+        sender.cut("a test wants it")
+        async with asyncio.timeout(10):
+            await sender.drained()
+        with pytest.raises(PeerLost):
+            await receiver.recv()
+        with pytest.raises(PeerLost, match="a test wants it"):
+            await sender.send(b"h")
+
+
+async def test_what_is_held_back_arrives_before_the_close() -> None:
+    shape = Shape(None, round_trip_ms=200.0)
+    async with linked(shape, shape) as (sender, receiver):
+        await sender.send(b"last words")
+        closing = asyncio.create_task(sender.aclose())
+        assert (await receiver.recv()).header == b"last words"
+        with pytest.raises(PeerLost):
+            await receiver.recv()
+        await closing
+
+
+async def test_a_peer_without_a_shape_is_refused() -> None:
+    async with linked(None, Shape(1.0)) as (plain, shaped):
+        await plain.send(b"h", inline(b"payload"))
+        with pytest.raises(PeerLost, match="is its end of the link shaped as well"):
+            await shaped.recv()
+
+
+@pytest.mark.parametrize("announced", [b"", b"short", (2**40).to_bytes(8, "little")])
+async def test_a_malformed_size_ends_the_link(announced: bytes) -> None:
+    async with linked(None, Shape(1.0)) as (plain, shaped):
+        await plain.send(announced)
+        with pytest.raises(PeerLost, match="the peer sent a"):
+            await shaped.recv()
+
+
+async def test_a_piece_that_does_not_fit_ends_the_link() -> None:
+    async with linked(None, Shape(1.0)) as (plain, shaped):
+        await plain.send((3).to_bytes(8, "little") + b"h")
+        await plain.send(b"", inline(b"four"))
+        assert (await shaped.recv()).size == 3
+        with pytest.raises(PeerLost, match=r"a piece of 0 \+ 4 bytes, with 3 left"):
+            await shaped.fetch([Region(0, 3)])
+
+
+async def test_a_hand_off_is_whole_and_leases_hold(make_ends: MakeEnds) -> None:
+    ends = await make_ends("tcp", shape=Shape(0.002, round_trip_ms=20.0), lease_s=0.4)
+    ends.start(
+        "r", list(range(64))
+    )  # 64 KiB at 250 kB/s: longer than half of the lease, with a sign of life in between
+    ends.sender.send_blocks("r", 0, list(range(64)), last=True)
+    async with asyncio.timeout(20):
+        await asyncio.gather(ends.sender.wait("r"), ends.receiver.wait("r"))
+    everything = list(range(64))
+    assert ends.blocks_of(ends.source, everything) == ends.blocks_of(ends.target, everything)
+
+
+async def test_an_aborted_hand_off_leaves_its_blocks_alone(make_ends: MakeEnds) -> None:
+    ends = await make_ends("tcp", shape=Shape(0.01, round_trip_ms=20.0))
+    ends.start("r", list(range(64)))
+    ends.sender.send_blocks("r", 0, list(range(64)), last=True)
+    await asyncio.sleep(0.02)
+    async with asyncio.timeout(10):
+        await ends.receiver.abort("r")
+        there = ends.blocks_of(ends.target, list(range(64)))
+        await ends.sender.abort("r")
+    await asyncio.sleep(0.1)
+    assert ends.blocks_of(ends.target, list(range(64))) == there
+
+
+def test_pieces_are_the_payload() -> None:
+    content = bytes(range(256)) * 5
+    for size in (1, 7, 256, 1280, 4000):
+        pieces = list(_pieces(inline(content), size))
+        assert b"".join(bytes(part) for piece in pieces for part in piece.parts) == content
+        assert all(piece.size == size for piece in pieces[:-1])
+
+
+def test_links_are_not_shaped_by_default() -> None:
+    assert Shape.of(TransferConfig()) is None
+    assert not isinstance(create_transport("tcp", HostMemory.create(4096)), ShapedTransport)
+    assert offered_transports("auto", device="cpu") == ("shm", "tcp")
+
+
+def test_the_configured_shape() -> None:
+    config = PdserveConfig.load(None, {"transfer.shape_gbps": 10, "transfer.shape_round_trip_ms": 1.5})
+    shape = Shape.of(config.transfer)
+    assert shape == Shape(10.0, 1.5)
+    assert shape.bytes_per_s == 1.25e9
+    assert shape.delay_s == 0.75e-3
+    assert Shape.of(TransferConfig(shape_round_trip_ms=3)) == Shape(None, 3.0)
+    with pytest.raises(ConfigError, match=r"transfer\.shape_gbps"):
+        PdserveConfig.load(None, {"transfer.shape_gbps": 0})
+
+
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc", "nixl"])
+def test_one_sided_transports_cannot_be_shaped(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^transfer\.shape_gbps.*: {name} moves payloads past the shaper"):
+        offered_transports(name, device="cuda" if name == "cuda_ipc" else "cpu", shaped=True)
+
+
+def test_what_can_be_shaped() -> None:
+    assert offered_transports("auto", device="cpu", shaped=True) == ("tcp",)
+    assert offered_transports("auto", device="cuda:0", shaped=True) == ("tcp",)
+    assert offered_transports("grpc_stream", device="cpu", shaped=True) == ("grpc_stream",)
+    with pytest.raises(ConfigError, match="torch_dist moves payloads past the shaper"):
+        offered_transports("torch_dist", device="cuda:0", shaped=True)
+    with pytest.raises(ConfigError, match="'pigeon' is unknown"):
+        offered_transports("pigeon", device="cpu", shaped=True)
