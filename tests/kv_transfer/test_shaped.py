@@ -216,10 +216,9 @@ async def test_a_piece_that_does_not_fit_ends_the_link() -> None:
 
 
 async def test_a_hand_off_is_whole_and_leases_hold(make_ends: MakeEnds) -> None:
-    ends = await make_ends("tcp", shape=Shape(0.002, round_trip_ms=20.0), lease_s=0.4)
-    ends.start(
-        "r", list(range(64))
-    )  # 64 KiB at 250 kB/s: longer than half of the lease, with a sign of life in between
+    # 64 KiB at 62.5 kB/s take longer than half of the lease, so a sign of life has to come in between.
+    ends = await make_ends("tcp", shape=Shape(0.0005, round_trip_ms=20.0), lease_s=2.0)
+    ends.start("r", list(range(64)))
     ends.sender.send_blocks("r", 0, list(range(64)), last=True)
     async with asyncio.timeout(20):
         await asyncio.gather(ends.sender.wait("r"), ends.receiver.wait("r"))
