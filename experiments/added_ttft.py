@@ -275,9 +275,14 @@ class AddedTtft(Experiment):
             for what, wrong in (
                 ("tokens differ between the arms", not cell["tokens_equal"]),
                 ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
-                (f"{cell['errors']} requests failed", cell["errors"]),
             )
             if wrong
+        ]
+        failed += [
+            f"{cell.cell}: {errors} requests failed"
+            for cell in run.cells
+            if "rate" not in cell.parameters
+            and (errors := sum(row.error is not None for row in run.rows_of(cell.cell)))
         ]
         failed += [
             f"{cell['cell']}: bytes moved differ from bytes expected"

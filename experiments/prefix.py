@@ -145,9 +145,14 @@ class Prefix(Experiment):
                     "bytes expected did not fall by the skipped blocks",
                     cell["kv_bytes_expected"] != cell["kv_bytes_arithmetic"],
                 ),
-                (f"{cell['errors']} requests failed", cell["errors"]),
             )
             if wrong
+        ]
+        failed += [
+            f"{cell.cell}, arm {arm}: {errors} requests failed"
+            for cell in run.cells
+            for arm in ARMS
+            if (errors := sum(row.error is not None for row in run.rows_of(cell.cell, arm)))
         ]
         return {
             "experiment": self.name,
@@ -309,7 +314,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
     shared = max(cell["shared_len"] for cell in partial)
     arms = {cell["arm"]: cell for cell in partial if cell["shared_len"] == shared}
     sentences = []
-    if PREFILL in arms:
+    if PREFILL in arms and arms[PREFILL]["saved_ms"]:
         cell = arms[PREFILL]
         saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT.value])
         sentences.append(
@@ -317,7 +322,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
             f"computed and {_earlier('token 1', saved)}; "
             f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB of KV are moved as without a cache."
         )
-    if BOTH in arms:
+    if BOTH in arms and arms[BOTH]["saved_ms"]:
         cell = arms[BOTH]
         saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT_DECODE.value])
         sentences.append(
@@ -325,7 +330,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
             f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB are moved, and {_earlier('token 2', saved)} than without any "
             "cache."
         )
-    return " ".join(sentences)
+    return " ".join(sentences) or "No request was completed both with and without a cache."
 
 
 def _earlier(token: str, saved: Interval) -> str:

@@ -120,6 +120,11 @@ def test_a_request_that_failed_fails_the_run_and_leaves_its_pair_out() -> None:
     assert summary["failed"] == [f"{CELL}: 1 requests failed"]
 
 
+def test_a_cell_without_any_pair_fails_the_run() -> None:
+    rows = [RequestRow(cell=CELL, arm=arm, repeat=0, index=0, error="WorkerLost: gone") for arm in ("pd", "colocated")]
+    assert summary_of(rows)["failed"] == [f"{CELL}: 2 requests failed"]
+
+
 def test_nothing_measured_is_no_error() -> None:
     assert summary_of([])["cells"] == []
 
