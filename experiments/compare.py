@@ -2,8 +2,8 @@
 
 A figure has a dotted key. Figures of ``rows`` are means over the successful requests of a cell, arm and kind, and their
 difference has a bootstrap interval. All others come from ``summary.json``, where entries of a list are named by their
-cell, system or parameters. Of those, the ones that have an interval (``mean``, ``lo``, ``hi``) get one for the difference: the
-widest one that both allow."""
+cell, system or parameters. Of those, the ones that have an interval (``mean``, ``lo``, ``hi``) get one for the
+difference: the widest one that both allow."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from ops.launch.detach import start_detached, stop_detached
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError
 
 _DRAIN_S = 5.0
 _LINK_TIMEOUT_S = 30.0
@@ -53,11 +54,20 @@ class Deployment:
         that the links' ceilings are known."""
         return None if self._target is None else asyncio.run(_linked_status(self._target))
 
+    def check(self) -> None:
+        """Raise NotReady if the current service does not answer any more."""
+        if self._target is not None:
+            asyncio.run(_status(self._target))
+
     def stop(self) -> None:
-        """End the service that was started, if there is one."""
+        """End the service that was started, if there is one; if it has already ended, report that. After an
+        interruption it can be called again."""
         if self._port is not None:
-            port, self._port, self._target, self._settings = self._port, None, None, None
-            stop_detached(port, _DRAIN_S)
+            try:
+                stop_detached(self._port, _DRAIN_S)
+            except LaunchError as error:
+                self._report(str(error))
+            self._port = self._target = self._settings = None
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +75,16 @@ class Deployment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+
+
+async def _status(target: str) -> ServiceStatus:
+    async with AsyncClient(target) as client:
+        return await client.status()
 
 
 async def _linked_status(target: str) -> ServiceStatus:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from experiments import environment
@@ -54,11 +58,12 @@ def run_experiment(
 ) -> Outcome:
     """Measure all cells that ``folder`` does not have yet, then write summary and report. ``target``: the running
     service to measure; without it services are started with ``config`` and ``settings`` (dotted keys) and ended again.
-    Ctrl-C ends the run after the current request; finished cells are kept and reported."""
+    Ctrl-C, SIGTERM and SIGHUP end the run in the middle of its cell; finished cells are kept and reported. A service
+    that does not answer any more ends the run with NotReady; its cell is not finished."""
     folder.drop_unfinished()
     base = {"model.path": experiment.options.model, **(settings or {})}
     interrupted = False
-    with Deployment(target, config=config, settings=base, report=progress.stage) as deployment:
+    with _signals_interrupt(), Deployment(target, config=config, settings=base, report=progress.stage) as deployment:
         attached = deployment.status()
         cells = experiment.cells(attached)
         if len({cell.name for cell in cells}) != len(cells):
@@ -76,6 +81,28 @@ def run_experiment(
         return Outcome(folder, None, interrupted)
     summary = redraw(experiment, folder)
     return Outcome(folder, summary, interrupted, list(summary.get("failed", ())))
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does, so that no service is left behind. Only on the
+    main thread; signals that are ignored (nohup) stay ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    usual = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in usual.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def options_of(kind: type[RunKind], folder: RunFolder) -> Options:
@@ -121,6 +148,8 @@ def _run_cell(
     started_s = time.monotonic()
     bench.run(experiment.measure)
     duration_s = round(time.monotonic() - started_s, 3)
+    if cell.service is not None:
+        deployment.check()  # requests that failed because the service ended are no result; --resume repeats the cell
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))
 
 
