@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from engine.model.source import resolve_model
 from experiments.bench.report import SLO
@@ -65,7 +65,7 @@ _METHOD = "the same prompts in both modes, one request at a time, A B B A; inter
 class AddedTtftOptions(Options):
     """Options of `AddedTtft`."""
 
-    prompt_lens: tuple[int, ...] = Field(
+    prompt_lens: tuple[PositiveInt, ...] = Field(
         (128, 512, 1024, 2048), description="prompt lengths in tokens", json_schema_extra={"quick": [128, 512]}
     )
     transports: tuple[str, ...] = Field(("shm", "tcp"), description="transports to compare")
@@ -91,7 +91,7 @@ class AddedTtftOptions(Options):
         description="loads in requests/s, for the first transport and overlap ('' for none)",
         json_schema_extra={"quick": [1.0, 3.0]},
     )
-    load_prompt_lens: tuple[int, ...] = Field(
+    load_prompt_lens: tuple[PositiveInt, ...] = Field(
         (), description="prompt lengths under load (none: of --prompt-lens the one nearest to 512, and the longest)"
     )
     load_output_len: int = Field(

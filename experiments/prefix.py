@@ -34,6 +34,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import MIN_REPEATS, Interval, mean_interval
+from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
@@ -74,11 +75,7 @@ class Prefix(Experiment):
         if attached is not None:
             if not any(worker.links for worker in attached.workers):
                 raise InvalidRequest("--target: the service has no linked pair of prefill and decode workers")
-            if options.prompt_len + _OUTPUT_TOKENS > attached.context_length:
-                raise InvalidRequest(
-                    f"--prompt-len: {options.prompt_len} and {_OUTPUT_TOKENS} more tokens exceed the service's context "
-                    f"of {attached.context_length}"
-                )
+            Room.of(attached).check(options.prompt_len, _OUTPUT_TOKENS, "--prompt-len")
         return [
             Cell(
                 f"{shared}/{options.prompt_len}",

@@ -26,8 +26,8 @@ def compare(
     """Show the figures of two runs (of an experiment, or of bench --output) side by side.
 
     Figures of rows are means over the requests of a cell, arm and kind, with a 95 % interval of the difference. * marks
-    a difference whose interval leaves 0 out. A larger time is worse; of goodput, throughput, savings and shares a smaller
-    value is."""
+    a difference whose interval leaves 0 out. A larger time is worse; of goodput, throughput, savings and shares a
+    smaller value is."""
     from experiments import compare as comparing
     from experiments.run_folder import RunFolder
 

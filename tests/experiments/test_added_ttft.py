@@ -131,7 +131,12 @@ def test_nothing_measured_is_no_error() -> None:
 
 @pytest.mark.parametrize(
     ("given", "option"),
-    [({"prompt_lens": "128,x"}, "--prompt-lens"), ({"overlaps": "layer,all"}, "--overlaps"), ({"pairs": 0}, "--pairs")],
+    [
+        ({"prompt_lens": "128,x"}, "--prompt-lens"),
+        ({"prompt_lens": "0"}, "--prompt-lens"),
+        ({"overlaps": "layer,all"}, "--overlaps"),
+        ({"pairs": 0}, "--pairs"),
+    ],
 )
 def test_a_wrong_option_is_named(given: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidRequest, match=option):
