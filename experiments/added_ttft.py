@@ -367,9 +367,11 @@ def _break_even(loaded: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | N
         return None, reason
     for cell in judged:
         if sustains(cell, PD) and not sustains(cell, COLOCATED):
-            attainment = {arm: cell["attainment"][arm]["mean"] for arm in (PD, COLOCATED)}
+            shares = cell["attainment"]
+            attainment = {arm: shares[arm]["mean"] for arm in (PD, COLOCATED)}
             keys = ("cell", "prompt_len", "rate", "slo_ms")
-            return {**{key: cell[key] for key in keys}, "attainment": attainment}, None
+            distinct = shares[PD]["lo"] > shares[COLOCATED]["hi"]
+            return {**{key: cell[key] for key in keys}, "attainment": attainment, "distinct": distinct}, None
     share = f"{100 * ATTAINMENT:.0f} %"
     if all(sustains(cell, COLOCATED) for cell in judged):
         return None, f"colocated met the SLO for {share} of the requests at every load that was measured"
@@ -502,12 +504,13 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
         return "No pair of requests was completed."
     cell = _headline(idle)
     token_1, token_2 = (Interval.from_dict(cell["added_ttft_ms"][figure.value]) for figure in Figure)
-    causes = sorted(cell["causes_ms"].items(), key=lambda cause: -abs(cause[1]))[:2]
-    named = " and ".join(f"{name} ({value:+.2f} ms)" for name, value in causes)
+    known = [cause for cause in cell["causes_ms"].items() if abs(cause[1]) > cell["clock_error_ms"]]
+    named = " and ".join(f"{name} ({value:+.2f} ms)" for name, value in sorted(known, key=lambda c: -abs(c[1]))[:2])
+    largest = f"The largest causes are {named}; together" if named else "No cause exceeds the clock error; together"
     return (
         f"With prompts of {cell['prompt_len']} tokens over {cell['transport']} on an idle service, disaggregation adds "
         f"{token_1.text()} to token 1 and {token_2.text()} to token 2, the first that has paid for the hand-off. "
-        f"The largest causes are {named}; together the stages explain {cell['explained_pct']:.0f} % of it."
+        f"{largest} the stages explain {cell['explained_pct']:.0f} % of it."
     )
 
 
@@ -522,6 +525,7 @@ def _answer_under_load(summary: Mapping[str, Any], loaded: Sequence[Mapping[str,
         f"Under load it pays from prompts of {found['prompt_len']} tokens at {found['rate']:g} requests/s: there "
         f"{shares[PD]} of the disaggregated requests meet the SLO ({slo_text(found['slo_ms'])}), and "
         f"{shares[COLOCATED]} of the colocated ones."
+        + ("" if found["distinct"] else " The intervals of both shares overlap, so this may be chance.")
     )
 
 
