@@ -16,7 +16,7 @@ from experiments import environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options, RunKind
 from experiments.report.page import Report
-from experiments.run_folder import FinishedCell, RunFolder
+from experiments.run_folder import FinishedCell, RunData, RunFolder
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 
@@ -70,6 +70,8 @@ def run_experiment(
             raise InvalidRequest("two cells of the experiment have the same parameters; give each value once")
         finished = folder.finished()
         missing = [cell for cell in cells if cell.name not in finished]
+        if finished and missing and folder.environment:
+            _note_resumption(folder)
         progress.begin(cells, len(cells) - len(missing))
         try:
             for cell in missing:
@@ -119,6 +121,7 @@ def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
     summary = kind.summarise(run)
     folder.write_summary(summary)
     report: Report = kind.report(run, summary)
+    report.caveats = [*report.caveats, *_resumption_caveats(run)]
     machine = run.environment.get("machine", {})
     footer = (
         f"pdserve {machine.get('pdserve', '')}, commit {machine.get('commit') or 'unknown'}; {folder.path.name}; "
@@ -159,9 +162,30 @@ def _note_environment(experiment: Experiment, folder: RunFolder, status: Service
     if known.get("service") is None:
         folder.write_environment(
             {
-                "machine": environment.machine(),
+                **known,
+                "machine": known.get("machine") or environment.machine(),
                 "service": None if status is None else environment.service(status),
                 "seed": experiment.options.seed,
                 "started": known.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
         )
+
+
+def _note_resumption(folder: RunFolder) -> None:
+    """Add to ``env.json`` in what this part of the run differs from its beginning: the machine, or versions."""
+    known, machine = folder.environment, environment.machine()
+    parts = [known["machine"], *(part["machine"] for part in known.get("resumed", ()))]
+    if machine != parts[-1]:
+        part = {"machine": machine, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        folder.write_environment({**known, "resumed": [*known.get("resumed", ()), part]})
+
+
+def _resumption_caveats(run: RunData) -> list[str]:
+    parts = [run.environment.get("machine", {}), *(part["machine"] for part in run.environment.get("resumed", ()))]
+    if len(parts) == 1:
+        return []
+    states = "; then ".join(
+        f"{part.get('host', '?')}, pdserve {part.get('pdserve', '?')}, commit {part.get('commit') or 'unknown'}"
+        for part in parts
+    )
+    return [f"The run was resumed in another state of the machine or of the code: {states}. Its cells are from both."]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from experiments import deployment
+from experiments import deployment, environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.report.page import Report
@@ -68,6 +68,25 @@ def test_a_cell_whose_service_ended_is_not_finished(tmp_path: Path) -> None:
         with pytest.raises(NotReady):
             run_experiment(experiment, folder, Quiet(), target=cluster.target)
     assert folder.finished() == {"0"}
+
+
+def test_a_run_that_is_resumed_with_other_code_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(commit: str, cells: int) -> None:
+        monkeypatch.setattr(environment, "_commit", lambda: commit)
+        run_experiment(Scripted(*[(None, nothing)] * cells), folder, Quiet())
+
+    folder = RunFolder.create(tmp_path, "scripted", {})
+    run("one", cells=1)
+    run("two", cells=1)  # nothing left to measure
+    run("one", cells=2)
+    assert "resumed" not in folder.environment
+    run("two", cells=3)
+    run("two", cells=4)
+    assert folder.environment["machine"]["commit"] == "one"
+    assert [part["machine"]["commit"] for part in folder.environment["resumed"]] == ["two"]
+    page = (folder.path / "report.html").read_text()
+    assert "commit one; then" in page
+    assert "commit two" in page
 
 
 def test_no_service_is_not_checked() -> None:
