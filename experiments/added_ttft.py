@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from engine.model.source import resolve_model
 from experiments.bench.report import SLO
@@ -65,7 +65,7 @@ _METHOD = "the same prompts in both modes, one request at a time, A B B A; inter
 class AddedTtftOptions(Options):
     """Options of `AddedTtft`."""
 
-    prompt_lens: tuple[int, ...] = Field(
+    prompt_lens: tuple[PositiveInt, ...] = Field(
         (128, 512, 1024, 2048), description="prompt lengths in tokens", json_schema_extra={"quick": [128, 512]}
     )
     transports: tuple[str, ...] = Field(("shm", "tcp"), description="transports to compare")
@@ -91,7 +91,7 @@ class AddedTtftOptions(Options):
         description="loads in requests/s, for the first transport and overlap ('' for none)",
         json_schema_extra={"quick": [1.0, 3.0]},
     )
-    load_prompt_lens: tuple[int, ...] = Field(
+    load_prompt_lens: tuple[PositiveInt, ...] = Field(
         (), description="prompt lengths under load (none: of --prompt-lens the one nearest to 512, and the longest)"
     )
     load_output_len: int = Field(
@@ -275,9 +275,14 @@ class AddedTtft(Experiment):
             for what, wrong in (
                 ("tokens differ between the arms", not cell["tokens_equal"]),
                 ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
-                (f"{cell['errors']} requests failed", cell["errors"]),
             )
             if wrong
+        ]
+        failed += [
+            f"{cell.cell}: {errors} requests failed"
+            for cell in run.cells
+            if "rate" not in cell.parameters
+            and (errors := sum(row.error is not None for row in run.rows_of(cell.cell)))
         ]
         failed += [
             f"{cell['cell']}: bytes moved differ from bytes expected"
@@ -362,9 +367,11 @@ def _break_even(loaded: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | N
         return None, reason
     for cell in judged:
         if sustains(cell, PD) and not sustains(cell, COLOCATED):
-            attainment = {arm: cell["attainment"][arm]["mean"] for arm in (PD, COLOCATED)}
+            shares = cell["attainment"]
+            attainment = {arm: shares[arm]["mean"] for arm in (PD, COLOCATED)}
             keys = ("cell", "prompt_len", "rate", "slo_ms")
-            return {**{key: cell[key] for key in keys}, "attainment": attainment}, None
+            distinct = shares[PD]["lo"] > shares[COLOCATED]["hi"]
+            return {**{key: cell[key] for key in keys}, "attainment": attainment, "distinct": distinct}, None
     share = f"{100 * ATTAINMENT:.0f} %"
     if all(sustains(cell, COLOCATED) for cell in judged):
         return None, f"colocated met the SLO for {share} of the requests at every load that was measured"
@@ -497,12 +504,13 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
         return "No pair of requests was completed."
     cell = _headline(idle)
     token_1, token_2 = (Interval.from_dict(cell["added_ttft_ms"][figure.value]) for figure in Figure)
-    causes = sorted(cell["causes_ms"].items(), key=lambda cause: -abs(cause[1]))[:2]
-    named = " and ".join(f"{name} ({value:+.2f} ms)" for name, value in causes)
+    known = [cause for cause in cell["causes_ms"].items() if abs(cause[1]) > cell["clock_error_ms"]]
+    named = " and ".join(f"{name} ({value:+.2f} ms)" for name, value in sorted(known, key=lambda c: -abs(c[1]))[:2])
+    largest = f"The largest causes are {named}; together" if named else "No cause exceeds the clock error; together"
     return (
         f"With prompts of {cell['prompt_len']} tokens over {cell['transport']} on an idle service, disaggregation adds "
         f"{token_1.text()} to token 1 and {token_2.text()} to token 2, the first that has paid for the hand-off. "
-        f"The largest causes are {named}; together the stages explain {cell['explained_pct']:.0f} % of it."
+        f"{largest} the stages explain {cell['explained_pct']:.0f} % of it."
     )
 
 
@@ -517,6 +525,7 @@ def _answer_under_load(summary: Mapping[str, Any], loaded: Sequence[Mapping[str,
         f"Under load it pays from prompts of {found['prompt_len']} tokens at {found['rate']:g} requests/s: there "
         f"{shares[PD]} of the disaggregated requests meet the SLO ({slo_text(found['slo_ms'])}), and "
         f"{shares[COLOCATED]} of the colocated ones."
+        + ("" if found["distinct"] else " The intervals of both shares overlap, so this may be chance.")
     )
 
 

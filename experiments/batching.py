@@ -36,6 +36,7 @@ from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequ
 from experiments.statistics import Interval, mean_interval, percentile
 from experiments.workloads.arrivals import all_at_once, random_arrivals
 from experiments.workloads.lengths import Lognormal, Uniform
+from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
 from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
@@ -154,12 +155,8 @@ class Batching(Experiment):
         return Synthetic(Uniform(16, 128), Lognormal(math.log(median), 0.9, 2, 8 * median))
 
     def _check_fits(self, status: ServiceStatus) -> None:
-        longest = self._workload().inputs.longest + self._workload().outputs.longest
-        if longest > min(status.context_length, status.pool_tokens):
-            raise InvalidRequest(
-                f"--output-median: requests of up to {longest} tokens do not fit the service, whose longest has "
-                f"{min(status.context_length, status.pool_tokens)}"
-            )
+        workload = self._workload()
+        Room.of(status).check(workload.inputs.longest, workload.outputs.longest, "--output-median")
 
     async def measure(self, bench: Bench) -> None:
         """Measure steps, simulate pools, or send requests to a service."""
@@ -455,7 +452,7 @@ def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, 
 
 
 def _ratios(static: Mapping[str, Any] | None, continuous: Mapping[str, Any] | None) -> dict[str, float] | None:
-    """Static over continuous: throughput, and mean and p99 of the total time."""
+    """Static over continuous: throughput, and mean and p99 of the total time; None unless both have all of them."""
     if not static or not continuous:
         return None
     pairs = {
@@ -463,7 +460,9 @@ def _ratios(static: Mapping[str, Any] | None, continuous: Mapping[str, Any] | No
         "e2e_mean": [arm["e2e_ms"]["mean"] for arm in (static, continuous) if arm["e2e_ms"]],
         "e2e_p99": [arm["e2e_ms"]["p99"] for arm in (static, continuous) if arm["e2e_ms"]],
     }
-    return {key: round(values[0] / values[1], 4) for key, values in pairs.items() if len(values) == 2 and values[1]}
+    if any(len(values) < 2 or not values[1] for values in pairs.values()):
+        return None
+    return {key: round(values[0] / values[1], 4) for key, values in pairs.items()}
 
 
 def _answer(summary: Mapping[str, Any]) -> str:

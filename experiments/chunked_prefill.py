@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.neighbours import (
@@ -32,7 +32,6 @@ from experiments.report.setup import setup_of
 from experiments.run_folder import RunData
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
 
 CALIBRATION = "calibration"
@@ -42,7 +41,7 @@ OFF, AS_CONFIGURED = "off", "as-configured"
 class ChunkedPrefillOptions(Options):
     """Options of `ChunkedPrefill`."""
 
-    chunk_sizes: tuple[int, ...] = Field(
+    chunk_sizes: tuple[PositiveInt, ...] = Field(
         (64, 128, 256, 512, 1024, 2048),
         description="chunk sizes in tokens; off is always measured too",
         json_schema_extra={"quick": [64, 256]},
@@ -80,8 +79,6 @@ class ChunkedPrefill(Experiment):
         if attached is not None:
             self._traffic(1.0).check_fits(attached)
             return [Cell(CALIBRATION, {}), *(self._cell(AS_CONFIGURED, n, each) for n, each in enumerate(repeats))]
-        if any(size < 1 for size in self.options.chunk_sizes):
-            raise InvalidRequest("--chunk-sizes: a chunk has at least one token")
         chunks = [*map(str, sorted(self.options.chunk_sizes)), OFF]
         settings = [chunks if number % 2 == 0 else chunks[::-1] for number in range(len(repeats))]
         return [

@@ -1,9 +1,9 @@
 """``pdserve compare``: the figures of two runs of the same kind side by side, and whether one got worse.
 
-A figure has a dotted key. Figures of ``rows`` are means over the successful requests of a cell and arm, and their
+A figure has a dotted key. Figures of ``rows`` are means over the successful requests of a cell, arm and kind, and their
 difference has a bootstrap interval. All others come from ``summary.json``, where entries of a list are named by their
-cell or system. Of those, the ones that have an interval (``mean``, ``lo``, ``hi``) get one for the difference: the
-widest one that both allow."""
+cell, system or parameters. Of those, the ones that have an interval (``mean``, ``lo``, ``hi``) get one for the
+difference: the widest one that both allow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ from pdserve.core.errors import InvalidRequest
 
 _LATENCIES = ("ttft_ms", "ttft_decode_ms", "tpot_ms", "e2e_ms")
 _NAMES = ("cell", "system", "name")
-_LEFT_OUT = ("n", "count", "seed", "lo", "hi", "prompt_len", "rate", "rate_per_device", "devices", "planned")
-_MORE_IS_BETTER = re.compile(r"goodput|attainment|per_s\b|_rps|gbs\b|explained|sustained|share|gain|requests_per_s")
+_PARAMETERS = ("rate_per_device", "shared_len", "context", "batch", "tokens")
+"""Of an entry without a name: what tells it from the others of its list."""
+_LEFT_OUT = ("n", "count", "seed", "lo", "hi", "prompt_len", "rate", "devices", "planned", *_PARAMETERS)
+_MORE_IS_BETTER = re.compile(
+    r"goodput|attainment|per_s\b|_rps|gbs\b|gflops|of_roof|explained|sustained|share\b|equal_pct|gain|saved|speedup"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,12 @@ def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
     return found
 
 
+def missing(a: RunFolder, b: RunFolder) -> list[str]:
+    """Keys of figures that ``a`` has and ``b`` lacks, such as those of cells that ``b`` did not measure."""
+    keys = [{*(f"rows.{key}" for key in _latencies(folder.load().rows)), *flatten(folder.summary)} for folder in (a, b)]
+    return sorted(keys[0] - keys[1])
+
+
 def violations(comparisons: Sequence[Comparison], limits: Sequence[Limit]) -> list[tuple[Comparison, Limit]]:
     """Every figure that exceeds a limit. InvalidRequest names a limit that is of no figure."""
     for limit in limits:
@@ -137,12 +147,20 @@ def flatten(value: Any, key: str = "") -> dict[str, float | Interval]:
     if isinstance(value, list):
         found = {}
         for number, each in enumerate(value):
-            name = next((each[n] for n in _NAMES if n in each), number) if isinstance(each, Mapping) else number
-            found |= flatten(each, f"{key}.{name}" if key else str(name))
+            name = _name_of(each) if isinstance(each, Mapping) else ""
+            found |= flatten(each, f"{key}.{name or number}" if key else name or str(number))
         return found
     if isinstance(value, int | float) and not isinstance(value, bool):
         return {key: float(value)}
     return {}
+
+
+def _name_of(entry: Mapping[str, Any]) -> str:
+    """The name of an entry of a list, which the same entry has in another run; empty if it has none."""
+    if "cell" in entry and "arm" in entry:
+        return f"{entry['cell']}.{entry['arm']}"
+    named = next((str(entry[name]) for name in _NAMES if name in entry), "")
+    return named or ",".join(f"{name}={entry[name]}" for name in _PARAMETERS if name in entry)
 
 
 def _of_rows(a: Sequence[RequestRow], b: Sequence[RequestRow]) -> list[Comparison]:
@@ -157,13 +175,14 @@ def _of_rows(a: Sequence[RequestRow], b: Sequence[RequestRow]) -> list[Compariso
 
 
 def _latencies(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
-    """The latencies of the successful requests, by cell, arm and figure."""
+    """The latencies of the successful requests, by cell, arm, kind (if they have one) and figure."""
     found: dict[str, list[float]] = {}
     for row in rows:
         for name in _LATENCIES:
             value = getattr(row, name)
             if row.error is None and value is not None:
-                found.setdefault(f"{row.cell}.{row.arm}.{name}", []).append(float(value))
+                key = ".".join(part for part in (row.cell, row.arm, row.kind, name) if part)
+                found.setdefault(key, []).append(float(value))
     return found
 
 

@@ -12,6 +12,7 @@ from ops.launch.detach import start_detached, stop_detached
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError
 
 _DRAIN_S = 5.0
 _LINK_TIMEOUT_S = 30.0
@@ -41,8 +42,7 @@ class Deployment:
         if self._target is not None and self.attached:
             return self._target
         if self._target is None or self._settings != dict(settings):
-            self._target = None
-            self._end()
+            self.stop()
             chosen = {**self._base, **settings}
             self._report(", ".join(f"{key}={value}" for key, value in chosen.items()) or "defaults")
             self._target, self._settings = self._start(chosen), dict(settings)
@@ -53,11 +53,20 @@ class Deployment:
         that the links' ceilings are known."""
         return None if self._target is None else asyncio.run(_linked_status(self._target))
 
+    def check(self) -> None:
+        """Raise NotReady if the current service does not answer any more."""
+        if self._target is not None:
+            asyncio.run(_status(self._target))
+
     def stop(self) -> None:
-        """End the service that was started, if there is one."""
+        """End the service that was started, if there is one; if it has already ended, report that. After an
+        interruption it can be called again."""
         if not self.attached:
-            self._target = None
-            self._end()
+            try:
+                self._end()
+            except LaunchError as error:
+                self._report(str(error))
+            self._target = self._settings = None
 
     def _start(self, settings: Mapping[str, Any]) -> str:
         """Start a service with these settings on top of the configuration; its target once it is ready."""
@@ -67,8 +76,12 @@ class Deployment:
     def _end(self) -> None:
         """End what `_start` started, if anything."""
         if self._port is not None:
-            port, self._port = self._port, None
-            stop_detached(port, _DRAIN_S)
+            try:
+                stop_detached(self._port, _DRAIN_S)
+            except LaunchError:
+                self._port = None
+                raise
+            self._port = None
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +89,16 @@ class Deployment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+
+
+async def _status(target: str) -> ServiceStatus:
+    async with AsyncClient(target) as client:
+        return await client.status()
 
 
 async def _linked_status(target: str) -> ServiceStatus:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.neighbours import (
@@ -50,7 +50,7 @@ _AIM = 1.3
 class InterferenceOptions(Options):
     """Options of `Interference`."""
 
-    chunk_sizes: tuple[int, ...] = Field(
+    chunk_sizes: tuple[PositiveInt, ...] = Field(
         (64, 128, 256, 512),
         description="chunk sizes of the colocated arms, in tokens",
         json_schema_extra={"quick": [256]},

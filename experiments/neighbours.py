@@ -19,10 +19,11 @@ from typing import Any
 from experiments.experiment import Bench
 from experiments.request_row import RequestRow, token_hash
 from experiments.statistics import mean_interval, percentile
+from experiments.workloads.room import Room
 from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import PdserveError
 
 DECODING, LONG = "decoding", "long"
 WINDOWS = "windows"
@@ -60,12 +61,8 @@ class Traffic:
         return [draw.randrange(vocab_size) for _ in range(length)]
 
     def check_fits(self, status: ServiceStatus) -> None:
-        """InvalidRequest if the service cannot hold the requests."""
-        if self.prompt_len + self.output_len > status.context_length:
-            raise InvalidRequest(
-                f"--prompt-len: {self.prompt_len} tokens and an output of {self.output_len} exceed the service's "
-                f"context of {status.context_length}"
-            )
+        """InvalidRequest or CapacityExceeded if the service cannot hold a long prompt and its output."""
+        Room.of(status).check(self.prompt_len, self.output_len, "--prompt-len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,7 @@ class _Window:
     async def _decode(self, index: int) -> None:
         """Decode until cancelled; a request that reaches its longest output is followed by another one."""
         prompt = self._traffic.prompt(self._status.vocab_size, DECODING, self._repeat, index)
-        tokens = min(_MOST_DECODED, self._status.context_length - len(prompt))
+        tokens = min(_MOST_DECODED, Room.of(self._status).tokens - len(prompt))
         turn = 0
         while await self._decode_once(index, turn, prompt, tokens):
             turn += 1
@@ -167,7 +164,8 @@ class _Window:
         sent_s, started_s = self._bench.elapsed_s, time.monotonic()
         arrived_s: list[float] = []
         token_ids: list[int] = []
-        error, finish_reason = None, CANCELLED
+        error: PdserveError | None = None
+        finish_reason = CANCELLED
         stream = self._client.generate(
             prompt,
             mode=self._arm.mode,
@@ -183,28 +181,33 @@ class _Window:
                     self._settled[index].set()
             finish_reason = "length"
         except PdserveError as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            error = failure
         finally:
-            self._bench.write(
-                RequestRow(
-                    cell=self._bench.cell.name,
-                    arm=self._arm.name,
-                    repeat=self._repeat,
-                    index=index,
-                    turn=turn,
-                    kind=DECODING,
-                    scheduled_s=sent_s,
-                    sent_s=sent_s,
-                    error=error,
-                    mode=self._arm.mode,
-                    prompt_tokens=len(prompt),
-                    output_tokens=len(token_ids),
-                    token_hash=token_hash(tuple(token_ids)),
-                    finish_reason="" if error else finish_reason,
-                    ttft_ms=(arrived_s[0] - started_s) * 1e3 if arrived_s else None,
-                    itl_ms=tuple((b - a) * 1e3 for a, b in itertools.pairwise(arrived_s)),
+            place: dict[str, Any] = {
+                "arm": self._arm.name,
+                "repeat": self._repeat,
+                "index": index,
+                "turn": turn,
+                "kind": DECODING,
+                "scheduled_s": sent_s,
+                "sent_s": sent_s,
+            }
+            if error is not None:
+                self._bench.record(None, error, **place)
+            else:
+                self._bench.write(
+                    RequestRow(
+                        cell=self._bench.cell.name,
+                        **place,
+                        mode=self._arm.mode,
+                        prompt_tokens=len(prompt),
+                        output_tokens=len(token_ids),
+                        token_hash=token_hash(tuple(token_ids)),
+                        finish_reason=finish_reason,
+                        ttft_ms=(arrived_s[0] - started_s) * 1e3 if arrived_s else None,
+                        itl_ms=tuple((b - a) * 1e3 for a, b in itertools.pairwise(arrived_s)),
+                    )
                 )
-            )
         return error is None
 
 

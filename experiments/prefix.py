@@ -34,6 +34,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import MIN_REPEATS, Interval, mean_interval
+from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
@@ -74,11 +75,7 @@ class Prefix(Experiment):
         if attached is not None:
             if not any(worker.links for worker in attached.workers):
                 raise InvalidRequest("--target: the service has no linked pair of prefill and decode workers")
-            if options.prompt_len + _OUTPUT_TOKENS > attached.context_length:
-                raise InvalidRequest(
-                    f"--prompt-len: {options.prompt_len} and {_OUTPUT_TOKENS} more tokens exceed the service's context "
-                    f"of {attached.context_length}"
-                )
+            Room.of(attached).check(options.prompt_len, _OUTPUT_TOKENS, "--prompt-len")
         return [
             Cell(
                 f"{shared}/{options.prompt_len}",
@@ -145,9 +142,14 @@ class Prefix(Experiment):
                     "bytes expected did not fall by the skipped blocks",
                     cell["kv_bytes_expected"] != cell["kv_bytes_arithmetic"],
                 ),
-                (f"{cell['errors']} requests failed", cell["errors"]),
             )
             if wrong
+        ]
+        failed += [
+            f"{cell.cell}, arm {arm}: {errors} requests failed"
+            for cell in run.cells
+            for arm in ARMS
+            if (errors := sum(row.error is not None for row in run.rows_of(cell.cell, arm)))
         ]
         return {
             "experiment": self.name,
@@ -309,7 +311,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
     shared = max(cell["shared_len"] for cell in partial)
     arms = {cell["arm"]: cell for cell in partial if cell["shared_len"] == shared}
     sentences = []
-    if PREFILL in arms:
+    if PREFILL in arms and arms[PREFILL]["saved_ms"]:
         cell = arms[PREFILL]
         saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT.value])
         sentences.append(
@@ -317,7 +319,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
             f"computed and {_earlier('token 1', saved)}; "
             f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB of KV are moved as without a cache."
         )
-    if BOTH in arms:
+    if BOTH in arms and arms[BOTH]["saved_ms"]:
         cell = arms[BOTH]
         saved = Interval.from_dict(cell["saved_ms"][Figure.TTFT_DECODE.value])
         sentences.append(
@@ -325,7 +327,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
             f"{cell['kv_bytes'] / cell['n'] / 1e6:.2f} MB are moved, and {_earlier('token 2', saved)} than without any "
             "cache."
         )
-    return " ".join(sentences)
+    return " ".join(sentences) or "No request was completed both with and without a cache."
 
 
 def _earlier(token: str, saved: Interval) -> str:

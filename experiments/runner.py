@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from experiments import environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options, RunKind
 from experiments.report.page import Report
-from experiments.run_folder import FinishedCell, RunFolder
+from experiments.run_folder import FinishedCell, RunData, RunFolder
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 
@@ -54,17 +58,23 @@ def run_experiment(
 ) -> Outcome:
     """Measure all cells that ``folder`` does not have yet, then write summary and report. ``target``: the running
     service to measure; without it services are started with ``config`` and ``settings`` (dotted keys) and ended again.
-    Ctrl-C ends the run after the current request; finished cells are kept and reported."""
+    Ctrl-C, SIGTERM and SIGHUP end the run in the middle of its cell; finished cells are kept and reported. A service
+    that does not answer any more ends the run with NotReady; its cell is not finished."""
     folder.drop_unfinished()
     base = {"model.path": experiment.options.model, **(settings or {})}
     interrupted = False
-    with experiment.deployment(target, config=config, settings=base, report=progress.stage) as deployment:
+    with (
+        _signals_interrupt(),
+        experiment.deployment(target, config=config, settings=base, report=progress.stage) as deployment,
+    ):
         attached = deployment.status()
         cells = experiment.cells(attached)
         if len({cell.name for cell in cells}) != len(cells):
             raise InvalidRequest("two cells of the experiment have the same parameters; give each value once")
         finished = folder.finished()
         missing = [cell for cell in cells if cell.name not in finished]
+        if finished and missing and folder.environment:
+            _note_resumption(folder)
         progress.begin(cells, len(cells) - len(missing))
         try:
             for cell in missing:
@@ -76,6 +86,28 @@ def run_experiment(
         return Outcome(folder, None, interrupted)
     summary = redraw(experiment, folder)
     return Outcome(folder, summary, interrupted, list(summary.get("failed", ())))
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does, so that no service is left behind. Only on the
+    main thread; signals that are ignored (nohup) stay ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    usual = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in usual.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def options_of(kind: type[RunKind], folder: RunFolder) -> Options:
@@ -92,6 +124,7 @@ def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
     summary = kind.summarise(run)
     folder.write_summary(summary)
     report: Report = kind.report(run, summary)
+    report.caveats = [*report.caveats, *_resumption_caveats(run)]
     machine = run.environment.get("machine", {})
     footer = (
         f"pdserve {machine.get('pdserve', '')}, commit {machine.get('commit') or 'unknown'}; {folder.path.name}; "
@@ -121,6 +154,8 @@ def _run_cell(
     started_s = time.monotonic()
     bench.run(experiment.measure)
     duration_s = round(time.monotonic() - started_s, 3)
+    if cell.service is not None:
+        deployment.check()  # requests that failed because the service ended are no result; --resume repeats the cell
     folder.finish_cell(FinishedCell(cell.name, dict(cell.parameters), duration_s, {**facts, **bench.facts}))
 
 
@@ -130,9 +165,30 @@ def _note_environment(experiment: Experiment, folder: RunFolder, status: Service
     if known.get("service") is None:
         folder.write_environment(
             {
-                "machine": environment.machine(),
+                **known,
+                "machine": known.get("machine") or environment.machine(),
                 "service": None if status is None else environment.service(status),
                 "seed": experiment.options.seed,
                 "started": known.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
         )
+
+
+def _note_resumption(folder: RunFolder) -> None:
+    """Add to ``env.json`` in what this part of the run differs from its beginning: the machine, or versions."""
+    known, machine = folder.environment, environment.machine()
+    parts = [known["machine"], *(part["machine"] for part in known.get("resumed", ()))]
+    if machine != parts[-1]:
+        part = {"machine": machine, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        folder.write_environment({**known, "resumed": [*known.get("resumed", ()), part]})
+
+
+def _resumption_caveats(run: RunData) -> list[str]:
+    parts = [run.environment.get("machine", {}), *(part["machine"] for part in run.environment.get("resumed", ()))]
+    if len(parts) == 1:
+        return []
+    states = "; then ".join(
+        f"{part.get('host', '?')}, pdserve {part.get('pdserve', '?')}, commit {part.get('commit') or 'unknown'}"
+        for part in parts
+    )
+    return [f"The run was resumed in another state of the machine or of the code: {states}. Its cells are from both."]

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+_DRAWN_AT_ONCE = 4_000_000
 MIN_REPEATS = 5
 """Fewer values than this give an interval that is declared too wide to rely on."""
 
@@ -51,12 +53,8 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
     give the same interval."""
     if not values:
         return None
-    measured = np.asarray(values, float)
-    draw = np.random.default_rng(seed)
-    means = measured[draw.integers(0, measured.size, (RESAMPLES, measured.size))].mean(axis=1)
-    tail = (1 - CONFIDENCE) / 2 * 100
-    lo, hi = np.percentile(means, (tail, 100 - tail))
-    return Interval(float(measured.mean()), float(lo), float(hi), int(measured.size))
+    lo, hi = _bounds(_resampled_means(values, np.random.default_rng(seed)))
+    return Interval(float(np.mean(values)), lo, hi, len(values))
 
 
 def difference_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Interval | None:
@@ -65,13 +63,26 @@ def difference_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -
     if not a or not b:
         return None
     draw = np.random.default_rng(seed)
-    means = []
-    for values in (a, b):
-        measured = np.asarray(values, float)
-        means.append(measured[draw.integers(0, measured.size, (RESAMPLES, measured.size))].mean(axis=1))
+    of_a, of_b = (_resampled_means(values, draw) for values in (a, b))
+    lo, hi = _bounds(of_b - of_a)
+    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, min(len(a), len(b)))
+
+
+def _resampled_means(values: Sequence[float], draw: np.random.Generator) -> NDArray[np.float64]:
+    """The means of `RESAMPLES` samples of as many ``values``, drawn with replacement; a part of them at a time, so that
+    many values do not need much memory."""
+    measured = np.asarray(values, float)
+    at_once = max(1, _DRAWN_AT_ONCE // measured.size)
+    counts = [min(at_once, RESAMPLES - begun) for begun in range(0, RESAMPLES, at_once)]
+    means = [measured[draw.integers(0, measured.size, (count, measured.size))].mean(axis=1) for count in counts]
+    return np.concatenate(means)
+
+
+def _bounds(means: NDArray[np.float64]) -> tuple[float, float]:
+    """The percentiles between which `CONFIDENCE` of the means lie."""
     tail = (1 - CONFIDENCE) / 2 * 100
-    lo, hi = np.percentile(means[1] - means[0], (tail, 100 - tail))
-    return Interval(float(np.mean(b) - np.mean(a)), float(lo), float(hi), min(len(a), len(b)))
+    lo, hi = np.percentile(means, (tail, 100 - tail))
+    return float(lo), float(hi)
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

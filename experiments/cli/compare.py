@@ -25,9 +25,9 @@ def compare(
 ) -> None:
     """Show the figures of two runs (of an experiment, or of bench --output) side by side.
 
-    Figures of rows are means over the requests of a cell and arm, with a 95 % interval of the difference. * marks a
-    difference whose interval leaves 0 out. A larger time is worse; of goodput, throughput and shares a smaller value
-    is."""
+    Figures of rows are means over the requests of a cell, arm and kind, with a 95 % interval of the difference. * marks
+    a difference whose interval leaves 0 out. A larger time is worse; of goodput, throughput, savings and shares a
+    smaller value is."""
     from experiments import compare as comparing
     from experiments.run_folder import RunFolder
 
@@ -38,6 +38,12 @@ def compare(
     for key in sorted(options[0].keys() & options[1].keys()):
         if options[0][key] != options[1][key]:
             print_note(stderr_console(), f"the runs differ in {key}: {options[0][key]} and {options[1][key]}")
+    lacking = comparing.missing(a, b)
+    if lacking:
+        print_note(stderr_console(), f"B lacks {len(lacking)} figures of A, such as {lacking[0]}")
+    for name, folder in (("A", a), ("B", b)):
+        for failure in folder.summary.get("failed", ()):
+            print_note(stderr_console(), f"{name} failed: {failure}")
     broken = comparing.violations(found, limits)
     if as_json:
         print_json(

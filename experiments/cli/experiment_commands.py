@@ -19,8 +19,8 @@ from experiments.run_folder import RunFolder
 from experiments.runner import Outcome, options_of, redraw, run_experiment
 from experiments.series import FINISHED, Series, SeriesPlan
 from experiments.sweep import Sweep, SweepOptions
-from ops.cli.options import print_json, stderr_console, stdout_console
-from pdserve.core.errors import InvalidRequest
+from ops.cli.options import print_json, print_note, stderr_console, stdout_console
+from pdserve.core.errors import InvalidRequest, PdserveError
 
 app = typer.Typer()
 
@@ -55,8 +55,7 @@ def run_command(kind: type[Experiment], common: Mapping[str, Any], given: Mappin
     if common["resume"] is None:
         _run(kind, kind.options_type.choose(given, common["quick"]), common)
         return
-    _no_options_with_resume({**given, "quick": common["quick"] or None})
-    _resume(kind, common)
+    _resume(kind, common, given)
 
 
 def _no_options_with_resume(given: Mapping[str, Any]) -> None:
@@ -72,7 +71,9 @@ def _run(kind: type[Experiment], options: Options, common: Mapping[str, Any]) ->
     _measure(kind(options), folder, run_options, common["as_json"])
 
 
-def _resume(kind: type[Experiment], common: Mapping[str, Any]) -> None:
+def _resume(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    shared = {"target": common["target"], "config": common["config"], "set": common["set_"]}
+    _no_options_with_resume({**given, **shared, "quick": common.get("quick") or None})
     folder = RunFolder.open(common["resume"], "--resume")
     name, saved = folder.config
     if name != kind.name:
@@ -81,15 +82,24 @@ def _resume(kind: type[Experiment], common: Mapping[str, Any]) -> None:
 
 
 def _measure(experiment: Experiment, folder: RunFolder, run_options: Mapping[str, Any], as_json: bool) -> None:
-    with RunProgress(stderr_console(), experiment.name) as progress:
-        outcome = run_experiment(
-            experiment,
-            folder,
-            progress,
-            target=run_options["target"],
-            config=Path(run_options["config"]) if run_options["config"] else None,
-            settings=run_options["settings"],
-        )
+    try:
+        with RunProgress(stderr_console(), experiment.name) as progress:
+            outcome = run_experiment(
+                experiment,
+                folder,
+                progress,
+                target=run_options["target"],
+                config=Path(run_options["config"]) if run_options["config"] else None,
+                settings=run_options["settings"],
+            )
+    except PdserveError:
+        if finished := folder.finished():
+            print_note(
+                stderr_console(),
+                f"{len(finished)} finished cells are kept; go on with: pdserve experiment {experiment.name} --resume "
+                f"{folder.path}, or draw them with: pdserve report {folder.path}",
+            )
+        raise
     _finish(type(experiment), outcome, as_json)
 
 
@@ -201,8 +211,7 @@ def sweep(
     """See the help."""
     common = {"target": target, "output": output, "resume": resume, "config": config, "set_": set_, "as_json": as_json}
     if resume is not None:
-        _no_options_with_resume({"file": file})
-        _resume(Sweep, common)
+        _resume(Sweep, common, {"file": file})
     elif file is None:
         raise InvalidRequest("FILE: give the file that lists what to vary, or --resume DIR")
     else:

@@ -120,13 +120,23 @@ def test_a_request_that_failed_fails_the_run_and_leaves_its_pair_out() -> None:
     assert summary["failed"] == [f"{CELL}: 1 requests failed"]
 
 
+def test_a_cell_without_any_pair_fails_the_run() -> None:
+    rows = [RequestRow(cell=CELL, arm=arm, repeat=0, index=0, error="WorkerLost: gone") for arm in ("pd", "colocated")]
+    assert summary_of(rows)["failed"] == [f"{CELL}: 2 requests failed"]
+
+
 def test_nothing_measured_is_no_error() -> None:
     assert summary_of([])["cells"] == []
 
 
 @pytest.mark.parametrize(
     ("given", "option"),
-    [({"prompt_lens": "128,x"}, "--prompt-lens"), ({"overlaps": "layer,all"}, "--overlaps"), ({"pairs": 0}, "--pairs")],
+    [
+        ({"prompt_lens": "128,x"}, "--prompt-lens"),
+        ({"prompt_lens": "0"}, "--prompt-lens"),
+        ({"overlaps": "layer,all"}, "--overlaps"),
+        ({"pairs": 0}, "--pairs"),
+    ],
 )
 def test_a_wrong_option_is_named(given: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidRequest, match=option):
@@ -154,7 +164,7 @@ def loaded_row(arm: str, repeat: int, index: int, ttft_ms: float, gap_ms: float 
     return RequestRow(**{**values, **changes})
 
 
-def loaded_summary(rows: Sequence[RequestRow], **options: Any) -> dict[str, Any]:
+def loaded_run(rows: Sequence[RequestRow]) -> RunData:
     idle = {"prompt_len": 128, "transport": "shm", "overlap": "none", "load": "idle"}
     loads = [{"arm": arm, "repeat": repeat, "duration_s": 5.0, "took_s": 6.0, "lag": {"behind": arm == "pd"}}
              for repeat in range(2) for arm in ("pd", "colocated")]  # fmt: skip
@@ -162,7 +172,11 @@ def loaded_summary(rows: Sequence[RequestRow], **options: Any) -> dict[str, Any]
         FinishedCell(CELL, idle, 1.0, {"fixed_ms": 0.25, "block_size": 64, "layout": SHAPE}),
         FinishedCell(LOADED, {**idle, "load": "rate-2", "rate": 2.0}, 1.0, {"loads": loads}),
     )
-    run = RunData("added-ttft", {}, {}, cells, tuple(rows))
+    return RunData("added-ttft", {}, {}, cells, tuple(rows))
+
+
+def loaded_summary(rows: Sequence[RequestRow], **options: Any) -> dict[str, Any]:
+    run = loaded_run(rows)
     experiment = AddedTtft(AddedTtftOptions(**options))
     summary = experiment.summarise(run)
     experiment.report(run, summary)  # can be drawn
@@ -204,6 +218,7 @@ def test_a_load_is_judged_by_the_idle_cell_of_its_length() -> None:
         "rate": 2.0,
         "slo_ms": {"ttft": 56.0, "itl": 16.0},
         "attainment": {"pd": 0.9, "colocated": 0.0},
+        "distinct": True,
     }
     assert summary["break_even_reason"] is None
     assert summary["failed"] == []
@@ -217,6 +232,26 @@ def test_there_may_be_no_break_even(pd_ms: float, colocated_ms: float, reason: s
     summary = loaded_summary([*pairs(), *ten_of_each(pd_ms, colocated_ms)], slo="ttft=50")
     assert summary["break_even"] is None
     assert reason in summary["break_even_reason"]
+
+
+def test_a_break_even_that_may_be_chance_is_told() -> None:
+    late = {("pd", 0, 0), ("colocated", 0, 0), ("colocated", 0, 1)}  # 1 of 10, and 2 of 10
+    rows = [
+        msgspec.structs.replace(each, ttft_ms=99.0) if (each.arm, each.repeat, each.index) in late else each
+        for each in ten_of_each(10.0, 10.0)
+    ]
+    run = loaded_run([*pairs(), *rows])
+    meter = AddedTtft(AddedTtftOptions.choose({"slo": "ttft=50"}))
+    summary = meter.summarise(run)
+    assert summary["break_even"]["distinct"] is False
+    assert "may be chance" in meter.report(run, summary).answer
+
+
+def test_causes_below_the_clock_error_are_not_named() -> None:
+    run = run_of(pairs(clock_error_ms=2.0))
+    meter = AddedTtft(AddedTtftOptions())
+    answer = meter.report(run, meter.summarise(run)).answer
+    assert "The largest causes are kv_exposed (+2.50 ms);" in answer
 
 
 def test_a_request_that_fails_under_load_misses_the_slo() -> None:

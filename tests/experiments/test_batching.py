@@ -172,6 +172,23 @@ def test_sweeps_and_services_have_their_figures() -> None:
     assert summary["failed"] == []
 
 
+def test_an_arm_of_which_everything_failed_has_no_ratio(tmp_path: Path) -> None:
+    cells, rows = service_cells()
+    failing = [
+        RequestRow(
+            cell=row.cell, arm=row.arm, repeat=row.repeat, index=row.index, kind=row.kind, error="NotReady: gone"
+        )
+        if row.arm == STATIC
+        else row
+        for row in rows
+    ]
+    run = RunData("batching", {}, {}, (steps_cell(), *cells), tuple(failing))
+    summary = experiment().summarise(run)
+    assert summary["static_over_continuous"] is None
+    assert summary["failed"]
+    experiment().report(run, summary).save(tmp_path)
+
+
 def test_nothing_measured_is_no_error(tmp_path: Path) -> None:
     run = RunData("batching", {}, {}, (), ())
     summary = experiment().summarise(run)

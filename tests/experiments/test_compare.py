@@ -48,6 +48,24 @@ def test_a_summary_is_flattened_by_names() -> None:
     assert flatten(summary) == {"a": 1.0, "list.1P1D.x": 2.5, "list.1": 7.0}
 
 
+def test_entries_of_a_list_are_named_by_what_tells_them_apart() -> None:
+    arms = [{"cell": "x", "arm": "none", "y": 1}, {"cell": "x", "arm": "both", "y": 2}]
+    assert flatten({"cells": arms}) == {"cells.x.none.y": 1.0, "cells.x.both.y": 2.0}
+    points = [{"rate_per_device": 0.5, "y": 1}, {"batch": 4, "tokens": 8, "y": 2}, {"shared_len": 16, "y": 3}]
+    assert flatten(points) == {"rate_per_device=0.5.y": 1.0, "batch=4,tokens=8.y": 2.0, "shared_len=16.y": 3.0}
+
+
+def test_requests_of_different_kinds_are_apart(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "interference", {})
+    for kind, ttft_ms in (("decoding", 10.0), ("long", 200.0)):
+        folder.append(RequestRow(cell="x", arm="pd", repeat=0, index=0, kind=kind, ttft_ms=ttft_ms))
+    folder.write_summary({})
+    assert {each.key: each.a for each in compare(folder, folder)} == {
+        "rows.x.pd.decoding.ttft_ms": 10.0,
+        "rows.x.pd.long.ttft_ms": 200.0,
+    }
+
+
 @pytest.mark.parametrize(
     ("key", "a", "b", "interval", "percent", "worse"),
     [
@@ -60,6 +78,9 @@ def test_a_summary_is_flattened_by_names() -> None:
         ("attainment.pd", 0.9, 0.5, (-0.5, -0.3), 10.0, True),
         ("attainment.pd", 0.9, 0.5, (-0.5, -0.05), 10.0, False),
         ("failed", 0.0, 1.0, None, 10.0, True),
+        ("cells.x.both.saved_ms.ttft", 50.0, 20.0, None, 10.0, True),
+        ("machine.peak_gflops", 100.0, 200.0, None, 10.0, False),
+        ("predicted.shared_len=16.ttft_ms.none", 100.0, 120.0, None, 10.0, True),
     ],
 )
 def test_worse_means_beyond_limit_and_interval(
@@ -93,6 +114,13 @@ def test_the_command(tmp_path: Path, pdserve: Any) -> None:
     assert ran.json["violations"] == [{"key": "rows.load.pd.ttft_ms", "limit_percent": 5.0}]
     assert "worse: rows.load.pd.ttft_ms: 11 became 21" in ran.err
     assert pdserve("compare", str(b.path), str(a.path), "--limit", "ttft_ms=5").code == 0
+
+
+def test_what_is_missing_or_failed_is_noted(tmp_path: Path, pdserve: Any) -> None:
+    a, b = run(tmp_path, [1.0], {**SUMMARY, "more": 1.0}), run(tmp_path, [1.0], {**SUMMARY, "failed": ["x: no token"]})
+    ran = pdserve("compare", str(a.path), str(b.path))
+    assert "note: B lacks 1 figures of A, such as more" in ran.err
+    assert "note: B failed: x: no token" in ran.err
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, pdserve: Any) -> None:

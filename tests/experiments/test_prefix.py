@@ -140,6 +140,15 @@ def test_what_fails_the_experiment(changes: dict[str, Any], failure: str) -> Non
     assert failure in failed[0]
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_without_any_answer_fails_the_experiment(arm: str) -> None:
+    failing = RequestRow(cell=f"40/{LENGTH}", arm=arm, repeat=0, index=0, error="WorkerLost: gone")
+    run = replace(RUN, rows=(*(each for each in RUN.rows if (each.cell, each.arm) != (failing.cell, arm)), failing))
+    summary = summary_of(run)
+    assert summary["failed"] == [f"40/{LENGTH}, arm {arm}: 1 requests failed"]
+    assert Prefix(PrefixOptions()).report(run, summary).answer
+
+
 def test_reuse_that_did_not_happen_is_a_caveat() -> None:
     run = changed(lambda row: msgspec.structs.replace(row, prefill_cached_tokens=0))
     summary = summary_of(run)

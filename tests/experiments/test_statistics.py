@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,6 +37,18 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
         assert interval is not None
         hits += interval.lo <= 10.0 <= interval.hi
     assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_many_values_do_not_need_much_memory() -> None:
+    values = list(np.random.default_rng(1).normal(10.0, 3.0, 50_000))
+    tracemalloc.start()
+    interval = mean_interval(values)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert interval is not None
+    assert interval.lo < 10.0 < interval.hi
+    assert interval.hi - interval.lo == pytest.approx(2 * 1.96 * 3.0 / np.sqrt(len(values)), rel=0.1)
+    assert most_bytes < 2e8  # all of them at once: 1.6 GB
 
 
 def test_a_difference_of_samples() -> None:
