@@ -49,7 +49,6 @@ from experiments.workloads.synthetic import Synthetic
 from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
@@ -475,16 +474,16 @@ def _predicted_ms(cell: FinishedCell, ceiling_gbs: float, prefill_s: float) -> f
     overlap = cell.parameters["overlap"]
     if not ceiling_gbs or shape is None:
         return None
-    defaults = PdserveConfig()
+    config = cell.config
     layout = KVLayout.uniform(
         "", shape["dtype"], cell.facts["block_size"], shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
     )
     plan = HandoffPlan(
         layout,
         int(cell.parameters["prompt_len"]),
-        defaults.engine.max_num_batched_tokens,
-        defaults.transfer.overlap if overlap == "as-configured" else overlap,
-        defaults.transfer.layer_groups,
+        config.engine.max_num_batched_tokens,
+        config.transfer.overlap if overlap == "as-configured" else overlap,
+        config.transfer.layer_groups,
     )
     exposed_s = predict(plan.parts(), LinkRate(ceiling_gbs), prefill_s).exposed_s
     return round(exposed_s * 1e3 + float(cell.facts["fixed_ms"]), 4)
@@ -542,8 +541,13 @@ def _caveats(cells: Sequence[Mapping[str, Any]], loaded: bool) -> list[str]:
             f"Stages between two workers are known to ± {error_ms:.3f} ms (clock offset); smaller differences of "
             "kv_exposed and dispatch mean nothing."
         )
+    if any(cell["overlap"] == "as-configured" for cell in cells):
+        caveats.append(
+            "The service was running already and does not tell its settings: the predictions assume the default overlap, "
+            "chunks and groups of layers."
+        )
     if any(cell["n"] < 5 for cell in cells):
-        caveats.append("Cells with fewer than five pairs have intervals that are too wide to rely on.")
+        caveats.append("Cells with fewer than five pairs have unreliable intervals.")
     if any(cell["predicted_ms"] is None for cell in cells):
         caveats.append("No prediction where the link was not measured or the model's layers are unknown on this host.")
     return caveats

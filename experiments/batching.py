@@ -517,9 +517,9 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
             "A running service keeps its batching: nothing was compared. Steps and pools are measured without --target."
         )
     if any(step["step_ms"]["n"] < 5 for step in summary["decode_steps"]):
-        caveats.append("Steps with fewer than five rounds have intervals that are too wide to rely on.")
+        caveats.append("Steps with fewer than five rounds have unreliable intervals.")
     if any(arm["repeats"] < 5 for arm in summary["batching"].values()):
-        caveats.append("Arms with fewer than five repeats have intervals that are too wide to rely on.")
+        caveats.append("Arms with fewer than five repeats have unreliable intervals.")
     late_ms = max((arm["late_ms"] for arm in summary["batching"].values()), default=0.0)
     if late_ms > 20:
         caveats.append(

@@ -253,7 +253,7 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     if AS_CONFIGURED in arms:
         caveats.append("A running service keeps its chunk size: nothing was compared.")
     if any(arm["windows"] < 5 for arm in arms.values()):
-        caveats.append("Chunk sizes with fewer than five windows have intervals that are too wide to rely on.")
+        caveats.append("Chunk sizes with fewer than five windows have unreliable intervals.")
     late_ms = max((arm["late_ms"] for arm in arms.values()), default=0.0)
     if late_ms > 20:
         caveats.append(

@@ -48,6 +48,13 @@ class Deployment:
             self._target, self._settings = self._start(chosen), dict(settings)
         return self._target
 
+    @property
+    def config(self) -> PdserveConfig | None:
+        """The configuration of the service that was started; None without one."""
+        if self._settings is None:
+            return None
+        return PdserveConfig.load(self._config, {**self._base, **self._settings})
+
     def status(self) -> ServiceStatus | None:
         """The status of the current service; None if there is none. Waits until every pair of workers is linked, so
         that the links' ceilings are known."""

@@ -219,7 +219,8 @@ class Goodput(Experiment):
             best = max(systems, key=_goodput)
             disaggregated = max((each for each in systems if each["arm"] == PD), key=_goodput)
             rivals = [s for s in systems if s["arm"] == COLOCATED and s["devices"] == disaggregated["devices"]]
-            gain = difference_interval(rivals[0]["values"], disaggregated["values"], self.options.seed)
+            (theirs, their_rounds), (ours, our_rounds) = rivals[0]["values"], disaggregated["values"]
+            gain = difference_interval(theirs, ours, self.options.seed, (their_rounds, our_rounds))
             summary["best"] = best["system"]
             summary["best_split"] = disaggregated["split"]
             summary["gain_rps_per_device"] = None if gain is None else gain.to_dict()
@@ -269,20 +270,22 @@ def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -
     systems = []
     for (arm, split, devices), own in members.items():
         points: list[dict[str, Any]] = []
-        values: list[list[float]] = []
+        values: list[tuple[list[float], list[tuple[str, int]]]] = []
         for rate in sorted({float(cell.parameters["rate_per_device"]) for cell in own}):
             at_rate = [cell for cell in own if cell.parameters["rate_per_device"] == rate]
-            met = [float(slo.met_by_row(row)) for cell in at_rate for row in run.rows_of(cell.cell, arm)]
+            rows = [row for cell in at_rate for row in run.rows_of(cell.cell, arm)]
+            met = [float(slo.met_by_row(row)) for row in rows]
+            rounds = [(row.cell, row.repeat) for row in rows]  # requests of one round share a queue
             offered = _offered_rps(at_rate, arm, run) / devices
-            attainment = mean_interval(met, seed)
-            good = mean_interval([each * offered for each in met], seed)
+            attainment = mean_interval(met, seed, rounds)
+            good = mean_interval([each * offered for each in met], seed, rounds)
             if attainment is not None and good is not None:
                 points.append({
                     "rate_per_device": rate,
                     "attainment": attainment.to_dict(),
                     "goodput_rps_per_device": good.to_dict(),
                 })  # fmt: skip
-                values.append([each * offered for each in met])
+                values.append(([each * offered for each in met], rounds))
         if not points:
             continue
         best = max(range(len(points)), key=[_goodput(point) for point in points].__getitem__)
@@ -344,7 +347,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         "The result holds for this SLO, workload and machine. A stricter limit of the gaps favours disaggregation, a "
         "stricter limit of TTFT favours colocated workers.",
         "The gap between token 1 and token 2 includes the hand-off, so the limit of the gaps applies to it as well.",
-        "Goodput is the best of the measured rates; the true maximum may lie between two of them.",
+        "Goodput is the best of the measured rates: the true maximum may lie between two of them, and chance helps to "
+        "choose the best, for which the interval of the difference does not account.",
     ]
     splits = [system["devices"] for system in summary["systems"] if system["arm"] == PD]
     if len(splits) == 1 and splits[0] == 2:

@@ -328,7 +328,7 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
             "The workers do not have exactly one core of their own each; the ratio's aim is stated for that."
         )
     if any(arm["windows"] < 5 for arm in arms.values()):
-        caveats.append("Arms with fewer than five windows have intervals that are too wide to rely on.")
+        caveats.append("Arms with fewer than five windows have unreliable intervals.")
     late_ms = max((arm["late_ms"] for arm in arms.values()), default=0.0)
     if late_ms > 20:
         caveats.append(

@@ -550,7 +550,7 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
             "Some links were slower than they were shaped to; the prediction takes the best rate that was measured."
         )
     if any(cell["n"] < 5 for cell in cells):
-        caveats.append("Cells with fewer than five pairs have intervals that are too wide to rely on.")
+        caveats.append("Cells with fewer than five pairs have unreliable intervals.")
     if cells:
         error_ms = max(cell["clock_error_ms"] for cell in cells)
         caveats.append(f"Exposed times between two workers are known to ± {error_ms:.3f} ms (clock offset).")

@@ -37,7 +37,6 @@ from experiments.statistics import MIN_REPEATS, Interval, mean_interval
 from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError
 from pdserve.core.timeline import Figure
 
@@ -183,6 +182,7 @@ class _Prediction:
 
     def __init__(self, cell: FinishedCell, cold: Sequence[RequestRow]) -> None:
         facts = cell.facts
+        self._chunk = cell.config.engine.max_num_batched_tokens
         self._length = int(cell.parameters["prompt_len"])
         self._block_size = int(facts["block_size"])
         self._block_bytes = self._block_size * int(facts["kv_bytes_per_token"])
@@ -208,7 +208,7 @@ class _Prediction:
         """The TTFT; None if the model's shape is unknown on this host."""
         if self._arithmetic is None:
             return None
-        chunk = PdserveConfig().engine.max_num_batched_tokens
+        chunk = self._chunk
         whole = self._arithmetic.prefill(self._length, chunk).flops
         left = self._arithmetic.prefill(self._length, chunk, self.cached_tokens(arm, shared)).flops
         return round(self._ttft_ms - self._prefill_ms * (1 - left / whole), 4)
@@ -351,7 +351,7 @@ def _caveats(cells: Sequence[Mapping[str, Any]], predicted: Sequence[Mapping[str
     if any(line["ttft_ms"][NONE] is None for line in predicted):
         caveats.append("No prediction of the TTFT: the model's layers are unknown on this host.")
     if any(cell["n"] < MIN_REPEATS for cell in cells):
-        caveats.append("Cells with fewer than five prompts have intervals that are too wide to rely on.")
+        caveats.append("Cells with fewer than five prompts have unreliable intervals.")
     return caveats
 
 

@@ -499,7 +499,7 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
             "sampling turns a near tie into another token. The amount of work is the same."
         )
     if machine["peak_gflops"]["n"] < MIN_REPEATS or (cache is not None and cache["speedup"]["n"] < MIN_REPEATS):
-        caveats.append("Fewer than five repeats: the intervals are too wide to rely on.")
+        caveats.append("Fewer than five repeats: the intervals are unreliable.")
     return caveats
 
 

@@ -25,6 +25,7 @@ import msgspec
 import yaml
 
 from experiments.request_row import RequestRow
+from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest
 
 CONFIG, ENVIRONMENT, REQUESTS, CELLS, SUMMARY = (
@@ -46,6 +47,12 @@ class FinishedCell(msgspec.Struct, frozen=True):
     parameters: dict[str, Any]
     duration_s: float
     facts: dict[str, Any]
+
+    @property
+    def config(self) -> PdserveConfig:
+        """The sections ``engine`` and ``transfer`` of the service that was started for the cell. The defaults if the
+        service was running already, as it does not tell its settings."""
+        return PdserveConfig.parse(self.facts.get("config", {}))
 
 
 @dataclass(frozen=True, slots=True)

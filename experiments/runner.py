@@ -84,6 +84,8 @@ def run_experiment(
             progress.stage("interrupted; finishing with what was measured")
     if not folder.finished():
         return Outcome(folder, None, interrupted)
+    errors_ms = [row.clock_error_ms for row in folder.load().rows]
+    folder.write_environment({**folder.environment, "clock_error_ms": max(errors_ms, default=0.0)})
     summary = redraw(experiment, folder)
     return Outcome(folder, summary, interrupted, list(summary.get("failed", ())))
 
@@ -144,6 +146,8 @@ def _run_cell(
         status = deployment.status()
         assert status is not None
         facts["links"] = environment.links(status)
+        if deployment.config is not None:
+            facts["config"] = deployment.config.model_dump(mode="json", include={"engine", "transfer"})
         _note_environment(experiment, folder, status)
     else:
         deployment.stop()  # a cell without a service measures the machine alone

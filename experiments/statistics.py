@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 _DRAWN_AT_ONCE = 4_000_000
 MIN_REPEATS = 5
-"""Fewer values than this give an interval that is declared too wide to rely on."""
+"""With fewer values than this an interval is declared unreliable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,6 @@ class Interval:
     lo: float
     hi: float
     n: int
-
-    @property
-    def wide(self) -> bool:
-        """Whether there are too few values for the interval to be relied on."""
-        return self.n < MIN_REPEATS
 
     def overlaps(self, other: Interval) -> bool:
         """Whether both intervals have a value in common."""
@@ -48,41 +45,90 @@ class Interval:
         return f"{self.mean:+.{digits}f} {unit} [{self.lo:.{digits}f}, {self.hi:.{digits}f}]"
 
 
-def mean_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
-    """The mean of ``values`` with its percentile bootstrap interval; None without values. The same values and seed
-    give the same interval."""
+def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hashable] | None = None) -> Interval | None:
+    """The mean of ``values`` with its bootstrap interval; None without values. The same values and seed give the same
+    interval.
+
+    ``groups`` has one entry per value. Values of one group depend on each other (requests of one round share a queue),
+    so groups are resampled as a whole, and ``n`` is their number. Without it every value is a group of its own."""
     if not values:
         return None
-    lo, hi = _bounds(_resampled_means(values, np.random.default_rng(seed)))
-    return Interval(float(np.mean(values)), lo, hi, len(values))
+    sample = _Sample.of(values, groups)
+    lo, hi = _bounds(sample.resampled_means(np.random.default_rng(seed)), sample.n)
+    return Interval(float(np.mean(values)), lo, hi, sample.n)
 
 
-def difference_interval(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Interval | None:
+def difference_interval(
+    a: Sequence[float],
+    b: Sequence[float],
+    seed: int = 0,
+    groups: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None,
+) -> Interval | None:
     """The mean of ``b`` minus the mean of ``a`` for two independent samples, with its bootstrap interval; None if one
-    of them is empty. ``n`` is the smaller count."""
+    of them is empty. ``n`` is the smaller count. ``groups`` as in `mean_interval`, for ``a`` and for ``b``."""
     if not a or not b:
         return None
     draw = np.random.default_rng(seed)
-    of_a, of_b = (_resampled_means(values, draw) for values in (a, b))
-    lo, hi = _bounds(of_b - of_a)
-    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, min(len(a), len(b)))
+    of_a, of_b = _Sample.of(a, groups and groups[0]), _Sample.of(b, groups and groups[1])
+    n = min(of_a.n, of_b.n)
+    lo, hi = _bounds(of_b.resampled_means(draw) - of_a.resampled_means(draw), n)
+    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, n)
 
 
-def _resampled_means(values: Sequence[float], draw: np.random.Generator) -> NDArray[np.float64]:
-    """The means of `RESAMPLES` samples of as many ``values``, drawn with replacement; a part of them at a time, so that
-    many values do not need much memory."""
-    measured = np.asarray(values, float)
-    at_once = max(1, _DRAWN_AT_ONCE // measured.size)
-    counts = [min(at_once, RESAMPLES - begun) for begun in range(0, RESAMPLES, at_once)]
-    means = [measured[draw.integers(0, measured.size, (count, measured.size))].mean(axis=1) for count in counts]
-    return np.concatenate(means)
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Values in ``n`` independent groups: the sum and the number of each group's values."""
+
+    sums: NDArray[np.float64]
+    counts: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, values: Sequence[float], groups: Sequence[Hashable] | None) -> _Sample:
+        measured = np.asarray(values, float)
+        if groups is None:
+            return cls(measured, np.ones_like(measured))
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        places = np.fromiter((numbers[group] for group in groups), int, measured.size)
+        return cls(np.bincount(places, measured).astype(float), np.bincount(places).astype(float))
+
+    @property
+    def n(self) -> int:
+        return int(self.sums.size)
+
+    def resampled_means(self, draw: np.random.Generator) -> NDArray[np.float64]:
+        """The means of `RESAMPLES` samples of as many groups, drawn with replacement; a part of them at a time, so that
+        many values do not need much memory."""
+        at_once = max(1, _DRAWN_AT_ONCE // self.n)
+        parts = []
+        for begun in range(0, RESAMPLES, at_once):
+            drawn = draw.integers(0, self.n, (min(at_once, RESAMPLES - begun), self.n))
+            parts.append(self.sums[drawn].sum(axis=1) / self.counts[drawn].sum(axis=1))
+        return np.concatenate(parts)
 
 
-def _bounds(means: NDArray[np.float64]) -> tuple[float, float]:
-    """The percentiles between which `CONFIDENCE` of the means lie."""
-    tail = (1 - CONFIDENCE) / 2 * 100
-    lo, hi = np.percentile(means, (tail, 100 - tail))
+def _bounds(means: NDArray[np.float64], n: int) -> tuple[float, float]:
+    """The percentiles of resampled means between which the true mean lies with `CONFIDENCE`.
+
+    Plain percentiles are too narrow for few values: with five they hold the mean in 84 % of cases instead of 95 %. They
+    are moved outward as far as Student's distribution is wider than the normal one (Hesterberg's expanded percentiles),
+    which makes it 92 % with five values and 94 to 96 % with more."""
+    normal = NormalDist()
+    tail = (1 - CONFIDENCE) / 2
+    if n > 1:
+        tail = normal.cdf(-math.sqrt(n / (n - 1)) * _student_quantile(normal.inv_cdf(1 - tail), n - 1))
+    lo, hi = np.percentile(means, (100 * tail, 100 * (1 - tail)))
     return float(lo), float(hi)
+
+
+def _student_quantile(z: float, degrees: int) -> float:
+    """The quantile of Student's distribution where the normal one has ``z`` (Cornish and Fisher's series; within 1 %
+    from 3 degrees of freedom on)."""
+    return (
+        z
+        + (z**3 + z) / (4 * degrees)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
+    )
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -247,11 +247,7 @@ class Sweep(Experiment):
             ),
             caveats=[
                 *load_caveats(loaded),
-                *(
-                    ["Fewer than five repeats: the intervals are too wide to rely on."]
-                    if self.options.repeats < 5
-                    else []
-                ),
+                *(["Fewer than five repeats: the intervals are unreliable."] if self.options.repeats < 5 else []),
             ],
             failures=summary["failed"],
         )

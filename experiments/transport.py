@@ -400,7 +400,7 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         ]
         caveats += [f"{name} was not measured: {why}" for name, why in summary["unavailable"].items()]
     if any(cell["gbs"]["n"] < MIN_REPEATS for cell in summary["cells"]):
-        caveats.append(f"Figures of fewer than {MIN_REPEATS} repeats have intervals that are too wide to rely on.")
+        caveats.append(f"Figures of fewer than {MIN_REPEATS} repeats have unreliable intervals.")
     return caveats
 
 

@@ -148,7 +148,12 @@ def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | No
         "slo_ms": None if slo is None else dict(slo.limits_ms),
     }
     added = {
-        figure.value: difference_interval(_values(done[COLOCATED], figure), _values(done[PD], figure), seed)
+        figure.value: difference_interval(
+            _values(done[COLOCATED], figure),
+            _values(done[PD], figure),
+            seed,
+            (_rounds(done[COLOCATED], figure), _rounds(done[PD], figure)),
+        )
         for figure in Figure
     }
     figures["added_ttft_ms"] = {name: None if each is None else each.to_dict() for name, each in added.items()}
@@ -157,7 +162,9 @@ def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | No
     for arm in ARMS:
         sending_s = sum(float(load["duration_s"]) for load in loads if load["arm"] == arm)
         offered_rps = len(of_arm[arm]) / sending_s if sending_s else 0.0
-        met = None if slo is None else mean_interval([float(slo.met_by_row(row)) for row in of_arm[arm]], seed)
+        met = None
+        if slo is not None:
+            met = mean_interval([float(slo.met_by_row(row)) for row in of_arm[arm]], seed, _rounds(of_arm[arm]))
         figures["offered_rps"][arm] = round(offered_rps, 4)
         figures["attainment"][arm] = None if met is None else met.to_dict()
         figures["goodput_rps"][arm] = None if met is None else scaled(met, offered_rps).to_dict()
@@ -178,6 +185,11 @@ def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | No
 
 def _values(rows: Sequence[RequestRow], figure: Figure) -> list[float]:
     return [ms for row in rows if (ms := row.figure_ms(figure)) is not None]
+
+
+def _rounds(rows: Sequence[RequestRow], figure: Figure | None = None) -> list[int]:
+    """The round of each request (that has the figure): requests of one round share a queue."""
+    return [row.repeat for row in rows if figure is None or row.figure_ms(figure) is not None]
 
 
 def latencies(rows: Sequence[RequestRow]) -> dict[str, float | None]:
@@ -223,8 +235,8 @@ def load_caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:
         )
     if any(cell["rounds"] < 5 for cell in cells):
         caveats.append(
-            "The intervals under load resample requests. Requests of one round share a queue, so with fewer than five "
-            "rounds the intervals are too narrow to rely on."
+            "Requests of one round share a queue, so the intervals under load resample rounds. With fewer than five of "
+            "them they are unreliable."
         )
     if cells:
         caveats.append(

@@ -177,7 +177,7 @@ def test_pairs_of_processes_are_measured_and_redrawn(tmp_path: Path) -> None:
     assert (folder.path / "summary.json").read_text() == before
     for picture in ("rate_over_size", "time_over_size"):
         assert (folder.path / f"{picture}.png").stat().st_size > 10_000
-    assert "too wide to rely on" in (folder.path / "report.html").read_text()
+    assert "unreliable intervals" in (folder.path / "report.html").read_text()
 
 
 def test_the_links_of_a_service_are_measured(tmp_path: Path) -> None:
