@@ -65,7 +65,7 @@ bench-abuse: $(INSTALLED)  ## what one client's abuse costs others, and what a b
 bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and beside a busy decode (about 4 minutes)
 	$(BIN)/python -m benchmarks.dispatch
 
-bench-served: $(INSTALLED)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (about 12 minutes)
+bench-served: $(INSTALLED)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (12 to 15 minutes)
 	$(BIN)/python -m benchmarks.served --vllm "$(VLLM)"
 
 proto:  ## regenerate pb/ from proto/pdserve/pb/

@@ -5,7 +5,8 @@ chooses itself.
 `python -m benchmarks.served --vllm VENV` needs a virtual environment with vLLM's CPU build, NIXL, and nothing else that
 runs on the machine. For each prompt length the same prompts are sent disaggregated and colocated in turn, one request
 at a time. vLLM's first token comes from its decode instance, so its ``ttft`` contains the hand-off; pdserve's ``ttft``
-is prefill's token, and ``ttft_decode`` the first token that has waited for the hand-off. Tables, then one JSON line."""
+is prefill's token, and ``ttft_decode`` the first token that has waited for the hand-off. What was measured so far is printed after each
+phase. A table, then one JSON line."""
 
 from __future__ import annotations
 
@@ -244,6 +245,7 @@ def main() -> None:
             with pdserve(model, asked.dtype) as (target, start_s), Client(target) as client:
                 ready_s["pdserve"].append(start_s)
                 measure(lambda prompt, mode: ask_pdserve(client, prompt, mode), phase, ours)
+            console.print(json.dumps({"pdserve so far": figures(ours)}), soft_wrap=True)
 
         run_pdserve(0)
         console.print("vLLM, phases 1 and 2")
@@ -251,6 +253,7 @@ def main() -> None:
             ready_s["vllm"].append(start_s)
             for phase in (1, 2):
                 measure(lambda prompt, mode: ask_vllm(model, prompt, mode), phase, theirs)
+                console.print(json.dumps({"vLLM so far": figures(theirs)}), soft_wrap=True)
         run_pdserve(3)
     result = {"pdserve": figures(ours), "vllm": figures(theirs)}
     ratios = {
