@@ -543,8 +543,8 @@ def _caveats(cells: Sequence[Mapping[str, Any]], loaded: bool) -> list[str]:
         )
     if any(cell["overlap"] == "as-configured" for cell in cells):
         caveats.append(
-            "The service was running already and does not tell its settings: the predictions assume the default overlap, "
-            "chunks and groups of layers."
+            "The service was running already and does not tell its settings: the predictions assume the default "
+            "overlap, chunks and groups of layers."
         )
     if any(cell["n"] < 5 for cell in cells):
         caveats.append("Cells with fewer than five pairs have unreliable intervals.")

@@ -54,7 +54,7 @@ def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hasha
     if not values:
         return None
     sample = _Sample.of(values, groups)
-    lo, hi = _bounds(sample.resampled_means(np.random.default_rng(seed)), sample.n)
+    lo, hi = _bounds(sample.resampled_means(np.random.default_rng(seed)), sample.parts)
     return Interval(float(np.mean(values)), lo, hi, sample.n)
 
 
@@ -70,38 +70,40 @@ def difference_interval(
         return None
     draw = np.random.default_rng(seed)
     of_a, of_b = _Sample.of(a, groups and groups[0]), _Sample.of(b, groups and groups[1])
-    n = min(of_a.n, of_b.n)
-    lo, hi = _bounds(of_b.resampled_means(draw) - of_a.resampled_means(draw), n)
-    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, n)
+    means = of_b.resampled_means(draw) - of_a.resampled_means(draw)
+    lo, hi = _bounds(means, min(of_a.parts, of_b.parts))
+    return Interval(float(np.mean(b) - np.mean(a)), lo, hi, min(of_a.n, of_b.n))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Values in ``n`` independent groups: the sum and the number of each group's values."""
+    """Values in ``n`` independent groups: the sum and the number of the values of each part that is resampled. The
+    parts are the groups, or the values if there is a single group, which says nothing about other groups."""
 
     sums: NDArray[np.float64]
     counts: NDArray[np.float64]
+    n: int
 
     @classmethod
     def of(cls, values: Sequence[float], groups: Sequence[Hashable] | None) -> _Sample:
         measured = np.asarray(values, float)
-        if groups is None:
-            return cls(measured, np.ones_like(measured))
-        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        numbers = {} if groups is None else {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        if groups is None or len(numbers) == 1:
+            return cls(measured, np.ones_like(measured), len(numbers) or measured.size)
         places = np.fromiter((numbers[group] for group in groups), int, measured.size)
-        return cls(np.bincount(places, measured).astype(float), np.bincount(places).astype(float))
+        return cls(np.bincount(places, measured).astype(float), np.bincount(places).astype(float), len(numbers))
 
     @property
-    def n(self) -> int:
+    def parts(self) -> int:
         return int(self.sums.size)
 
     def resampled_means(self, draw: np.random.Generator) -> NDArray[np.float64]:
         """The means of `RESAMPLES` samples of as many groups, drawn with replacement; a part of them at a time, so that
         many values do not need much memory."""
-        at_once = max(1, _DRAWN_AT_ONCE // self.n)
+        at_once = max(1, _DRAWN_AT_ONCE // self.parts)
         parts = []
         for begun in range(0, RESAMPLES, at_once):
-            drawn = draw.integers(0, self.n, (min(at_once, RESAMPLES - begun), self.n))
+            drawn = draw.integers(0, self.parts, (min(at_once, RESAMPLES - begun), self.parts))
             parts.append(self.sums[drawn].sum(axis=1) / self.counts[drawn].sum(axis=1))
         return np.concatenate(parts)
 
