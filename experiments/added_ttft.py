@@ -13,27 +13,24 @@ fixed cost is measured on the same link with prompts of one block before the cel
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from engine.model.source import resolve_model
 from experiments.bench.report import SLO
 from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.mode_pairs import COLOCATED, PD, PairSender, added_ms, differences_of, layout_facts, pairs_of
 from experiments.plots import added_ttft as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.shapes.widths import WIDTHS, model_path
-from experiments.statistics import Interval, abba, mean_interval
+from experiments.statistics import Interval
 from experiments.under_load import (
     ATTAINMENT,
-    COLOCATED,
-    PD,
     LoadPlan,
     check_rates,
     check_slo,
@@ -49,7 +46,7 @@ from experiments.workloads.synthetic import Synthetic
 from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import STAGE_NAMES, UNATTRIBUTED, Figure
 
@@ -216,41 +213,17 @@ class AddedTtft(Experiment):
             async with AsyncClient(bench.target) as client:
                 await self._load(bench.cell.parameters["rate"]).send(bench, client, workload)
             return
-        draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
         async with AsyncClient(bench.target) as client:
             status = await client.status()
-            bench.facts |= _layout_facts(status)
-
-            async def pair(number: int, prompt: Sequence[int], arms: Sequence[str]) -> None:
-                for arm in arms:
-                    salt = f"{self.options.seed}/{bench.cell.name}/{number}/{arm}/{draw.random()}"
-                    await bench.send(
-                        client, prompt, arm=arm, repeat=0, index=number, mode=arm, max_tokens=_OUTPUT_TOKENS, salt=salt
-                    )
-
-            def prompt(tokens: int) -> list[int]:
-                return [draw.randrange(status.vocab_size) for _ in range(tokens)]
-
+            bench.facts |= layout_facts(status)
+            sender = PairSender(bench, client, status.vocab_size, _OUTPUT_TOKENS, self.options.seed)
             fixed_ms = []
             for _ in range(_CALIBRATIONS):
-                done = await client.generate(
-                    prompt(2), mode=PD, max_tokens=2, ignore_eos=True, salt=str(draw.random())
-                ).result()
+                done = await sender.unrecorded(2, PD, 2)
                 wire_ms = done.kv_bytes / done.transfer.ceiling_gbs / 1e6 if done.transfer.ceiling_gbs else 0.0
                 fixed_ms.append(max(0.0, done.transfer.exposed_ms - wire_ms))
             bench.facts["fixed_ms"] = statistics.median(fixed_ms[1:])
-            for _ in range(_WARM_UP_PAIRS):
-                for arm in (PD, COLOCATED):
-                    await client.generate(
-                        prompt(length),
-                        mode=arm,
-                        max_tokens=_OUTPUT_TOKENS,
-                        ignore_eos=True,
-                        salt=f"warm/{draw.random()}",
-                    ).result()
-            for number, arms in enumerate(abba(PD, COLOCATED, self.options.pairs)):
-                await pair(number, prompt(length), arms)
-                bench.advance(1)
+            await sender.send(length, self.options.pairs, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells`` and ``break_even``; see docs/experiments.md."""
@@ -268,15 +241,7 @@ class AddedTtft(Experiment):
             for cell in run.cells
             if "rate" in cell.parameters and (rows := run.rows_of(cell.cell))
         ]
-        failed = [
-            f"{cell['cell']}: {what}"
-            for cell in idle
-            for what, wrong in (
-                ("tokens differ between the arms", not cell["tokens_equal"]),
-                ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
-            )
-            if wrong
-        ]
+        failed = differences_of(idle)
         failed += [
             f"{cell.cell}: {errors} requests failed"
             for cell in run.cells
@@ -379,33 +344,11 @@ def _break_even(loaded: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | N
     return None, f"wherever pd met the SLO for {share} of the requests, colocated did as well"
 
 
-def _layout_facts(status: ServiceStatus) -> dict[str, Any]:
-    """The geometry of the model's KV, where it is known on this host."""
-    facts: dict[str, Any] = {"block_size": status.block_size, "kv_bytes_per_token": status.kv_bytes_per_token}
-    try:
-        shape = resolve_model(status.model).shape
-    except ModelError:
-        return facts
-    layout = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    return {**facts, "layout": {**layout, "dtype": status.dtype}}
-
-
 def _summarise_cell(cell: FinishedCell, run: RunData, seed: int) -> dict[str, Any] | None:
-    pairs, errors = _pairs(run.rows_of(cell.cell))
+    pairs, errors = pairs_of(run.rows_of(cell.cell))
     if not pairs:
         return None
-    added = {
-        figure: mean_interval(
-            [
-                pd_ms - colocated_ms
-                for pd, colocated in pairs
-                if (pd_ms := pd.figure_ms(figure)) is not None
-                and (colocated_ms := colocated.figure_ms(figure)) is not None
-            ],
-            seed,
-        )
-        for figure in Figure
-    }
+    added = {figure: added_ms(pairs, figure, seed) for figure in Figure}
     stages = {
         name: statistics.fmean(
             pd.stages_ms[Figure.TTFT_DECODE].get(name, 0.0) - colocated.stages_ms[Figure.TTFT_DECODE].get(name, 0.0)
@@ -456,16 +399,6 @@ def _summarise_cell(cell: FinishedCell, run: RunData, seed: int) -> dict[str, An
 
 def _transfer(row: RequestRow, key: str) -> float:
     return float(row.transfer.get(key, 0.0))
-
-
-def _pairs(rows: Sequence[RequestRow]) -> tuple[list[tuple[RequestRow, RequestRow]], int]:
-    """The pairs of which both requests succeeded, and the number of failed requests."""
-    by_index: dict[int, dict[str, RequestRow]] = {}
-    for row in rows:
-        if row.error is None:
-            by_index.setdefault(row.index, {})[row.arm] = row
-    pairs = [(arms[PD], arms[COLOCATED]) for arms in by_index.values() if len(arms) == 2]
-    return pairs, sum(row.error is not None for row in rows)
 
 
 def _predicted_ms(cell: FinishedCell, ceiling_gbs: float, prefill_s: float) -> float | None:

@@ -14,18 +14,20 @@ from typing import Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.neighbours import (
-    Arm,
-    Traffic,
-    WindowData,
-    arm_summary,
-    best_chunk,
-    long_prompt_s,
-    measure_window,
-    passes,
-    warm_up,
-    windows_of,
+from experiments.neighbour_experiment import (
+    AS_CONFIGURED,
+    CALIBRATION,
+    OFF,
+    WHOLE_PROMPTS,
+    NeighbourOptions,
+    arrivals_text,
+    failures_of,
+    first_fact,
+    measurement_caveats,
+    stall_text,
+    windows_by_arm,
 )
+from experiments.neighbours import Arm, WindowData, arm_summary, best_chunk, measure_window, passes, warm_up
 from experiments.plots import neighbours as plots
 from experiments.report.page import Report
 from experiments.report.setup import setup_of
@@ -34,11 +36,8 @@ from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.request import Mode
 
-CALIBRATION = "calibration"
-OFF, AS_CONFIGURED = "off", "as-configured"
 
-
-class ChunkedPrefillOptions(Options):
+class ChunkedPrefillOptions(NeighbourOptions):
     """Options of `ChunkedPrefill`."""
 
     chunk_sizes: tuple[PositiveInt, ...] = Field(
@@ -49,17 +48,11 @@ class ChunkedPrefillOptions(Options):
     prompt_len: int = Field(
         2048, ge=1, description="length of the long prompts, in tokens", json_schema_extra={"quick": 512}
     )
-    output_len: int = Field(8, ge=2, description="output of the long prompts, in tokens")
-    decoding: int = Field(4, ge=1, description="requests that decode all the time")
     load: float = Field(0.3, gt=0, le=2, description="arrivals of long prompts, as a share of what the worker computes")
-    rate: float | None = Field(None, gt=0, description="arrivals of long prompts per second, instead of --load")
     arrive_s: float = Field(
         8.0, gt=0, le=600, description="seconds of a window in which prompts arrive", json_schema_extra={"quick": 3.0}
     )
     repeats: int = Field(5, ge=1, description="windows per chunk size", json_schema_extra={"quick": 2})
-    throughput_share: float = Field(
-        0.95, gt=0, le=1, description="a chunk size qualifies as best with this share of the highest throughput"
-    )
 
 
 class ChunkedPrefill(Experiment):
@@ -77,7 +70,7 @@ class ChunkedPrefill(Experiment):
         """A calibration, then one cell per chunk size and pass. For a running service: its own chunk size."""
         repeats = passes(self.options.repeats)
         if attached is not None:
-            self._traffic(1.0).check_fits(attached)
+            self.options.traffic(1.0).check_fits(attached)
             return [Cell(CALIBRATION, {}), *(self._cell(AS_CONFIGURED, n, each) for n, each in enumerate(repeats))]
         chunks = [*map(str, sorted(self.options.chunk_sizes)), OFF]
         settings = [chunks if number % 2 == 0 else chunks[::-1] for number in range(len(repeats))]
@@ -103,28 +96,13 @@ class ChunkedPrefill(Experiment):
             "engine.chunk_tokens": chunk,
         }
 
-    def _traffic(self, prompt_s: float) -> Traffic:
-        options = self.options
-        rate = options.load / prompt_s if options.rate is None else options.rate
-        return Traffic(
-            options.decoding,
-            max(1, round(rate * options.arrive_s)),
-            options.arrive_s,
-            options.prompt_len,
-            options.output_len,
-            options.seed,
-        )
-
     async def measure(self, bench: Bench) -> None:
         """Time a long prompt on the idle service, or measure the windows of a chunk size."""
         async with AsyncClient(bench.target) as client:
             if bench.cell.name == CALIBRATION:
-                await warm_up(client, self._traffic(1.0), Mode.COLOCATED)
-                bench.facts["long_prompt_s"] = await long_prompt_s(client, self._traffic(1.0), Mode.COLOCATED)
-                bench.advance(1)
+                await self.options.calibrate(bench, client, Mode.COLOCATED)
                 return
-            traffic = self._traffic(float(bench.earlier[CALIBRATION]["long_prompt_s"]))
-            bench.facts["arrivals"] = traffic.arrivals
+            traffic = self.options.calibrated(bench)
             bench.facts["workers"] = len((await client.status()).workers)
             await warm_up(client, traffic, Mode.COLOCATED)
             arm = Arm(str(bench.cell.parameters["chunk"]), Mode.COLOCATED)
@@ -135,24 +113,16 @@ class ChunkedPrefill(Experiment):
     def summarise(self, run: RunData) -> dict[str, Any]:
         """See docs/experiments/chunked-prefill.md."""
         arms = {name: arm_summary(each, self.options.seed) for name, each in _windows(run).items()}
-        facts = [cell.facts for cell in run.cells]
         return {
             "experiment": self.name,
-            "traffic": {
-                "decoding": self.options.decoding,
-                "prompt_len": self.options.prompt_len,
-                "output_len": self.options.output_len,
-                "arrive_s": self.options.arrive_s,
-                "arrivals": next((each["arrivals"] for each in facts if "arrivals" in each), None),
-                "long_prompt_s": next((each["long_prompt_s"] for each in facts if "long_prompt_s" in each), None),
-            },
-            "workers": next((each["workers"] for each in facts if "workers" in each), None),
+            "traffic": self.options.traffic_summary(run),
+            "workers": first_fact(run, "workers"),
             "chunks": arms,
             "best_chunk": best_chunk(
                 {int(name): arm for name, arm in arms.items() if name.isdecimal()}, self.options.throughput_share
             ),
             "throughput_share": self.options.throughput_share,
-            "failed": [f"{name}: {arm['errors']} requests failed" for name, arm in arms.items() if arm["errors"]],
+            "failed": failures_of(arms),
         }
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
@@ -182,12 +152,9 @@ class ChunkedPrefill(Experiment):
 
 def _windows(run: RunData) -> dict[str, list[WindowData]]:
     """The windows of each chunk size, ascending; ``off`` last."""
-    found: dict[str, list[WindowData]] = {}
-    for cell in run.cells:
-        for window in windows_of(cell.facts, run.rows_of(cell.cell)):
-            found.setdefault(window.arm, []).append(window)
+    found = windows_by_arm(run)
     order = sorted(found, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0))
-    return {name: sorted(found[name], key=lambda window: window.repeat) for name in order}
+    return {name: found[name] for name in order}
 
 
 def _label(chunk: str, best: int | None) -> str:
@@ -209,7 +176,7 @@ def _answer(summary: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -
         return "No window was measured."
     traffic = summary["traffic"]
     figures = "; ".join(
-        f"{_label(name, None)}: p99 ITL {arms[name]['itl_ms']['p99']:.0f} ms{_stall(arms[name])}, median TTFT "
+        f"{_label(name, None)}: p99 ITL {arms[name]['itl_ms']['p99']:.0f} ms{stall_text(arms[name])}, median TTFT "
         f"{arms[name]['long_ttft_ms']['p50']:.0f} ms, {arms[name]['tokens_per_s']['mean']:.0f} tokens/s"
         for name in _headline(summary, arms)
     )
@@ -224,18 +191,12 @@ def _answer(summary: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -
     return f"{chosen}With {load}: {figures}."
 
 
-def _stall(arm: Mapping[str, Any]) -> str:
-    return f" (longest gap beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)" if arm["stall_ms"] else ""
-
-
 def _method(summary: Mapping[str, Any]) -> str:
-    traffic, workers = summary["traffic"], summary["workers"]
+    workers = summary["workers"]
     return (
-        f"{workers} worker{'s' if workers != 1 else ''}, all requests colocated; {traffic['decoding']} requests decode "
-        f"all the time; in each window {traffic['arrivals']} prompts of {traffic['prompt_len']} tokens (output "
-        f"{traffic['output_len']}) arrive within {traffic['arrive_s']:g} s at the times of a Poisson process, the same "
-        "for all chunk sizes; chunk sizes ascend in the first pass and descend in the second; intervals are 95 % "
-        "bootstrap over windows"
+        f"{workers} worker{'s' if workers != 1 else ''}, all requests colocated; {arrivals_text(summary['traffic'])}, "
+        "the same for all chunk sizes; chunk sizes ascend in the first pass and descend in the second; intervals are "
+        "95 % bootstrap over windows"
     )
 
 
@@ -244,19 +205,10 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     caveats = [
         "The best chunk size is that of this model, machine and load; a longer prompt or more decoding requests move "
         "it. It does not regard the TTFT, which the first picture shows beside it.",
-        "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than "
-        "1 % of all, p99 does not show them; the longest gap beside each long prompt and the tail of the distribution "
-        "do.",
+        WHOLE_PROMPTS,
         "Decoding requests go on as fast as they can. So their rate falls with the time that prompts take from them, "
         "and throughput counts prompt and output tokens together.",
     ]
     if AS_CONFIGURED in arms:
         caveats.append("A running service keeps its chunk size: nothing was compared.")
-    if any(arm["windows"] < 5 for arm in arms.values()):
-        caveats.append("Chunk sizes with fewer than five windows have unreliable intervals.")
-    late_ms = max((arm["late_ms"] for arm in arms.values()), default=0.0)
-    if late_ms > 20:
-        caveats.append(
-            f"The load generator sent a prompt up to {late_ms:.0f} ms late; TTFT counts from when it was due."
-        )
-    return caveats
+    return [*caveats, *measurement_caveats(list(arms.values()), "Chunk sizes")]

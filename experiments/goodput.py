@@ -17,6 +17,7 @@ from experiments.bench.bench import BenchPlan, Pace, fitted
 from experiments.bench.report import SLO
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.load import Outcome, run_load
+from experiments.mode_pairs import COLOCATED, PD
 from experiments.plots import goodput as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
@@ -26,8 +27,6 @@ from experiments.splits import Split
 from experiments.statistics import Interval, difference_interval, mean_interval
 from experiments.under_load import (
     ATTAINMENT,
-    COLOCATED,
-    PD,
     REQUEST_TIMEOUT_S,
     LoadPlan,
     check_rates,

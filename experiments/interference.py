@@ -17,19 +17,19 @@ from typing import Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.neighbours import (
-    Arm,
-    Traffic,
-    WindowData,
-    arm_summary,
-    best_chunk,
-    in_turn,
-    long_prompt_s,
-    measure_window,
-    passes,
-    warm_up,
-    windows_of,
+from experiments.neighbour_experiment import (
+    AS_CONFIGURED,
+    CALIBRATION,
+    OFF,
+    WHOLE_PROMPTS,
+    NeighbourOptions,
+    arrivals_text,
+    failures_of,
+    measurement_caveats,
+    stall_text,
+    windows_by_arm,
 )
+from experiments.neighbours import Arm, WindowData, arm_summary, best_chunk, in_turn, measure_window, passes, warm_up
 from experiments.plots import neighbours as plots
 from experiments.report.page import Report
 from experiments.report.setup import setup_of
@@ -40,14 +40,12 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
 
-CALIBRATION = "calibration"
 PD, ALONE_BUSY, ALONE_IDLE = "pd", "alone-busy", "alone-idle"
 _APART = (Arm(PD, Mode.PD), Arm(ALONE_BUSY, Mode.PD, 1), Arm(ALONE_IDLE, Mode.PD, 0))
-_OFF, _AS_CONFIGURED = "off", "as-configured"
 _AIM = 1.3
 
 
-class InterferenceOptions(Options):
+class InterferenceOptions(NeighbourOptions):
     """Options of `Interference`."""
 
     chunk_sizes: tuple[PositiveInt, ...] = Field(
@@ -58,19 +56,13 @@ class InterferenceOptions(Options):
     prompt_len: int = Field(
         1024, ge=1, description="length of the long prompts, in tokens", json_schema_extra={"quick": 512}
     )
-    output_len: int = Field(8, ge=2, description="output of the long prompts, in tokens")
-    decoding: int = Field(4, ge=1, description="requests that decode all the time")
     load: float = Field(
         0.5, gt=0, le=2, description="arrivals of long prompts, as a share of what one prefill worker computes"
     )
-    rate: float | None = Field(None, gt=0, description="arrivals of long prompts per second, instead of --load")
     arrive_s: float = Field(
         6.0, gt=0, le=600, description="seconds of a window in which prompts arrive", json_schema_extra={"quick": 3.0}
     )
     repeats: int = Field(6, ge=1, description="windows per arm", json_schema_extra={"quick": 2})
-    throughput_share: float = Field(
-        0.95, gt=0, le=1, description="a chunk size qualifies as best with this share of the highest throughput"
-    )
 
 
 class Interference(Experiment):
@@ -87,9 +79,9 @@ class Interference(Experiment):
         if attached is not None:
             if not any(worker.links for worker in attached.workers):
                 raise InvalidRequest("target: the service has no linked pair of prefill and decode workers")
-            self._traffic(1.0).check_fits(attached)
-            return [Cell(CALIBRATION, {}), *(self._cell(_AS_CONFIGURED, n, each) for n, each in enumerate(repeats))]
-        chunks = [_OFF, *map(str, sorted(self.options.chunk_sizes))]
+            self.options.traffic(1.0).check_fits(attached)
+            return [Cell(CALIBRATION, {}), *(self._cell(AS_CONFIGURED, n, each) for n, each in enumerate(repeats))]
+        chunks = [OFF, *map(str, sorted(self.options.chunk_sizes))]
         if len(chunks) == 1:
             raise InvalidRequest("--chunk-sizes: give at least one")
         settings = [chunks if number % 2 == 0 else chunks[::-1] for number in range(len(repeats))]
@@ -99,7 +91,7 @@ class Interference(Experiment):
         ]
 
     def _cell(self, chunk: str, number: int, repeats: range) -> Cell:
-        service = {} if chunk == _AS_CONFIGURED else {"engine.chunk_tokens": chunk}
+        service = {} if chunk == AS_CONFIGURED else {"engine.chunk_tokens": chunk}
         return Cell(
             f"chunks-{chunk}/pass-{number + 1}",
             {"chunk": chunk, "repeats": list(repeats)},
@@ -109,35 +101,20 @@ class Interference(Experiment):
 
     def _arms(self, chunk: str) -> list[Arm]:
         """The arms that run on a service with this chunk size."""
-        if chunk == _AS_CONFIGURED:
+        if chunk == AS_CONFIGURED:
             return [Arm("colocated", Mode.COLOCATED), *_APART]
         largest = str(max(self.options.chunk_sizes))
         return [Arm(f"colocated-{chunk}", Mode.COLOCATED), *(_APART if chunk == largest else ())]
-
-    def _traffic(self, prompt_s: float) -> Traffic:
-        options = self.options
-        rate = options.load / prompt_s if options.rate is None else options.rate
-        return Traffic(
-            options.decoding,
-            max(1, round(rate * options.arrive_s)),
-            options.arrive_s,
-            options.prompt_len,
-            options.output_len,
-            options.seed,
-        )
 
     async def measure(self, bench: Bench) -> None:
         """Time a long prompt on the idle service, or measure the windows of a cell."""
         async with AsyncClient(bench.target) as client:
             if bench.cell.name == CALIBRATION:
-                await warm_up(client, self._traffic(1.0), Mode.PD)
-                bench.facts["long_prompt_s"] = await long_prompt_s(client, self._traffic(1.0), Mode.PD)
-                bench.advance(1)
+                await self.options.calibrate(bench, client, Mode.PD)
                 return
             status = await client.status()
             bench.facts["cores"] = {worker.worker_id: worker.cores for worker in status.workers}
-            traffic = self._traffic(float(bench.earlier[CALIBRATION]["long_prompt_s"]))
-            bench.facts["arrivals"] = traffic.arrivals
+            traffic = self.options.calibrated(bench)
             arms = self._arms(str(bench.cell.parameters["chunk"]))
             for mode in {arm.mode: None for arm in arms}:
                 await warm_up(client, traffic, mode)
@@ -158,14 +135,7 @@ class Interference(Experiment):
         idle, paired_idle = self._ratio(windows, ALONE_IDLE)
         return {
             "experiment": self.name,
-            "traffic": {
-                "decoding": self.options.decoding,
-                "prompt_len": self.options.prompt_len,
-                "output_len": self.options.output_len,
-                "arrive_s": self.options.arrive_s,
-                "arrivals": next((each["arrivals"] for each in facts if "arrivals" in each), None),
-                "long_prompt_s": next((each["long_prompt_s"] for each in facts if "long_prompt_s" in each), None),
-            },
+            "traffic": self.options.traffic_summary(run),
             "arms": arms,
             "best_chunk": best_chunk(chunked, self.options.throughput_share),
             "throughput_share": self.options.throughput_share,
@@ -174,7 +144,7 @@ class Interference(Experiment):
             "p99_itl_ratio_idle": idle,
             "p99_itl_ratio_idle_interval": paired_idle,
             "one_core_per_role": all(_one_core_each(each["cores"]) for each in facts if "cores" in each),
-            "failed": [f"{name}: {arm['errors']} requests failed" for name, arm in arms.items() if arm["errors"]],
+            "failed": failures_of(arms),
         }
 
     def _ratio(
@@ -231,11 +201,8 @@ class Interference(Experiment):
 
 def _windows(run: RunData) -> dict[str, list[WindowData]]:
     """The windows of each arm, in the order of the arms."""
-    found: dict[str, list[WindowData]] = {}
-    for cell in run.cells:
-        for window in windows_of(cell.facts, run.rows_of(cell.cell)):
-            found.setdefault(window.arm, []).append(window)
-    return {name: sorted(found[name], key=lambda window: window.repeat) for name in sorted(found, key=_place)}
+    found = windows_by_arm(run)
+    return {name: found[name] for name in sorted(found, key=_place)}
 
 
 def _place(arm: str) -> tuple[int, int]:
@@ -251,7 +218,7 @@ def _one_core_each(cores: Mapping[str, str]) -> bool:
 
 def _label(arm: str, best: int | None) -> str:
     chunk = arm.removeprefix("colocated-")
-    if arm == f"colocated-{_OFF}":
+    if arm == f"colocated-{OFF}":
         return "colocated, whole prompts"
     if chunk.isdecimal():
         return f"colocated, chunks of {chunk}{' (best)' if int(chunk) == best else ''}"
@@ -265,7 +232,7 @@ def _label(arm: str, best: int | None) -> str:
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
     """The arms that the answer compares."""
-    return ["colocated", f"colocated-{_OFF}", f"colocated-{summary['best_chunk']}", PD]
+    return ["colocated", f"colocated-{OFF}", f"colocated-{summary['best_chunk']}", PD]
 
 
 def _answer(summary: Mapping[str, Any]) -> str:
@@ -275,8 +242,9 @@ def _answer(summary: Mapping[str, Any]) -> str:
         arm = arms.get(name)
         if arm and arm["itl_ms"] and arm["long_ttft_ms"]:
             parts.append(
-                f"{_label(name, None)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms{_stall(arm)}, median TTFT of the long "
-                f"prompts {arm['long_ttft_ms']['p50']:.0f} ms, {arm['output_tokens_per_s']['mean']:.0f} output tokens/s"
+                f"{_label(name, None)}: p99 ITL {arm['itl_ms']['p99']:.0f} ms{stall_text(arm)}, median TTFT of the "
+                f"long prompts {arm['long_ttft_ms']['p50']:.0f} ms, "
+                f"{arm['output_tokens_per_s']['mean']:.0f} output tokens/s"
             )
     if not parts:
         return "No window was measured."
@@ -293,16 +261,9 @@ def _answer(summary: Mapping[str, Any]) -> str:
     return answer
 
 
-def _stall(arm: Mapping[str, Any]) -> str:
-    return f" (longest gap beside a long prompt: {arm['stall_ms']['p50']:.0f} ms)" if arm["stall_ms"] else ""
-
-
 def _method(summary: Mapping[str, Any]) -> str:
-    traffic = summary["traffic"]
     return (
-        f"{traffic['decoding']} requests decode all the time; in each window {traffic['arrivals']} prompts of "
-        f"{traffic['prompt_len']} tokens (output {traffic['output_len']}) arrive within {traffic['arrive_s']:g} s at "
-        "the times of a Poisson process, the same in all arms; arms are interleaved A B B A; intervals are 95 % "
+        f"{arrivals_text(summary['traffic'])}, the same in all arms; arms are interleaved A B B A; intervals are 95 % "
         "bootstrap over windows"
     )
 
@@ -313,9 +274,7 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         "No arm is best in everything: colocated requests share all workers, so that a long prompt finds twice as many "
         "that can compute it, and decoding requests are spread over twice as many; disaggregation keeps one worker for "
         "each. Which figure matters is a matter of the service's objectives.",
-        "A prompt that is computed whole makes one long gap for each decoding request. Where such gaps are fewer than "
-        "1 % of all, p99 does not show them; the longest gap beside each long prompt and the tail of the distribution "
-        "do.",
+        WHOLE_PROMPTS,
         "The gaps are the client's own: they include gateway and client, which share the machine with the engines.",
     ]
     if summary["best_chunk"] is not None:
@@ -327,11 +286,4 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         caveats.append(
             "The workers do not have exactly one core of their own each; the ratio's aim is stated for that."
         )
-    if any(arm["windows"] < 5 for arm in arms.values()):
-        caveats.append("Arms with fewer than five windows have unreliable intervals.")
-    late_ms = max((arm["late_ms"] for arm in arms.values()), default=0.0)
-    if late_ms > 20:
-        caveats.append(
-            f"The load generator sent a prompt up to {late_ms:.0f} ms late; TTFT counts from when it was due."
-        )
-    return caveats
+    return [*caveats, *measurement_caveats(list(arms.values()), "Arms")]

@@ -16,7 +16,6 @@ before each cell. Φ is the rate at which the prompt's bytes take as long as its
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,27 +24,24 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from engine.model.source import resolve_model
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.hosts import NamespaceDeployment
+from experiments.mode_pairs import PD, PairSender, added_ms, differences_of, layout_facts, pairs_of
 from experiments.plots import link_sweep as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import Interval, abba, mean_interval
+from experiments.statistics import Interval, mean_interval
 from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
-from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import Figure
 
-PD: Literal["pd"] = "pd"
-COLOCATED: Literal["colocated"] = "colocated"
 TOLERANCE, TOLERANCE_MS = 0.15, 3.0
 """A prediction is right if it is off by no more than one of these."""
 KNEE_SHARE = 0.1
@@ -185,23 +181,13 @@ class LinkSweep(Experiment):
     async def measure(self, bench: Bench) -> None:
         """Calibrate the hand-off, then send the pairs."""
         options, gbps = self.options, bench.cell.parameters["gbps"]
-        draw = random.Random(f"{options.seed}/{bench.cell.name}")
         if self._namespaces is not None:
             self._namespaces.rate(gbps)
         async with AsyncClient(bench.target) as client:
             status = await client.status()
-            bench.facts |= _layout_facts(status)
-
-            def prompt(tokens: int) -> list[int]:
-                return [draw.randrange(status.vocab_size) for _ in range(tokens)]
-
-            async def unrecorded(tokens: int, mode: Literal["pd", "colocated"]) -> Generation:
-                salt = f"warm/{draw.random()}"
-                return await client.generate(
-                    prompt(tokens), mode=mode, max_tokens=_OUTPUT_TOKENS, ignore_eos=True, salt=salt
-                ).result()
-
-            calibrations = [await unrecorded(_CALIBRATION_TOKENS, PD) for _ in range(_CALIBRATIONS)]
+            bench.facts |= layout_facts(status)
+            sender = PairSender(bench, client, status.vocab_size, _OUTPUT_TOKENS, options.seed)
+            calibrations = [await sender.unrecorded(_CALIBRATION_TOKENS, PD) for _ in range(_CALIBRATIONS)]
             bench.facts["calibrations"] = [
                 {
                     "exposed_ms": done.transfer.exposed_ms,
@@ -209,31 +195,13 @@ class LinkSweep(Experiment):
                 }
                 for done in calibrations[1:]
             ]
-            for _ in range(_WARM_UP_PAIRS):
-                for mode in (PD, COLOCATED):
-                    await unrecorded(options.prompt_len, mode)
-            for number, arms in enumerate(abba(PD, COLOCATED, options.pairs)):
-                tokens = prompt(options.prompt_len)
-                for arm in arms:
-                    salt = f"{options.seed}/{bench.cell.name}/{number}/{arm}/{draw.random()}"
-                    await bench.send(
-                        client, tokens, arm=arm, repeat=0, index=number, mode=arm, max_tokens=_OUTPUT_TOKENS, salt=salt
-                    )
-                bench.advance(1)
+            await sender.send(options.prompt_len, options.pairs, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, ``knee`` and ``links``; see docs/experiments/link-sweep.md."""
         cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
-        failed = [
-            f"{cell['cell']}: {what}"
-            for cell in cells
-            for what, wrong in (
-                ("tokens differ between the arms", not cell["tokens_equal"]),
-                ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
-                (f"{cell['errors']} requests failed", cell["errors"]),
-            )
-            if wrong
-        ]
+        failed = differences_of(cells)
+        failed += [f"{cell['cell']}: {cell['errors']} requests failed" for cell in cells if cell["errors"]]
         layout = next((cell.facts["layout"] for cell in run.cells if cell.facts.get("layout")), None)
         block_size = next((cell.facts["block_size"] for cell in run.cells if cell.facts.get("layout")), 0)
         model = None
@@ -261,7 +229,7 @@ class LinkSweep(Experiment):
         return PdserveConfig().engine.max_num_batched_tokens if shaping == AS_IT_IS else self.options.chunk_tokens
 
     def _summarise_cell(self, cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
-        pairs, errors = _pairs(run.rows_of(cell.cell))
+        pairs, errors = pairs_of(run.rows_of(cell.cell))
         if not pairs:
             return None
         pd_rows = [pd for pd, _ in pairs]
@@ -278,7 +246,7 @@ class LinkSweep(Experiment):
             link_gbs *= PAYLOAD_SHARE
         prefill_ms = statistics.fmean(row.stages_ms[Figure.TTFT_DECODE].get("prefill", 0.0) for row in pd_rows)
         exposed = mean_interval([float(row.transfer.get("exposed_ms", 0.0)) for row in pd_rows], self.options.seed)
-        added = {figure: _added(pairs, figure, self.options.seed) for figure in Figure}
+        added = {figure: added_ms(pairs, figure, self.options.seed) for figure in Figure}
         assert exposed is not None
         predicted_ms = fixed_ms = phi_gbs = None
         if (shape := cell.facts.get("layout")) is not None and link_gbs:
@@ -300,8 +268,7 @@ class LinkSweep(Experiment):
             "n": len(pairs),
             "errors": errors,
             "exposed": exposed.to_dict(),
-            "added_ttft": added[Figure.TTFT].to_dict(),
-            "added_ttft_decode": added[Figure.TTFT_DECODE].to_dict(),
+            **{f"added_{figure.value}": each.to_dict() for figure, each in added.items() if each is not None},
             "predicted_ms": None if predicted_ms is None else round(predicted_ms, 4),
             "off_ms": None if off_ms is None else round(off_ms, 4),
             "within": None
@@ -404,44 +371,10 @@ class LinkModel:
         return high
 
 
-def _layout_facts(status: ServiceStatus) -> dict[str, Any]:
-    """The geometry of the model's KV, where it is known on this host."""
-    facts: dict[str, Any] = {"block_size": status.block_size, "kv_bytes_per_token": status.kv_bytes_per_token}
-    try:
-        shape = resolve_model(status.model).shape
-    except ModelError:
-        return facts
-    layout = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    return {**facts, "layout": {**layout, "dtype": status.dtype}}
-
-
-def _pairs(rows: Sequence[RequestRow]) -> tuple[list[tuple[RequestRow, RequestRow]], int]:
-    """The pairs of which both requests succeeded, and the number of failed requests."""
-    by_index: dict[int, dict[str, RequestRow]] = {}
-    for row in rows:
-        if row.error is None:
-            by_index.setdefault(row.index, {})[row.arm] = row
-    pairs = [(arms[PD], arms[COLOCATED]) for arms in by_index.values() if len(arms) == 2]
-    return pairs, sum(row.error is not None for row in rows)
-
-
 def _rate_gbs(row: RequestRow) -> float:
     """The rate of a request's transfer while bytes of it moved."""
     wire_ms = float(row.transfer.get("wire_ms", 0.0))
     return row.kv_bytes / wire_ms / 1e6 if wire_ms > 0 else 0.0
-
-
-def _added(pairs: Sequence[tuple[RequestRow, RequestRow]], figure: Figure, seed: int) -> Interval:
-    added = mean_interval(
-        [
-            pd_ms - colocated_ms
-            for pd, colocated in pairs
-            if (pd_ms := pd.figure_ms(figure)) is not None and (colocated_ms := colocated.figure_ms(figure)) is not None
-        ],
-        seed,
-    )
-    assert added is not None, "requests that succeeded have both figures: they generated several tokens"
-    return added
 
 
 def _fixed_ms(cell: FinishedCell, model: LinkModel, overlap: Overlap, gbs: float, rtt_ms: float) -> float:

@@ -33,7 +33,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, mean_interval
+from experiments.statistics import MIN_REPEATS, Interval, mean_interval, plain_mean
 from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -257,7 +257,7 @@ def _summarise_cell(
                 "arm": arm,
                 "n": len(own),
                 "errors": sum(row.error is not None for row in run.rows_of(cell.cell, arm)),
-                **{f"{figure.value}_ms": _interval([_figure(row, figure) for row in own], seed) for figure in Figure},
+                **{f"{figure.value}_ms": plain_mean([_figure(row, figure) for row in own], seed) for figure in Figure},
                 "saved_ms": {
                     figure.value: each.to_dict() for figure, each in saved.items() if each is not None and arm != NONE
                 },
@@ -294,12 +294,6 @@ def _stage(row: RequestRow, figure: Figure, stage: str) -> float:
 
 def _mean(values: Any) -> float:
     return round(statistics.fmean(values), 3)
-
-
-def _interval(values: Sequence[float], seed: int) -> dict[str, float | int]:
-    interval = mean_interval(values, seed)
-    assert interval is not None
-    return interval.to_dict()
 
 
 def _answer(cells: Sequence[Mapping[str, Any]]) -> str:

@@ -31,7 +31,7 @@ from experiments.plots import primer as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, mean_interval
+from experiments.statistics import MIN_REPEATS, Interval, plain_mean
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError
 
@@ -227,7 +227,7 @@ def _machine(cells: Sequence[FinishedCell], seed: int) -> dict[str, Any]:
     engine = cells[0].facts["engine"]
     arithmetic = ModelArithmetic.from_dict(engine["arithmetic"])
     ceilings = [each for cell in cells for each in cell.facts["ceilings"]]
-    flops, read = (_interval([each[key] / 1e9 for each in ceilings], seed) for key in ("flops_per_s", "bytes_per_s"))
+    flops, read = (plain_mean([each[key] / 1e9 for each in ceilings], seed) for key in ("flops_per_s", "bytes_per_s"))
     return {
         "device": engine["device"],
         "dtype": engine["dtype"],
@@ -260,10 +260,10 @@ def _kv_cache(cell: FinishedCell, arithmetic: ModelArithmetic, seed: int) -> dic
         "prompt_len": prompt,
         "output_len": output,
         "total_s": {
-            arm: _interval([sum(pair[index]["times_s"]) for pair in pairs], seed)
+            arm: plain_mean([sum(pair[index]["times_s"]) for pair in pairs], seed)
             for index, arm in enumerate((WITH, WITHOUT))
         },
-        "speedup": _interval([sum(b["times_s"]) / sum(a["times_s"]) for a, b in pairs], seed),
+        "speedup": plain_mean([sum(b["times_s"]) / sum(a["times_s"]) for a, b in pairs], seed),
         "token_ms": {
             arm: [
                 round(1e3 * statistics.fmean(times), 4)
@@ -295,10 +295,10 @@ def _profile(cell: FinishedCell, arithmetic: ModelArithmetic, machine: Mapping[s
     return {
         "prompt_len": prompt,
         "output_len": output,
-        "total_s": {"prefill": _interval(prefill_s, seed), "decode": _interval(decode_s, seed)},
+        "total_s": {"prefill": plain_mean(prefill_s, seed), "decode": plain_mean(decode_s, seed)},
         "token_ms": {
-            "prefill": _interval([1e3 * each / prompt for each in prefill_s], seed),
-            "decode": _interval([1e3 * each / (output - 1) for each in decode_s], seed),
+            "prefill": plain_mean([1e3 * each / prompt for each in prefill_s], seed),
+            "decode": plain_mean([1e3 * each / (output - 1) for each in decode_s], seed),
         },
         "phases": {
             "prefill": _against_roof(prefill, statistics.fmean(prefill_s), machine),
@@ -317,8 +317,8 @@ def _prefills(
         points.append(
             {
                 "tokens": tokens,
-                "time_ms": _interval([1e3 * each for each in times_s], seed),
-                "tokens_per_s": _interval([tokens / each for each in times_s], seed),
+                "time_ms": plain_mean([1e3 * each for each in times_s], seed),
+                "tokens_per_s": plain_mean([tokens / each for each in times_s], seed),
                 **_against_roof(cost, statistics.fmean(times_s), machine),
             }
         )
@@ -333,8 +333,8 @@ def _decodes(
         {
             "batch": batch,
             "context": context,
-            "time_ms": _interval([1e3 * each for each in times_s], seed),
-            "tokens_per_s": _interval([batch / each for each in times_s], seed),
+            "time_ms": plain_mean([1e3 * each for each in times_s], seed),
+            "tokens_per_s": plain_mean([batch / each for each in times_s], seed),
             **_against_roof(arithmetic.decode(batch, context), statistics.fmean(times_s), machine),
         }
         for batch, times_s in _by(cell, "batch").items()
@@ -374,12 +374,12 @@ def _ridge(cell: FinishedCell, arithmetic: ModelArithmetic, machine: Mapping[str
             3,
         ),
         # If some rounds end before their step doubles, the mean of the others would be too small.
-        "doubling_batch": _interval(doubling, seed) if rounds and len(doubling) == len(rounds) else None,
+        "doubling_batch": plain_mean(doubling, seed) if rounds and len(doubling) == len(rounds) else None,
         "largest_batch": largest,
-        "half_saturation_batch": _interval([fixed / each for fixed, each in lines], seed) if lines else None,
-        "fixed_ms": _interval([1e3 * fixed for fixed, _ in lines], seed) if lines else None,
-        "each_ms": _interval([1e3 * each for _, each in lines], seed) if lines else None,
-        "saturated_tokens_per_s": _interval([1 / each for _, each in lines], seed) if lines else None,
+        "half_saturation_batch": plain_mean([fixed / each for fixed, each in lines], seed) if lines else None,
+        "fixed_ms": plain_mean([1e3 * fixed for fixed, _ in lines], seed) if lines else None,
+        "each_ms": plain_mean([1e3 * each for _, each in lines], seed) if lines else None,
+        "saturated_tokens_per_s": plain_mean([1 / each for _, each in lines], seed) if lines else None,
     }
 
 
@@ -409,12 +409,6 @@ def _by(cell: FinishedCell, key: str) -> dict[int, list[float]]:
     for sample in cell.facts["samples"]:
         found.setdefault(int(sample[key]), []).append(float(sample["time_s"]))
     return dict(sorted(found.items()))
-
-
-def _interval(values: Sequence[float], seed: int) -> dict[str, float | int]:
-    interval = mean_interval(values, seed)
-    assert interval is not None
-    return interval.to_dict()
 
 
 def _range(plain: Mapping[str, Any], form: Callable[[float], str]) -> str:

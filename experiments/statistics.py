@@ -27,10 +27,6 @@ class Interval:
     hi: float
     n: int
 
-    def overlaps(self, other: Interval) -> bool:
-        """Whether both intervals have a value in common."""
-        return self.lo <= other.hi and other.lo <= self.hi
-
     def to_dict(self) -> dict[str, float | int]:
         """Plain values, rounded to a nanosecond of a millisecond figure."""
         return {key: value if key == "n" else round(value, 6) for key, value in asdict(self).items()}
@@ -56,6 +52,14 @@ def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hasha
     sample = _Sample.of(values, groups)
     lo, hi = _bounds(sample.resampled_means(np.random.default_rng(seed)), sample.parts)
     return Interval(float(np.mean(values)), lo, hi, sample.n)
+
+
+def plain_mean(values: Sequence[float], seed: int = 0) -> dict[str, float | int]:
+    """`mean_interval` of at least one value, as plain values for a summary. ValueError without values."""
+    interval = mean_interval(values, seed)
+    if interval is None:
+        raise ValueError("there are no values")
+    return interval.to_dict()
 
 
 def difference_interval(

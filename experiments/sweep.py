@@ -6,7 +6,6 @@ Rate 0 is an idle service: pairs of requests, one at a time, A B B A. Any other 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,16 +15,15 @@ from pydantic import Field, ValidationError
 
 from experiments.bench.report import SLO
 from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.mode_pairs import COLOCATED, PD, PairSender, added_ms, pairs_of
 from experiments.plots import overview
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
-from experiments.statistics import Interval, abba, mean_interval
+from experiments.statistics import Interval, mean_interval
 from experiments.under_load import (
-    COLOCATED,
-    PD,
     LoadPlan,
     check_slo,
     latencies,
@@ -175,27 +173,14 @@ class Sweep(Experiment):
     async def measure(self, bench: Bench) -> None:
         """Rate 0: warm-up and pairs. Otherwise: the loads of both arms."""
         length, output_len = int(bench.cell.parameters["prompt_len"]), self.options.output_len
-        draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
         async with AsyncClient(bench.target) as client:
             if "rate" in bench.cell.parameters:
                 load = self._load(bench.cell.parameters["rate"])
                 await load.send(bench, client, Synthetic(Fixed(length), Fixed(output_len)))
                 return
             vocab_size = (await client.status()).vocab_size
-            for number, arms in enumerate(abba(PD, COLOCATED, _WARM_UP_PAIRS + self.options.repeats)):
-                prompt = [draw.randrange(vocab_size) for _ in range(length)]
-                for arm in arms:
-                    salt = f"{self.options.seed}/{bench.cell.name}/{number}/{arm}/{draw.random()}"
-                    if number < _WARM_UP_PAIRS:
-                        warming = client.generate(prompt, mode=arm, max_tokens=output_len, ignore_eos=True, salt=salt)
-                        await warming.result()
-                        continue
-                    await bench.send(
-                        client, prompt, arm=arm, repeat=number - _WARM_UP_PAIRS, index=0, mode=arm,
-                        max_tokens=output_len, salt=salt,
-                    )  # fmt: skip
-                if number >= _WARM_UP_PAIRS:
-                    bench.advance(1)
+            sender = PairSender(bench, client, vocab_size, output_len, self.options.seed)
+            await sender.send(length, self.options.repeats, warm_up=_WARM_UP_PAIRS)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``; see docs/experiments/sweep.md."""
@@ -263,16 +248,11 @@ def _exposed_ms(rows: Sequence[RequestRow]) -> list[float]:
 
 def _summarise_idle(rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
     done = {arm: [row for row in rows if row.arm == arm and row.error is None] for arm in (PD, COLOCATED)}
-    pairs = [(pd, colocated) for pd in done[PD] for colocated in done[COLOCATED] if pd.repeat == colocated.repeat]
-    added = {}
-    for figure in Figure:
-        differences = [
-            pd_ms - colocated_ms
-            for pd, colocated in pairs
-            if (pd_ms := pd.figure_ms(figure)) is not None and (colocated_ms := colocated.figure_ms(figure)) is not None
-        ]
-        interval = mean_interval(differences, seed)
-        added[figure.value] = None if interval is None else interval.to_dict()
+    pairs, _ = pairs_of(rows)
+    added = {
+        figure.value: None if (interval := added_ms(pairs, figure, seed)) is None else interval.to_dict()
+        for figure in Figure
+    }
     equal = [pd.token_hash == colocated.token_hash for pd, colocated in pairs]
     return {
         "n": len(pairs),

@@ -36,7 +36,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, mean_interval
+from experiments.statistics import MIN_REPEATS, Interval, plain_mean
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
@@ -249,11 +249,11 @@ def _summarise_local(run: RunData, seed: int) -> dict[str, Any]:
                     "transport": name,
                     "size_bytes": size,
                     "messages": -(-size // MESSAGE_BYTES),
-                    "gbs": _interval([size / time_s / 1e9 for time_s in times_s], seed),
-                    "time_us": _interval([time_s * 1e6 for time_s in times_s], seed),
+                    "gbs": plain_mean([size / time_s / 1e9 for time_s in times_s], seed),
+                    "time_us": plain_mean([time_s * 1e6 for time_s in times_s], seed),
                     "per_message_us": None if fit is None else fit["per_message_us"],
                     "ceiling": ceiling or None,
-                    "share": _interval(shares, seed) if shares else None,
+                    "share": plain_mean(shares, seed) if shares else None,
                 }
             )
     return {
@@ -299,8 +299,8 @@ def _fit(lines: Sequence[tuple[float, float]], misfits: Sequence[float], seed: i
     if not lines:
         return None
     return {
-        "per_message_us": _interval([cost_s * 1e6 for cost_s, _ in lines], seed),
-        "rate_gbs": _interval([rate / 1e9 for _, rate in lines], seed),
+        "per_message_us": plain_mean([cost_s * 1e6 for cost_s, _ in lines], seed),
+        "rate_gbs": plain_mean([rate / 1e9 for _, rate in lines], seed),
         "misfit_pct": round(statistics.fmean(misfits), 2),
     }
 
@@ -328,13 +328,13 @@ def _summarise_service(run: RunData, seed: int) -> dict[str, Any]:
                     "transport": transport,
                     "prompt_len": length,
                     "size_bytes": here[0].kv_bytes,
-                    "gbs": _interval([float(row.transfer["gbs"]) for row in here], seed),
-                    "time_us": _interval([_busy_ms(row) * 1e3 for row in here], seed),
-                    "exposed_us": _interval([float(row.transfer["exposed_ms"]) * 1e3 for row in here], seed),
+                    "gbs": plain_mean([float(row.transfer["gbs"]) for row in here], seed),
+                    "time_us": plain_mean([_busy_ms(row) * 1e3 for row in here], seed),
+                    "exposed_us": plain_mean([float(row.transfer["exposed_ms"]) * 1e3 for row in here], seed),
                     "per_message_us": None if fit is None else fit["per_message_us"],
                     "ceiling": "link",
                     "ceiling_gbs": round(statistics.median(ceilings), 4),
-                    "share": _interval(shares, seed) if shares else None,
+                    "share": plain_mean(shares, seed) if shares else None,
                 }
             )
     return {"message_bytes": None, "cells": cells, "ceilings": [], "fits": fits, "unavailable": {}, "failed": failed}
@@ -355,12 +355,6 @@ def _lines_of(rows: Sequence[RequestRow]) -> tuple[list[tuple[float, float]], li
 
 def _busy_ms(row: RequestRow) -> float:
     return float(row.transfer["wire_ms"]) + float(row.transfer["import_ms"])
-
-
-def _interval(values: Sequence[float], seed: int) -> dict[str, float | int]:
-    interval = mean_interval(values, seed)
-    assert interval is not None, "there are values"
-    return interval.to_dict()
 
 
 def _answer(summary: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from experiments.bench.report import SLO
 from experiments.experiment import Bench
 from experiments.load import Lag, Outcome, run_load
+from experiments.mode_pairs import COLOCATED, PD
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell
 from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
@@ -25,7 +26,6 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
-PD, COLOCATED = Mode.PD.value, Mode.COLOCATED.value
 ARMS = (PD, COLOCATED)
 ATTAINMENT = 0.9
 """An arm sustains a load if this share of its requests meets the SLO."""

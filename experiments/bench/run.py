@@ -19,6 +19,7 @@ from experiments.bench.bench import BenchPlan
 from experiments.bench.report import PERCENTILES, SLO, BenchReport, Distribution, parse_percentiles
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Outcome
+from experiments.mode_pairs import COLOCATED, PD
 from experiments.plots import bench as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
@@ -29,7 +30,6 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.timeline import Figure
 
 CELL = "load"
-PD, COLOCATED = "pd", "colocated"
 _FIGURES = {"ttft_ms": "TTFT", "ttft_decode_ms": "TTFT_DECODE", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 
 

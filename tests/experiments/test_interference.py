@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.interference import ALONE_BUSY, ALONE_IDLE, CALIBRATION, PD, Interference, InterferenceOptions
+from experiments.interference import ALONE_BUSY, ALONE_IDLE, PD, Interference, InterferenceOptions
+from experiments.neighbour_experiment import CALIBRATION
 from experiments.neighbours import CANCELLED, DECODING, LONG
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
