@@ -15,7 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from engine.model.folder import tokenizer_note
-from gateway.inference_service import SERVICE, InferenceService
+from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
+from gateway.inference import Inference
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
@@ -102,9 +103,7 @@ class Gateway:
         )
         tokenizer = load_tokenizer(model_folder)
         self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
-        self._inference = InferenceService(
-            self.router, tokenizer, report.limits, report.message, clock, config.gateway.default_timeout_s
-        )
+        self._inference = Inference(self.router, tokenizer, report.limits, clock, config.gateway.default_timeout_s)
         self._port = 0
         self._checks: Any = None
         self._servers: list[grpc.aio.Server] = []
@@ -141,7 +140,7 @@ class Gateway:
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._inference.add_to(public)
+        InferenceServicer(self._inference, self._report.message).add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
         worker_pb2_grpc.add_RegistryServicer_to_server(

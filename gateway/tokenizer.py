@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import functools
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -134,10 +135,10 @@ class Tokenizer:
             len(token) if self._is_byte_level else len(token.encode(errors="replace")) for token in vocabulary
         )
 
-    def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Token ids of a prompt, with the special tokens that the model expects. `InvalidRequest` if there are more
-        than ``max_tokens``. Blocks for long texts, but releases the GIL."""
-        special = self._add_bos is not False
+    def encode(self, text: str, max_tokens: int | None = None, *, special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, with the ``special_tokens`` that the model expects around a text. `InvalidRequest` if
+        there are more than ``max_tokens``. Blocks for long texts, but releases the GIL."""
+        special = special_tokens and self._add_bos is not False
         if len(text) < IN_THREAD_CHARACTERS:
             encoding = self._tokenizer.encode(text, add_special_tokens=special)
         else:  # `encode` would hold the GIL, even in a thread
@@ -145,15 +146,18 @@ class Tokenizer:
         if max_tokens is not None and len(encoding) > max_tokens:
             raise InvalidRequest(f"prompt: {len(encoding)} tokens exceed the context of {max_tokens}; shorten it")
         ids: list[int] = encoding.ids
-        if self._add_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
+        if special_tokens and self._add_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids.insert(0, self._bos_id)
         return tuple(ids)
 
-    async def encode_async(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+    async def encode_async(
+        self, text: str, max_tokens: int | None = None, *, special_tokens: bool = True
+    ) -> tuple[int, ...]:
         """`encode` without blocking the event loop for long texts."""
+        encode = functools.partial(self.encode, text, max_tokens, special_tokens=special_tokens)
         if len(text) < IN_THREAD_CHARACTERS:
-            return self.encode(text, max_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode, text, max_tokens)
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

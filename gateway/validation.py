@@ -1,4 +1,4 @@
-"""Validation of requests of the public API. Every refusal names the field, the problem, and the remedy."""
+"""Validation of requests of both APIs. Every refusal names the field, the problem, and the remedy."""
 
 from __future__ import annotations
 
@@ -9,26 +9,16 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 import msgspec
-from google.protobuf.message import DecodeError
 
+from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
-from pdserve.core.errors import CapacityExceeded, InvalidRequest
-from pdserve.core.request import Mode
+from pdserve.core.errors import CapacityExceeded, DuplicateRequest, InvalidRequest
 from pdserve.core.sampling import MAX_BIAS, MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
-from pdserve.pb import inference_pb2 as pb
 
-DEFAULT_MAX_TOKENS = 128
 MAX_STOP_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
 MAX_ID_BYTES = 5  # of a token id on the wire
 MIN_MESSAGE_BYTES = 2**20
-
-MODES: dict[int, Mode] = {
-    pb.MODE_UNSPECIFIED: Mode.AUTO,
-    pb.MODE_AUTO: Mode.AUTO,
-    pb.MODE_PD: Mode.PD,
-    pb.MODE_COLOCATED: Mode.COLOCATED,
-}
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
@@ -51,103 +41,69 @@ def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
     return max(MIN_MESSAGE_BYTES, 2 * (context_length * token_bytes + others))
 
 
-def read_message(data: bytes) -> pb.GenerateRequest:
-    """Parse a request; `InvalidRequest` if it is malformed or contains text that is not UTF-8."""
-    try:
-        return pb.GenerateRequest.FromString(data)
-    except DecodeError as error:
-        raise InvalidRequest(
-            f"message: it is not a GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by "
-            "proto/pdserve/pb/inference.proto"
-        ) from None
-
-
-def read_request_id(message: pb.GenerateRequest, in_use: Container[str]) -> str:
-    """The client's request id, or a new one."""
-    request_id = message.request_id
-    if not request_id:
+def request_id_of(asked: str, in_use: Container[str]) -> str:
+    """The client's request id, or a new one if it is empty. `DuplicateRequest` if another request has it."""
+    if not asked:
         return f"req-{uuid.uuid4().hex}"
-    if not _REQUEST_ID.fullmatch(request_id):
+    if not _REQUEST_ID.fullmatch(asked):
         raise InvalidRequest(
-            f"request_id: {request_id[:150]!r} is not 1 to 128 letters, digits or any of . _ : -; "
-            "leave it out to get one"
+            f"request_id: {asked[:150]!r} is not 1 to 128 letters, digits or any of . _ : -; leave it out to get one"
         )
-    if request_id in in_use:
-        raise InvalidRequest(f"request_id: {request_id!r} is in use by another request; choose another or leave it out")
-    return request_id
+    if asked in in_use:
+        raise DuplicateRequest(f"request_id: {asked!r} is in use by another request; choose another or leave it out")
+    return asked
 
 
-def read_mode(message: pb.GenerateRequest) -> Mode:
-    """The requested mode."""
-    if message.mode not in MODES:
-        raise InvalidRequest(f"mode: {message.mode} is unknown; use MODE_AUTO, MODE_PD or MODE_COLOCATED")
-    return MODES[message.mode]
-
-
-def read_salt(message: pb.GenerateRequest) -> str:
-    """The salt of the request's cached KV, which may be empty."""
-    if len(message.salt) > MAX_SALT_CHARACTERS:
+def check_salt(salt: str) -> None:
+    """Refuse a salt that is too long. An empty one is valid."""
+    if len(salt) > MAX_SALT_CHARACTERS:
         raise InvalidRequest(
-            f"salt: {len(message.salt)} characters are more than {MAX_SALT_CHARACTERS}; send a digest of it instead"
+            f"salt: {len(salt)} characters are more than {MAX_SALT_CHARACTERS}; send a digest of it instead"
         )
-    return message.salt
 
 
-def read_sampling(message: pb.GenerateRequest, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The requested sampling with defaults and a seed. Does not check ``max_tokens`` against the context."""
-    asked = message.sampling
-    # Checked before they are copied.
-    for name, most in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_BIASES)):
-        if (count := len(getattr(asked, name))) > most:
-            raise InvalidRequest(f"{name}: {count} entries are more than {most}; send fewer")
-    sampling = SamplingParams(
-        max_tokens=asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
-        seed=asked.seed if asked.HasField("seed") else random.getrandbits(63),
-        stop=tuple(asked.stop),
-        stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
-        ignore_eos=asked.ignore_eos,
-        min_p=asked.min_p,
-        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        logit_bias=dict(asked.logit_bias),
-        logprobs=asked.logprobs if asked.HasField("logprobs") else None,
-    )
+def check_sampling(sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    """Refuse parameters out of range. Does not check ``max_tokens`` against the context, nor token ids against the
+    vocabulary."""
     sampling.validate()
     if sampling.stop and tokenizer is None:
         raise InvalidRequest("stop: this model has no tokenizer, so no text to find strings in; use stop_token_ids")
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in sampling.stop):
         raise InvalidRequest(f"stop: a string is longer than {MAX_STOP_CHARACTERS} characters; shorten it")
-    return sampling
 
 
-async def read_prompt(message: pb.GenerateRequest, tokenizer: Tokenizer | None, limits: Limits) -> tuple[int, ...]:
+def seeded(sampling: SamplingParams) -> SamplingParams:
+    """``sampling`` with a seed: its own, or a new one."""
+    if sampling.seed is not None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=random.getrandbits(63))
+
+
+async def prompt_of(submission: Submission, tokenizer: Tokenizer | None, limits: Limits) -> tuple[int, ...]:
     """The prompt's token ids, all within the vocabulary. Prompts that exceed the context are refused before they are
     tokenized or copied."""
-    context_length, vocab_size = limits.context_length, limits.vocab_size
-    kind = message.WhichOneof("prompt")
-    if kind is None:
+    prompt, context_length, vocab_size = submission.prompt, limits.context_length, limits.vocab_size
+    if prompt is None:
         raise InvalidRequest("prompt: it is missing; set text or token_ids")
-    if kind == "text":
+    if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("prompt: this model has no tokenizer; send token_ids")
-        text = message.text
         most_bytes = context_length * tokenizer.longest_token_bytes
-        if 4 * len(text) > most_bytes and len(text.encode()) > most_bytes:
+        if 4 * len(prompt) > most_bytes and len(prompt.encode()) > most_bytes:
             raise InvalidRequest(
-                f"prompt: {len(text)} characters are more than the context of {context_length} tokens can hold (of "
+                f"prompt: {len(prompt)} characters are more than the context of {context_length} tokens can hold (of "
                 f"{tokenizer.longest_token_bytes} bytes each at most); shorten it"
             )
-        token_ids = await tokenizer.encode_async(text, context_length) if text else ()
+        special = submission.special_tokens
+        token_ids = await tokenizer.encode_async(prompt, context_length, special_tokens=special) if prompt else ()
     else:
-        if (count := len(message.token_ids.ids)) > context_length:
+        if (count := len(prompt)) > context_length:
             raise InvalidRequest(f"prompt: {count} tokens exceed the context of {context_length}; shorten it")
-        token_ids = tuple(message.token_ids.ids)
+        token_ids = tuple(prompt)
     if not token_ids:
         raise InvalidRequest("prompt: it is empty; send at least one token")
+    if min(token_ids) < 0:
+        raise InvalidRequest("prompt: a token id is negative; ids begin at 0")
     if max(token_ids) >= vocab_size:
         position = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
         raise InvalidRequest(
@@ -157,19 +113,15 @@ async def read_prompt(message: pb.GenerateRequest, tokenizer: Tokenizer | None, 
     return token_ids
 
 
-def fit_max_tokens(
-    message: pb.GenerateRequest, prompt_tokens: int, limits: Limits, sampling: SamplingParams
-) -> SamplingParams:
-    """``sampling`` with the requested ``max_tokens``, or the default limited to what fits."""
+def fit_max_tokens(submission: Submission, prompt_tokens: int, limits: Limits) -> SamplingParams:
+    """The submission's sampling with ``max_tokens`` that fit: the requested ones, or the default limited to them."""
+    sampling = submission.sampling
     if prompt_tokens >= limits.context_length:
         raise InvalidRequest(
             f"prompt: {prompt_tokens} tokens leave no room in the context of {limits.context_length}; shorten it"
         )
     room = min(limits.context_length, limits.pool_tokens) - prompt_tokens
-    if not message.sampling.HasField("max_tokens"):
-        wanted = max(1, min(sampling.max_tokens, room))
-    else:
-        wanted = sampling.max_tokens
+    wanted = max(1, min(sampling.max_tokens, room)) if submission.shorten else sampling.max_tokens
     if prompt_tokens + wanted > limits.context_length:
         raise InvalidRequest(
             f"max_tokens: {wanted} after a prompt of {prompt_tokens} tokens exceed the context of "

@@ -5,6 +5,7 @@
     ├── ModelError            the model folder is missing, unsupported or corrupt
     ├── LaunchError           the service cannot start as requested (port in use, too few device slots)
     ├── InvalidRequest        one field of a request is wrong; names the field; do not retry unchanged
+    │   └── DuplicateRequest  another request in progress has the same request id
     ├── CapacityExceeded      the request does not fit, or the queue is full; retry later or ask for less
     ├── NotReady              no worker can take the request yet; retry later
     ├── DeadlineExceeded      the request's own deadline passed; raise it or reduce the load
@@ -50,6 +51,10 @@ class LaunchError(PdserveError):
 
 class InvalidRequest(PdserveError):
     """One field of a request is wrong; the message starts with the field's name."""
+
+
+class DuplicateRequest(InvalidRequest):
+    """A request in progress has the same request id."""
 
 
 class CapacityExceeded(PdserveError):

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from gateway.gateway import Gateway
-from gateway.inference_service import SERVICE
+from gateway.grpc_api.inference_servicer import SERVICE
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb

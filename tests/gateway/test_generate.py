@@ -364,7 +364,7 @@ async def test_a_prompt_that_waits_to_be_tokenized_has_a_deadline_and_a_place(
     monkeypatch.setattr("gateway.tokenizer.IN_THREAD_CHARACTERS", 8)
     gateway = {"host": "127.0.0.1", "port": 0, "default_timeout_s": 0.5}
     service = await start_service("p0", "d0", gateway=gateway, router={"max_queue": 1})
-    tokenizer = service.gateway._inference._tokenizer
+    tokenizer = service.gateway._inference.tokenizer
     assert tokenizer is not None
     free = threading.Event()
     try:

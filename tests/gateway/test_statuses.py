@@ -3,7 +3,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from gateway.statuses import STATUSES, status_of
+from gateway.grpc_api.statuses import STATUSES, status_of
 from pdserve.core.errors import LayoutMismatch, PdserveError, TransferTimeout
 
 TREE = {
@@ -12,6 +12,7 @@ TREE = {
     "ModelError": "FAILED_PRECONDITION",
     "LaunchError": "FAILED_PRECONDITION",
     "InvalidRequest": "INVALID_ARGUMENT",
+    "DuplicateRequest": "INVALID_ARGUMENT",
     "CapacityExceeded": "RESOURCE_EXHAUSTED",
     "NotReady": "UNAVAILABLE",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",

@@ -5,22 +5,24 @@ from typing import Any
 
 import pytest
 
+from gateway.grpc_api.messages import submission_of
+from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
     Limits,
     check_logit_bias,
+    check_salt,
+    check_sampling,
     check_stop_token_ids,
     fit_max_tokens,
     max_message_bytes,
-    read_message,
-    read_mode,
-    read_prompt,
-    read_request_id,
-    read_salt,
-    read_sampling,
+    prompt_of,
+    request_id_of,
+    seeded,
 )
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
 from pdserve.core.request import Mode
+from pdserve.core.sampling import SamplingParams
 from pdserve.pb import inference_pb2 as pb
 
 LIMITS = Limits(context_length=200, pool_tokens=1000, vocab_size=500)
@@ -30,41 +32,51 @@ def message(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(**fields)
 
 
+def submission(**fields: Any) -> Submission:
+    return submission_of(message(**fields).SerializeToString())
+
+
+def read_sampling(asked: Submission, tokenizer: Tokenizer | None) -> SamplingParams:
+    check_sampling(asked.sampling, tokenizer)
+    return seeded(asked.sampling)
+
+
 def test_request_id_is_taken_or_made() -> None:
-    assert read_request_id(message(request_id="a.b_c:d-9"), ()) == "a.b_c:d-9"
-    made = {read_request_id(message(), ()) for _ in range(10)}
+    assert request_id_of("a.b_c:d-9", ()) == "a.b_c:d-9"
+    made = {request_id_of("", ()) for _ in range(10)}
     assert len(made) == 10
     for name in made:
-        assert read_request_id(message(request_id=name), ()) == name
+        assert request_id_of(name, ()) == name
 
 
 @pytest.mark.parametrize("name", ["a b", "é", "a#2", "x" * 129, "a\n", "/"])
 def test_bad_request_ids(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^request_id: .*; leave it out"):
-        read_request_id(message(request_id=name), ())
+        request_id_of(name, ())
 
 
 def test_request_id_in_use() -> None:
     with pytest.raises(InvalidRequest, match=r"^request_id: 'a' is in use"):
-        read_request_id(message(request_id="a"), {"a"})
+        request_id_of("a", {"a"})
 
 
 def test_salts() -> None:
-    assert [read_salt(message(salt=salt)) for salt in ("", "tenant ü", "x" * 256)] == ["", "tenant ü", "x" * 256]
+    for salt in ("", "tenant ü", "x" * 256):
+        check_salt(salt)
     with pytest.raises(InvalidRequest, match=r"^salt: 257 characters are more than 256; send a digest"):
-        read_salt(message(salt="x" * 257))
+        check_salt("x" * 257)
 
 
 def test_modes() -> None:
-    assert [read_mode(message(mode=number)) for number in (0, 1, 2, 3)] == [
+    assert [submission(mode=number).mode for number in (0, 1, 2, 3)] == [
         Mode.AUTO, Mode.AUTO, Mode.PD, Mode.COLOCATED,
     ]  # fmt: skip
     with pytest.raises(InvalidRequest, match=r"^mode: 17 is unknown; use MODE_AUTO"):
-        read_mode(message(mode=17))
+        submission(mode=17)
 
 
 def test_sampling_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
-    first, second = (read_sampling(message(), tokenizer) for _ in range(2))
+    first, second = (read_sampling(submission(), tokenizer) for _ in range(2))
     assert (first.max_tokens, first.temperature, first.top_k, first.top_p, first.stop) == (128, 0.0, 0, 1.0, ())
     assert first.seed is not None
     assert second.seed is not None
@@ -75,7 +87,7 @@ def test_sampling_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
     given = pb.Sampling(
         max_tokens=3, temperature=0.5, top_k=4, top_p=0.25, seed=0, stop=["x"], stop_token_ids=[9], ignore_eos=True
     )
-    sampling = read_sampling(message(sampling=given), tokenizer)
+    sampling = read_sampling(submission(sampling=given), tokenizer)
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.5, 4, 0.25)
     assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (0, ("x",), (9,), True)
 
@@ -84,7 +96,7 @@ def test_every_kind_of_sampling_is_read() -> None:
     given = pb.Sampling(
         min_p=0.5, repetition_penalty=1.5, presence_penalty=-2, frequency_penalty=2, logit_bias={4: -100}, logprobs=0
     )
-    sampling = read_sampling(message(sampling=given), None)
+    sampling = read_sampling(submission(sampling=given), None)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.5, 1.5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
     assert (sampling.logit_bias, sampling.logprobs) == ({4: -100.0}, 0)
@@ -123,17 +135,17 @@ def test_every_kind_of_sampling_is_read() -> None:
 )
 def test_bad_sampling_names_its_field(tokenizer: Tokenizer, field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}: "):
-        read_sampling(message(sampling=pb.Sampling(**{field: value})), tokenizer)
+        read_sampling(submission(sampling=pb.Sampling(**{field: value})), tokenizer)
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(InvalidRequest, match=r"^stop: this model has no tokenizer"):
-        read_sampling(message(sampling=pb.Sampling(stop=["x"])), None)
+        read_sampling(submission(sampling=pb.Sampling(stop=["x"])), None)
 
 
 async def test_prompts(tokenizer: Tokenizer) -> None:
-    assert await read_prompt(message(text="the quick"), tokenizer, LIMITS) == tokenizer.encode("the quick")
-    assert await read_prompt(message(token_ids=pb.TokenIds(ids=[3, 499])), None, LIMITS) == (3, 499)
+    assert await prompt_of(submission(text="the quick"), tokenizer, LIMITS) == tokenizer.encode("the quick")
+    assert await prompt_of(submission(token_ids=pb.TokenIds(ids=[3, 499])), None, LIMITS) == (3, 499)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +163,18 @@ async def test_prompts(tokenizer: Tokenizer) -> None:
 )
 async def test_bad_prompts(tokenizer: Tokenizer, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^prompt: {problem}"):
-        await read_prompt(message(**fields), tokenizer, LIMITS)
+        await prompt_of(submission(**fields), tokenizer, LIMITS)
 
 
 def test_stop_ids_come_once_each() -> None:
-    asked = message(sampling=pb.Sampling(stop_token_ids=[3, 1, 3, 3, 1]))
+    asked = submission(sampling=pb.Sampling(stop_token_ids=[3, 1, 3, 3, 1]))
     assert read_sampling(asked, None).stop_token_ids == (3, 1)
 
 
 def test_a_message_that_is_none_says_so() -> None:
     for data in (b"\xff\xff\xff", b"\x12\x02\xc3\x28"):  # no protobuf; `text` that is not UTF-8
         with pytest.raises(InvalidRequest, match=r"^message: it is not a GenerateRequest, or a string"):
-            read_message(data)
+            submission_of(data)
 
 
 def test_messages_are_bounded_by_the_context(tokenizer: Tokenizer) -> None:
@@ -179,13 +191,13 @@ def test_messages_are_bounded_by_the_context(tokenizer: Tokenizer) -> None:
 
 async def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt: this model has no tokenizer; send token_ids$"):
-        await read_prompt(message(text="hello"), None, LIMITS)
+        await prompt_of(submission(text="hello"), None, LIMITS)
 
 
 def fit(prompt_tokens: int, max_tokens: int | None, limits: Limits = LIMITS) -> int:
     sampling = pb.Sampling() if max_tokens is None else pb.Sampling(max_tokens=max_tokens)
-    asked = message(sampling=sampling)
-    return fit_max_tokens(asked, prompt_tokens, limits, read_sampling(asked, None)).max_tokens
+    asked = submission(sampling=sampling)
+    return fit_max_tokens(asked, prompt_tokens, limits).max_tokens
 
 
 def test_max_tokens_are_clipped_only_if_the_client_did_not_say() -> None:
@@ -209,16 +221,16 @@ def test_a_request_that_fits_the_context_but_no_pool_exceeds_the_capacity() -> N
 
 
 def test_stop_token_ids_must_exist() -> None:
-    sampling = read_sampling(message(sampling=pb.Sampling(stop_token_ids=[499, 500])), None)
+    sampling = read_sampling(submission(sampling=pb.Sampling(stop_token_ids=[499, 500])), None)
     with pytest.raises(InvalidRequest, match=r"^stop_token_ids: 500"):
         check_stop_token_ids(sampling, 500)
 
 
 def test_logit_bias_is_within_the_vocabulary_and_leaves_a_token() -> None:
-    sampling = read_sampling(message(sampling=pb.Sampling(logit_bias={499: 1.0, 500: 1.0})), None)
+    sampling = read_sampling(submission(sampling=pb.Sampling(logit_bias={499: 1.0, 500: 1.0})), None)
     with pytest.raises(InvalidRequest, match=r"^logit_bias: token id 500 is not below the vocabulary's 500; leave"):
         check_logit_bias(sampling, 500)
-    sampling = read_sampling(message(sampling=pb.Sampling(logit_bias=dict.fromkeys(range(4), -100.0))), None)
+    sampling = read_sampling(submission(sampling=pb.Sampling(logit_bias=dict.fromkeys(range(4), -100.0))), None)
     check_logit_bias(sampling, 5)
     with pytest.raises(InvalidRequest, match=r"^logit_bias: all 4 tokens are forbidden"):
         check_logit_bias(sampling, 4)

@@ -1,0 +1,87 @@
+"""The public gRPC service: one message per token, then one completion; errors as statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+
+from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
+from gateway.grpc_api.statuses import status_of
+from gateway.inference import Completion, Inference
+from pdserve.core.awake_clock import wait_awake
+from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY, CapacityExceeded, NotReady, PdserveError, to_wire
+from pdserve.pb import inference_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+SEND_FAILURE_S = 5.0
+"""Time for sending a failure's reason to the client."""
+
+Context = grpc.aio.ServicerContext[bytes, Any]
+
+
+class InferenceServicer:
+    """``status`` gives the answer of `GetStatus`."""
+
+    def __init__(self, inference: Inference, status: Callable[[], pb.GetStatusResponse]) -> None:
+        self._inference = inference
+        self._status = status
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register with ``server``. `Generate` gets requests as bytes, so that a malformed one is refused like any
+        other invalid request."""
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "GetStatus": grpc.unary_unary_rpc_method_handler(
+                self.GetStatus, response_serializer=pb.GetStatusResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def GetStatus(self, request: bytes, context: Context) -> pb.GetStatusResponse:
+        """The service's workers, their load, and their blocks."""
+        return self._status()
+
+    async def Generate(self, data: bytes, context: Context) -> None:
+        """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
+        has_begun = False
+        try:
+            with self._inference.admission(context.time_remaining()) as arrival:
+                outputs = self._inference.generate(submission_of(data), arrival)
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        if isinstance(output, Completion):
+                            response = pb.GenerateResponse(completion=completion_to_proto(output))
+                        else:
+                            response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
+                        # Bounded, because a client that stops reading blocks the write.
+                        has_begun = True
+                        await arrival.deadline.bound(context.write(response), "the client was reading the answer")
+            return
+        except PdserveError as error:
+            failure: Exception = error
+        except Exception as error:
+            log.exception("unexpected error in a request")
+            failure = error
+        if not has_begun:
+            await self._send_failure(failure, context)
+        sending = asyncio.create_task(self._send_failure(failure, context))
+        if await wait_awake(sending, SEND_FAILURE_S):
+            sending.result()
+        else:  # the client does not read
+            sending.cancel()
+
+    async def _send_failure(self, failure: Exception, context: Context) -> NoReturn:
+        kind, message = to_wire(failure)
+        metadata = [(ERROR_KIND_KEY, kind)]
+        if isinstance(failure, CapacityExceeded | NotReady) and failure.retry_after_s is not None:
+            metadata.append((RETRY_AFTER_KEY, f"{failure.retry_after_s * 1e3:.0f}"))
+        await context.abort(status_of(failure), message, tuple(metadata))

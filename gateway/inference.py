@@ -1,0 +1,172 @@
+"""The service behind both APIs: submissions in, tokens and a final completion out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from gateway.output_text import OutputText
+from gateway.submission import Submission
+from gateway.tokenizer import Tokenizer
+from gateway.validation import (
+    Limits,
+    check_logit_bias,
+    check_salt,
+    check_sampling,
+    check_stop_token_ids,
+    fit_max_tokens,
+    prompt_of,
+    request_id_of,
+    seeded,
+)
+from pdserve.core.clock import Clock
+from pdserve.core.errors import NotReady
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.request import Mode, Request
+from pdserve.core.sampling import FinishReason
+from pdserve.core.timeline import GATEWAY, EventKind
+from router.request_record import Deadline, RequestRecord, RoutingResult
+from router.router import Router
+
+_EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A call that was admitted: when it came, on the gateway's clock, and by when it has to end."""
+
+    received_s: float
+    deadline: Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class OutputToken:
+    """A token of the output. ``text`` is what it adds. ``logprobs`` belong to the token itself, even if its text is
+    held back or trimmed."""
+
+    token_id: int
+    text: str
+    index: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request: its record, where it ran, its whole output, and why that ended."""
+
+    record: RequestRecord
+    result: RoutingResult
+    output: OutputText
+    finish_reason: FinishReason
+
+
+class Inference:
+    """``limits`` gives the workers' limits (None: none has registered yet). ``default_timeout_s`` is the deadline of
+    calls that bring none."""
+
+    def __init__(
+        self,
+        router: Router,
+        tokenizer: Tokenizer | None,
+        limits: Callable[[], Limits | None],
+        clock: Clock,
+        default_timeout_s: float,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.draining: NotReady | None = None
+        """The error that refuses new calls; None if they are served."""
+        self.in_progress = 0
+        """Calls that have been admitted and have not ended."""
+        self._router = router
+        self._limits = limits
+        self._clock = clock
+        self._default_timeout_s = default_timeout_s
+        self._in_use: set[str] = set()
+        self._being_read = 0  # requests whose prompt is being tokenized or waits for it
+
+    @contextmanager
+    def admission(self, timeout_s: float | None) -> Iterator[Arrival]:
+        """Admit a call, which counts as in progress until the context ends, before its message is parsed.
+        ``timeout_s`` is the client's (None: the default). `NotReady` while draining, `CapacityExceeded` if the queue
+        is full."""
+        received_s = self._clock.now()
+        if self.draining is not None:
+            raise NotReady(*self.draining.args)
+        self._router.arrived(self._being_read)
+        self.in_progress += 1
+        try:
+            timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
+            yield Arrival(received_s, Deadline(received_s + timeout_s, self._clock))
+        finally:
+            self.in_progress -= 1
+
+    def limits(self) -> Limits:
+        """The workers' limits. The error that says why, if no worker has registered yet."""
+        return self._limits_for(Mode.AUTO)
+
+    async def generate(
+        self, submission: Submission, arrival: Arrival
+    ) -> AsyncGenerator[OutputToken | Completion, None]:
+        """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers.
+
+        Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
+        request_id = request_id_of(submission.request_id, self._in_use)
+        self._in_use.add(request_id)
+        try:
+            self._being_read += 1
+            try:
+                reading = self._read(submission, request_id)
+                request = await arrival.deadline.bound(reading, "its prompt was tokenized")
+            finally:
+                self._being_read -= 1
+            record = RequestRecord(request, arrival.deadline)
+            record.timeline.record(EventKind.RECEIVED, GATEWAY, arrival.received_s)
+            async with aclosing(self._tokens(record)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._in_use.discard(request_id)
+
+    def _limits_for(self, mode: Mode) -> Limits:
+        limits = self._limits()
+        if limits is None:
+            run_mode = self._router.auto_mode if mode is Mode.AUTO else mode
+            raise self._router.registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
+        return limits
+
+    async def _read(self, submission: Submission, request_id: str) -> Request:
+        check_salt(submission.salt)
+        check_sampling(submission.sampling, self.tokenizer)
+        limits = self._limits_for(submission.mode)
+        check_stop_token_ids(submission.sampling, limits.vocab_size)
+        check_logit_bias(submission.sampling, limits.vocab_size)
+        prompt = await prompt_of(submission, self.tokenizer, limits)
+        sampling = seeded(fit_max_tokens(submission, len(prompt), limits))
+        return Request(request_id, prompt, sampling, submission.mode, salt=submission.salt)
+
+    async def _tokens(self, record: RequestRecord) -> AsyncGenerator[OutputToken | Completion, None]:
+        request, timeline, now = record.request, record.timeline, self._clock.now
+        detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
+        output = OutputText(detokenizer, request.sampling.stop)
+        finish_reason = FinishReason.ERROR
+        timeline.record(EventKind.TOKENIZED, GATEWAY, now())
+        generation = self._router.generate(record)
+        async with aclosing(generation):
+            index = 0
+            async for token in generation:
+                text = output.add(token.token_id)
+                if token.finish_reason is not None:
+                    finish_reason = token.finish_reason
+                    text += output.end()
+                if output.stopped:
+                    finish_reason = FinishReason.STOP
+                if index < len(_EMITTED):
+                    timeline.record(_EMITTED[index], GATEWAY, now())
+                yield OutputToken(token.token_id, text, index, token.logprobs)
+                index += 1
+                if output.stopped and token.finish_reason is None:
+                    await generation.stop()
+                    break
+        timeline.record(EventKind.FINISHED, GATEWAY, now())
+        yield Completion(record, generation.result, output, finish_reason)
