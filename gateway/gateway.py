@@ -1,4 +1,5 @@
-"""The gateway: public and internal gRPC servers, the router, and the maintenance of the worker registry."""
+"""The gateway: the public gRPC and HTTP servers, the internal gRPC server, the router, and the maintenance of the
+worker registry."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from engine.model.folder import tokenizer_note
+from gateway.chat_template import load_chat_template
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
+from gateway.http_api.app import make_app
+from gateway.http_api.generation import Served
+from gateway.http_api.server import HttpServer
 from gateway.inference import Inference
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
@@ -91,11 +96,14 @@ class Gateway:
         note = tokenizer_note(model_folder)
         if note:
             log.warning("%s", note)
+        self._model = config.model.name or model_name
+        self._version = version
+        self._chat_template = load_chat_template(model_folder, config.model.chat_template)
         self._report = report = StatusReport(
             self.registry,
             self.router,
             clock,
-            config.model.name or model_name,
+            self._model,
             version,
             lambda: self.problem is None,
             checkpoint_dtype,
@@ -105,6 +113,7 @@ class Gateway:
         self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
         self._inference = Inference(self.router, tokenizer, report.limits, clock, config.gateway.default_timeout_s)
         self._port = 0
+        self._http: HttpServer | None = None
         self._checks: Any = None
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -115,6 +124,11 @@ class Gateway:
     def port(self) -> int:
         """The public port."""
         return self._port
+
+    @property
+    def http_port(self) -> int:
+        """The port of the HTTP server; 0 without one."""
+        return 0 if self._http is None else self._http.port
 
     @property
     def registry_address(self) -> str:
@@ -132,7 +146,7 @@ class Gateway:
         return self.registry.unavailable(mode)
 
     async def start(self) -> None:
-        """Listen on both ports. `LaunchError` if one is in use; nothing is left listening then."""
+        """Listen on all ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
         public = grpc.aio.server(options=_options(self._max_message_bytes))
         internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
@@ -148,9 +162,12 @@ class Gateway:
         )
         self._port = _listen(public, config.host, config.port, "gateway.port")
         self._registry_port = _listen(internal, self._registry_host, self._registry_port, "the workers' registry port")
+        self._http = self._make_http()
         await internal.start()
         await public.start()
         self._servers = [public, internal]
+        if self._http is not None:
+            await self._http.start()
         self.registry.subscribe(self._changed.set)
         self._tasks = [
             asyncio.create_task(self._maintain_health(checks)),
@@ -195,10 +212,18 @@ class Gateway:
         if self._servers:
             public, internal = self._servers
             await self._checks.enter_graceful_shutdown()
-            await public.stop(grace_s)
+            http = self._http.stop(grace_s) if self._http is not None else asyncio.sleep(0)
+            await asyncio.gather(public.stop(grace_s), http)
             await internal.stop(None)
             self._servers = []
         await self._directory.close()
+
+    def _make_http(self) -> HttpServer | None:
+        config = self._config.gateway
+        if not config.served_http_port:
+            return None
+        served = Served(self._inference, self._model, self._chat_template, self._max_message_bytes)
+        return HttpServer(make_app(served, self._version, lambda: self.problem), config.host, config.served_http_port)
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:

@@ -42,9 +42,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token of the output. ``text`` is what it adds. ``logprobs`` belong to the token itself, even if its text is
-    held back or trimmed."""
+    """A token of the output of ``record``. ``text`` is what it adds. ``logprobs`` belong to the token itself, even if
+    its text is held back or trimmed."""
 
+    record: RequestRecord
     token_id: int
     text: str
     index: int
@@ -100,6 +101,15 @@ class Inference:
             yield Arrival(received_s, Deadline(received_s + timeout_s, self._clock))
         finally:
             self.in_progress -= 1
+
+    def within(self, arrival: Arrival, timeout_s: float) -> Arrival:
+        """``arrival`` with the deadline that the client has set."""
+        return Arrival(arrival.received_s, Deadline(arrival.received_s + timeout_s, self._clock))
+
+    @property
+    def known_limits(self) -> Limits | None:
+        """The workers' limits; None if no worker has registered yet."""
+        return self._limits()
 
     def limits(self) -> Limits:
         """The workers' limits. The error that says why, if no worker has registered yet."""
@@ -163,7 +173,7 @@ class Inference:
                     finish_reason = FinishReason.STOP
                 if index < len(_EMITTED):
                     timeline.record(_EMITTED[index], GATEWAY, now())
-                yield OutputToken(token.token_id, text, index, token.logprobs)
+                yield OutputToken(record, token.token_id, text, index, token.logprobs)
                 index += 1
                 if output.stopped and token.finish_reason is None:
                     await generation.stop()

@@ -81,6 +81,11 @@ class OutputText:
         return self._stops.hit is not None
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.hit
+
+    @property
     def text(self) -> str:
         """All text that was shown."""
         return "".join(self._shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -45,13 +45,18 @@ def request_id_of(asked: str, in_use: Container[str]) -> str:
     """The client's request id, or a new one if it is empty. `DuplicateRequest` if another request has it."""
     if not asked:
         return f"req-{uuid.uuid4().hex}"
+    check_request_id(asked)
+    if asked in in_use:
+        raise DuplicateRequest(f"request_id: {asked!r} is in use by another request; choose another or leave it out")
+    return asked
+
+
+def check_request_id(asked: str) -> None:
+    """Refuse ids that cannot stand in headers, logs and attempt ids."""
     if not _REQUEST_ID.fullmatch(asked):
         raise InvalidRequest(
             f"request_id: {asked[:150]!r} is not 1 to 128 letters, digits or any of . _ : -; leave it out to get one"
         )
-    if asked in in_use:
-        raise DuplicateRequest(f"request_id: {asked!r} is in use by another request; choose another or leave it out")
-    return asked
 
 
 def check_salt(salt: str) -> None:
@@ -80,37 +85,46 @@ def seeded(sampling: SamplingParams) -> SamplingParams:
 
 
 async def prompt_of(submission: Submission, tokenizer: Tokenizer | None, limits: Limits) -> tuple[int, ...]:
-    """The prompt's token ids, all within the vocabulary. Prompts that exceed the context are refused before they are
-    tokenized or copied."""
-    prompt, context_length, vocab_size = submission.prompt, limits.context_length, limits.vocab_size
+    """The prompt's token ids, at least one and all within the vocabulary. Prompts that exceed the context are refused
+    before they are tokenized or copied."""
+    prompt = submission.prompt
     if prompt is None:
         raise InvalidRequest("prompt: it is missing; set text or token_ids")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("prompt: this model has no tokenizer; send token_ids")
-        most_bytes = context_length * tokenizer.longest_token_bytes
-        if 4 * len(prompt) > most_bytes and len(prompt.encode()) > most_bytes:
-            raise InvalidRequest(
-                f"prompt: {len(prompt)} characters are more than the context of {context_length} tokens can hold (of "
-                f"{tokenizer.longest_token_bytes} bytes each at most); shorten it"
-            )
-        special = submission.special_tokens
-        token_ids = await tokenizer.encode_async(prompt, context_length, special_tokens=special) if prompt else ()
+        token_ids = await text_to_token_ids(prompt, tokenizer, limits, submission.special_tokens) if prompt else ()
+        check_token_ids("prompt", token_ids, limits)
     else:
-        if (count := len(prompt)) > context_length:
-            raise InvalidRequest(f"prompt: {count} tokens exceed the context of {context_length}; shorten it")
+        check_token_ids("prompt", prompt, limits)
         token_ids = tuple(prompt)
     if not token_ids:
         raise InvalidRequest("prompt: it is empty; send at least one token")
-    if min(token_ids) < 0:
-        raise InvalidRequest("prompt: a token id is negative; ids begin at 0")
-    if max(token_ids) >= vocab_size:
-        position = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-        raise InvalidRequest(
-            f"prompt: token id {token_ids[position]} at position {position} is not below the vocabulary's "
-            f"{vocab_size}; use this model's own tokenizer"
-        )
     return token_ids
+
+
+async def text_to_token_ids(text: str, tokenizer: Tokenizer, limits: Limits, special_tokens: bool) -> tuple[int, ...]:
+    """The token ids of a prompt's text. Texts that exceed the context are refused, before they are tokenized if their
+    length says so."""
+    most_bytes = limits.context_length * tokenizer.longest_token_bytes
+    if 4 * len(text) > most_bytes and len(text.encode()) > most_bytes:
+        raise InvalidRequest(
+            f"prompt: {len(text)} characters are more than the context of {limits.context_length} tokens can hold (of "
+            f"{tokenizer.longest_token_bytes} bytes each at most); shorten it"
+        )
+    return await tokenizer.encode_async(text, limits.context_length, special_tokens=special_tokens)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], limits: Limits) -> None:
+    """Refuse more ids than the context holds, and ids outside the vocabulary."""
+    if (count := len(token_ids)) > limits.context_length:
+        raise InvalidRequest(f"{field}: {count} tokens exceed the context of {limits.context_length}; shorten it")
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+        position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limits.vocab_size)
+        raise InvalidRequest(
+            f"{field}: token id {token_ids[position]} at position {position} is not below the vocabulary's "
+            f"{limits.vocab_size}; use this model's own tokenizer"
+        )
 
 
 def fit_max_tokens(submission: Submission, prompt_tokens: int, limits: Limits) -> SamplingParams:

@@ -34,6 +34,7 @@ _SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
     "dtype": ("model.dtype", str, "auto, float32, bfloat16 or float16"),
     "transport": ("transfer.transport", str, "auto, shm, tcp, grpc_stream, torch_dist or nixl"),
     "port": ("gateway.port", int, "port of the gRPC API; 0 picks a free one"),
+    "http_port": ("gateway.http_port", int, "port of the HTTP API; 0 turns it off; default: 8000 if --port is 50051"),
     "address": ("cluster.address", str, "'local' starts a Ray; 'auto' or host:port joins one"),
 }
 """Options of `up` and `doctor`: the key of the configuration that each one overrides, its type, and its help."""

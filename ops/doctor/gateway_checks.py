@@ -22,15 +22,18 @@ _ANSWER_S = 5.0
 
 
 def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Finding]:
-    """The public port has to be free, unless the examined service itself uses it (``own_port``; 0: it does not run)."""
-    try:
-        free_port(gateway.host, gateway.port)
-    except LaunchError as error:
-        if gateway.port == own_port:
-            yield ok("port", _GATEWAY, f"the service on port {gateway.port} runs; a second one needs another port")
-        else:
-            remedy = "end the process that holds it, or choose another with --port (gateway.port)"
-            yield port_taken(_GATEWAY, str(error), gateway.port, remedy)
+    """The public ports have to be free, unless the examined service itself, on ``own_port``, runs (0: it does not)."""
+    if gateway.port == own_port and own_port:
+        yield ok("port", _GATEWAY, f"the service on port {gateway.port} runs; a second one needs other ports")
+        return
+    ports = {"gateway.port": gateway.port, "gateway.http_port": gateway.served_http_port}
+    for key, port in ports.items():
+        option = f"--{key.removeprefix('gateway.').replace('_', '-')}"
+        try:
+            free_port(gateway.host, port, key)
+        except LaunchError as error:
+            remedy = f"end the process that holds it, or choose another with {option} ({key})"
+            yield port_taken(_GATEWAY, str(error), port, remedy)
 
 
 def check_tokenizer(folder: Path | None) -> Iterator[Finding]:

@@ -31,6 +31,9 @@ def first_port(base: int, ordinal: int) -> int:
     return first
 
 
+_HINTS = {"gateway.port": " with --port", "gateway.http_port": " with --http-port, or turn HTTP off with 0"}
+
+
 def free_port(host: str, port: int, key: str = "gateway.port") -> int:
     """``port`` if it is free, or for 0 a free port. ``host`` is a name or an address (IPv4 or IPv6). LaunchError, which
     names the configuration's ``key``, if the port is taken."""
@@ -48,5 +51,5 @@ def free_port(host: str, port: int, key: str = "gateway.port") -> int:
         where = join_address(host, port)
         if isinstance(error, socket.gaierror):
             raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
-        hint = " with --port" if key == "gateway.port" else ""
+        hint = _HINTS.get(key, "")
         raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}; choose another{hint}") from None

@@ -103,7 +103,10 @@ class Service:
         if note := tokenizer_note(model.folder):
             self._note(note)  # the gateway adds it to its status itself
         roles_of(self.config.cluster)
-        self.port = free_port(self.config.gateway.host, self.config.gateway.port)
+        gateway = self.config.gateway
+        self.port = free_port(gateway.host, gateway.port)
+        if gateway.served_http_port:
+            free_port(gateway.host, gateway.served_http_port, "gateway.http_port")
 
     def start(self) -> None:
         """Start everything. On an error everything is stopped again and a PdserveError raised."""

@@ -17,6 +17,9 @@ from pdserve.core.errors import ConfigError
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
+DEFAULT_PORT = 50_051
+DEFAULT_HTTP_PORT = 8000
+
 PlacementPolicy = Literal["pack", "spread", "strict_spread"]
 """See `ClusterConfig.placement`."""
 
@@ -39,6 +42,9 @@ class ModelConfig(_Section):
         "instructions); an explicit type is used everywhere, with a warning where it is emulated",
     )
     name: str | None = Field(None, description="the name shown to clients; default: the folder's")
+    chat_template: Path | None = Field(
+        None, description="a Jinja template for chats, instead of the one in the model's folder"
+    )
 
 
 class ClusterConfig(_Section):
@@ -223,11 +229,25 @@ class RouterConfig(_Section):
 
 
 class GatewayConfig(_Section):
-    """The public server."""
+    """The public servers."""
 
-    host: str = Field("0.0.0.0", description="address the gRPC server listens on")
-    port: Annotated[int, Field(ge=0, le=65_535)] = Field(50_051, description="port of the gRPC server; 0 picks one")
+    host: str = Field("0.0.0.0", description="address that the gRPC and HTTP servers listen on")
+    port: Annotated[int, Field(ge=0, le=65_535)] = Field(
+        DEFAULT_PORT, description="port of the gRPC server; 0 picks one"
+    )
+    http_port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
+        None,
+        description="port of the OpenAI-compatible HTTP server; 0 turns it off; default: 8000 for a service on the "
+        "default port, else 0, so that several services of one host do not meet",
+    )
     default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
+
+    @property
+    def served_http_port(self) -> int:
+        """The port of the HTTP server; 0 without one."""
+        if self.http_port is not None:
+            return self.http_port
+        return DEFAULT_HTTP_PORT if self.port == DEFAULT_PORT else 0
 
 
 class PdserveConfig(_Section):

@@ -5,7 +5,9 @@
     ├── ModelError            the model folder is missing, unsupported or corrupt
     ├── LaunchError           the service cannot start as requested (port in use, too few device slots)
     ├── InvalidRequest        one field of a request is wrong; names the field; do not retry unchanged
-    │   └── DuplicateRequest  another request in progress has the same request id
+    │   ├── DuplicateRequest  another request in progress has the same request id
+    │   ├── UnknownModel      another model is served
+    │   └── BodyTooLarge      the body of an HTTP request exceeds the limit of messages
     ├── CapacityExceeded      the request does not fit, or the queue is full; retry later or ask for less
     ├── NotReady              no worker can take the request yet; retry later
     ├── DeadlineExceeded      the request's own deadline passed; raise it or reduce the load
@@ -55,6 +57,14 @@ class InvalidRequest(PdserveError):
 
 class DuplicateRequest(InvalidRequest):
     """A request in progress has the same request id."""
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that is not served."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body of an HTTP request exceeds the limit of messages."""
 
 
 class CapacityExceeded(PdserveError):

@@ -13,6 +13,8 @@ TREE = {
     "LaunchError": "FAILED_PRECONDITION",
     "InvalidRequest": "INVALID_ARGUMENT",
     "DuplicateRequest": "INVALID_ARGUMENT",
+    "UnknownModel": "INVALID_ARGUMENT",
+    "BodyTooLarge": "INVALID_ARGUMENT",
     "CapacityExceeded": "RESOURCE_EXHAUSTED",
     "NotReady": "UNAVAILABLE",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",

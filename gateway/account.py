@@ -1,0 +1,71 @@
+"""The account of a finished request, which both APIs give: where it ran, what its hand-off moved, and how long each
+stage took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.inference import Completion
+from pdserve.core.timeline import EventKind, Figure, Timeline
+from router.request_record import RoutingResult
+
+
+def account_of(completion: Completion) -> dict[str, Any]:
+    """Plain values under the names of the message ``Completion`` in proto/pdserve/pb/inference.proto, which documents
+    them; ``mode`` is ``pd``, ``colocated``, or empty."""
+    record, result = completion.record, completion.result
+    timeline = record.timeline
+    return {
+        "request_id": record.request.request_id,
+        "finish_reason": completion.finish_reason.value,
+        "mode": "" if result.mode is None else result.mode.value,
+        "prefill_worker": result.prefill_worker,
+        "decode_worker": result.decode_worker,
+        "prompt_tokens": len(record.request.prompt_token_ids),
+        "output_tokens": len(record.output_token_ids),
+        "prefill_cached_tokens": result.prefill_cached_tokens,
+        "attempts": result.attempts,
+        "transfer": _transfer(timeline, result),
+        "gateway_ttft_ms": _stages_ms(timeline, Figure.TTFT),
+        "gateway_ttft_decode_ms": _stages_ms(timeline, Figure.TTFT_DECODE),
+        "events": [
+            {"kind": event.kind.value, "worker": event.worker, "time_s": event.time_s}
+            for event in timeline.events.values()
+        ],
+        "clocks": [
+            {"worker": worker, "offset_s": clock.offset_s, "error_s": clock.error_s}
+            for worker, clock in timeline.clocks.items()
+        ],
+    }
+
+
+def _transfer(timeline: Timeline, result: RoutingResult) -> dict[str, Any]:
+    proof = result.proof
+    transfer: dict[str, Any] = {"kv_bytes_expected": result.kv_bytes_expected, "block_size": result.block_size}
+    if proof is not None:
+        transfer |= {
+            "transport": proof.transport,
+            "kv_bytes": proof.kv_bytes,
+            "kv_bytes_retried": proof.kv_bytes_retried,
+            "blocks_sent": proof.blocks_received,
+            "blocks_skipped": proof.blocks_skipped,
+            "messages": proof.messages,
+            "checksum": proof.checksum,
+            "wire_ms": proof.wire_ms,
+            "request_to_ready_ms": proof.request_to_ready_ms,
+            "export_ms": proof.export_ms,
+            "import_ms": proof.import_ms,
+            "span_ms": proof.span_ms,
+            "gbs": proof.gbs,
+            "ceiling_gbs": proof.ceiling_gbs,
+        }
+    sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
+    if timeline.has(sampled) and timeline.has(verified):
+        exposed_s = timeline.gateway_time(verified) - timeline.gateway_time(sampled)
+        transfer |= {"exposed_ms": max(0.0, exposed_s) * 1e3, "room_wait_ms": timeline.room_wait_ms}
+    return transfer
+
+
+def _stages_ms(timeline: Timeline, figure: Figure) -> dict[str, float]:
+    breakdown = timeline.breakdown(figure)
+    return {} if breakdown is None else dict(breakdown.stages_ms)

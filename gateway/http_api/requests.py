@@ -1,0 +1,204 @@
+"""Bodies of the HTTP API's requests: OpenAI's fields, vLLM's extensions of them, and the object ``pdserve``.
+
+Fields that the service cannot honour are accepted only with the value that asks for nothing. Ranges of sampling are
+checked by `gateway.validation`, for both APIs alike."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from pdserve.core.request import Mode
+from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS
+
+MAX_CHOICES = 128
+"""Most outputs of one call: prompts times ``n``."""
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+
+Count = Annotated[int, Field(ge=0, lt=2**32)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    """Options of a stream."""
+
+    include_usage: bool = Field(False, description="send the usage in a last chunk without choices")
+    continuous_usage_stats: bool = Field(False, description="send the usage so far with every chunk")
+
+
+class Extension(_Body):
+    """What OpenAI's API has no field for."""
+
+    mode: Annotated[Mode, Field(strict=False)] = Field(
+        Mode.AUTO, description="where the request runs: auto, pd or colocated"
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = Field(
+        None, description="deadline in seconds; default: gateway.default_timeout_s"
+    )
+    breakdown: bool = Field(
+        False, description="answer with the object `pdserve`: workers, stages of TTFT, proof of the KV transfer"
+    )
+
+
+class GenerationBody(_Body):
+    """Fields that both kinds of generation have."""
+
+    model: str | None = Field(None, description="the served model's name; may be left out")
+    stream: bool = Field(False, description="send server-sent events, one for each token")
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Count | None = Field(None, description="the same as max_tokens")
+    temperature: float | None = Field(None, description="0 is greedy; default 1")
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(None, description="0 and -1 turn it off")
+    min_p: float | None = None
+    seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="outputs per prompt; with a seed they use seed, seed + 1, and so on"
+    )
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool = False
+    min_tokens: Count = Field(0, description="only with ignore_eos, or 0")
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_BIASES)] | None = None
+    return_token_ids: bool = Field(False, description="send the token ids of prompt and outputs")
+    cache_salt: str | None = Field(None, description="cached KV is shared only within one salt")
+    request_id: str | None = Field(None, description="default: the header x-request-id, else a new one")
+    pdserve: Extension = Field(default_factory=Extension)
+
+    user: str | None = Field(None, description="accepted, not used")
+    metadata: dict[str, str] | None = Field(None, description="accepted, not used")
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    include_stop_str_in_output: Literal[False] = False
+    use_beam_search: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: they need stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_min_tokens(self) -> Self:
+        if self.min_tokens and not self.ignore_eos:
+            raise ValueError("min_tokens: it is not supported without ignore_eos: true; leave it out")
+        return self
+
+
+def _kind_of_prompt(value: object) -> str:
+    if not isinstance(value, list):
+        return "a text"
+    first = value[0] if value else 0
+    return (
+        "the texts" if isinstance(first, str) else "lists of token ids" if isinstance(first, list) else "the token ids"
+    )
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("a text")]
+    | Annotated[list[str], Tag("the texts")]
+    | Annotated[list[TokenId], Tag("the token ids")]
+    | Annotated[list[list[TokenId]], Tag("lists of token ids")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class CompletionBody(GenerationBody):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: Prompts = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
+    max_tokens: Count | None = Field(None, description="default 16")
+    logprobs: Count | None = Field(None, description="with each token that many likeliest ones (at most 20)")
+    echo: bool = Field(False, description="begin the text with the prompt; not together with logprobs")
+    best_of: Count | None = Field(None, description="only the value of n")
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of: {self.best_of} is not n ({self.n or 1}); outputs are not ranked, leave it out")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: log-probabilities of prompts are not supported; leave out echo or logprobs")
+        return self
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"] = Field(description="only text is supported")
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat. Further fields go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+
+class ResponseFormat(_Body):
+    """The format of the output."""
+
+    type: Literal["text"] = Field(description="only text is supported")
+
+
+class ChatBody(GenerationBody):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Count | None = Field(None, description="default: what fits into the context")
+    logprobs: bool | None = None
+    top_logprobs: Count | None = Field(None, description="with each token that many likeliest ones (at most 20)")
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="definitions for the chat template; the output is not parsed for calls"
+    )
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="accepted, not used")
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the chat template")
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: it needs logprobs: true")
+        return self
+
+
+class TokenizeBody(_Body):
+    """The body of ``POST /tokenize``: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(_Body):
+    """The body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,72 @@
+"""Runs the HTTP API on the gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from pdserve.core.errors import LaunchError
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the gateway's process's own."""
+        yield
+
+
+class HttpServer:
+    """An HTTP server for ``app``. `LaunchError` if the port is in use."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise LaunchError(
+                f"gateway.http_port: {port} on {host} cannot be used ({error.strerror}); choose another, or 0 for no "
+                "HTTP server"
+            ) from None
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when it serves."""
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise LaunchError("gateway.http_port: the HTTP server ended while it started")
+            await asyncio.sleep(0.001)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new connections, let running calls go on for ``grace_s``, then cancel them."""
+        if self._serving is None:
+            self._socket.close()
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        await self._serving

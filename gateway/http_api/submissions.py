@@ -1,0 +1,132 @@
+"""Bodies of HTTP requests to submissions, one per output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.chat_template import NO_TEMPLATE, ChatTemplate
+from gateway.http_api.requests import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody, Message
+from gateway.submission import Submission
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.sampling import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16
+DEFAULT_TEMPERATURE = 1.0
+MOST_TOKENS = 2**31
+"""Asks for all that fit."""
+
+
+def completions(body: CompletionBody, request_id: str) -> list[Submission]:
+    """The submissions of a completion: of each prompt its ``n`` outputs, one after the other."""
+    prompt = body.prompt
+    many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    prompts: Sequence[Any] = prompt if many else [prompt]
+    return _submissions(body, prompts, request_id, body.logprobs, DEFAULT_MAX_TOKENS)
+
+
+def chat(body: ChatBody, template: ChatTemplate | None, request_id: str) -> list[Submission]:
+    """The submissions of a chat: its ``n`` outputs."""
+    text = render(template, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _submissions(body, [text], request_id, logprobs, MOST_TOKENS, special_tokens=False)
+
+
+def render(
+    template: ChatTemplate | None,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt of a chat."""
+    if template is None:
+        raise InvalidRequest(NO_TEMPLATE)
+    return template.render(
+        [_plain(message) for message in messages],
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+    )
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """The message as templates expect it: content is text, and arguments of tool calls are objects."""
+    plain = {key: value for key, value in message.model_dump().items() if value is not None or key == "content"}
+    if isinstance(message.content, list):
+        plain["content"] = "\n".join(part.text for part in message.content)
+    for call in plain.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError:
+                raise InvalidRequest("messages: the arguments of a tool call are not valid JSON") from None
+    return plain
+
+
+def _submissions(
+    body: GenerationBody,
+    prompts: Sequence[Any],
+    request_id: str,
+    logprobs: int | None,
+    default_max_tokens: int,
+    special_tokens: bool = True,
+) -> list[Submission]:
+    choices = body.n or 1
+    count = len(prompts) * choices
+    if count > MAX_CHOICES:
+        raise InvalidRequest(
+            f"n: {len(prompts)} prompts with {choices} outputs are more than {MAX_CHOICES}; ask for less"
+        )
+    sampling, shorten = _sampling(body, logprobs, default_max_tokens)
+    submissions = []
+    for index in range(count):
+        seed = None if sampling.seed is None else (sampling.seed + index % choices) % 2**63
+        submissions.append(
+            Submission(
+                prompt=prompts[index // choices],
+                sampling=msgspec.structs.replace(sampling, seed=seed),
+                request_id=request_id if count == 1 else f"{request_id}-{index}",
+                mode=body.pdserve.mode,
+                salt=body.cache_salt or "",
+                shorten=shorten,
+                special_tokens=special_tokens,
+            )
+        )
+    return submissions
+
+
+def _sampling(body: GenerationBody, logprobs: int | None, default_max_tokens: int) -> tuple[SamplingParams, bool]:
+    """The sampling, and whether its ``max_tokens`` are the default."""
+    asked: int | None = getattr(body, "max_tokens", None)
+    if body.max_completion_tokens is not None:
+        if asked not in (None, body.max_completion_tokens):
+            raise InvalidRequest(
+                f"max_completion_tokens: {body.max_completion_tokens} is not max_tokens ({asked}); leave one out"
+            )
+        asked = body.max_completion_tokens
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+    def or_default(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return SamplingParams(
+        max_tokens=default_max_tokens if asked is None else asked,
+        temperature=or_default(body.temperature, DEFAULT_TEMPERATURE),
+        top_k=max(0, body.top_k or 0),
+        top_p=or_default(body.top_p, 1.0),
+        seed=body.seed,
+        stop=stop,
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+        ignore_eos=body.ignore_eos,
+        min_p=or_default(body.min_p, 0.0),
+        repetition_penalty=or_default(body.repetition_penalty, 1.0),
+        presence_penalty=or_default(body.presence_penalty, 0.0),
+        frequency_penalty=or_default(body.frequency_penalty, 0.0),
+        logit_bias=dict(body.logit_bias or {}),
+        logprobs=logprobs,
+    ), asked is None

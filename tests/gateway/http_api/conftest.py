@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.gateway.conftest import Service, StartService, build_byte_level
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if tools %}tools {{ tools | tojson }}\n{% endif %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@dataclass
+class Http:
+    """A service with fake workers, and an HTTP client for it."""
+
+    service: Service
+    client: httpx2.AsyncClient
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.service.gateway.http_port}"
+
+    async def post(self, path: str, **body: Any) -> httpx2.Response:
+        return await self.client.post(path, json=body)
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        answer = await self.post("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    async def events(self, path: str, **body: Any) -> list[str]:
+        """The data of all events of a stream."""
+        answer = await self.post(path, stream=True, **body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = answer.text.split("\n\n")
+        assert events.pop() == ""
+        assert all(event.startswith("data: ") for event in events)
+        return [event.removeprefix("data: ") for event in events]
+
+
+StartHttp = Callable[..., Awaitable[Http]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    return build_byte_level(tmp_path_factory.mktemp("chat"), config)
+
+
+@pytest.fixture
+async def start_http(start_service: StartService, chat_folder: Path) -> AsyncIterator[StartHttp]:
+    clients = []
+
+    async def start(
+        *workers: str, folder: Path | None = chat_folder, gateway: dict[str, Any] | None = None, **settings: Any
+    ) -> Http:
+        ports = {"host": "127.0.0.1", "port": 0, "http_port": free_port()}
+        service = await start_service(*workers, folder=folder, gateway={**ports, **(gateway or {})}, **settings)
+        client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{service.gateway.http_port}", timeout=20)
+        clients.append(client)
+        return Http(service, client)
+
+    yield start
+    for client in clients:
+        await client.aclose()
+
+
+@pytest.fixture
+async def http(start_http: StartHttp) -> Http:
+    """A service of one pair."""
+    return await start_http("p0", "d0")

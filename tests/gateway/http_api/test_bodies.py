@@ -1,0 +1,147 @@
+"""Bodies that are refused, and routes that there are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.http_api.failures import STATUSES, status_of
+from pdserve.core.errors import PdserveError
+from tests.gateway.http_api.conftest import Http
+from tests.gateway.test_statuses import family
+
+PATH = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt.1"),
+        ({"prompt": [[1], [-1]]}, "prompt.1.0"),
+        ({"prompt": [1.5]}, "prompt.0"),
+        ({"prompt": [2**32]}, "prompt.0"),
+        ({"prompt": [1000]}, "prompt"),
+        ({"prompt": [1] * 300}, "prompt"),
+        ({"prompt": "x", "tokens": 5}, "tokens"),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 300}, "max_tokens"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "temperature": True}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
+        ({"prompt": "x", "top_k": -2}, "top_k"),
+        ({"prompt": "x", "seed": -1}, "seed"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": ["x"] * 65, "n": 2}, "n"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": [5]}, "stop.0"),
+        ({"prompt": "x", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a"),
+        ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"1000": 1}}, "logit_bias"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "min_tokens": 3}, "min_tokens"),
+        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "pdserve": {"mode": "fast"}}, "pdserve.mode"),
+        ({"prompt": "x", "pdserve": {"timeout_s": 0}}, "pdserve.timeout_s"),
+        ({"prompt": "x", "cache_salt": "x" * 257}, "salt"),
+        ({"prompt": "x", "request_id": "a b"}, "request_id"),
+    ],
+)
+async def test_a_wrong_field_is_named(http: Http, body: dict[str, Any], param: str) -> None:
+    answer = await http.post(PATH, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", "InvalidRequest")
+    assert error["message"].startswith(f"{param}: ")
+    http.service.check_idle()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'{"prompt": "\xff"}',
+        rb'{"prompt": "\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b"[" * 100_000,
+    ],
+)
+async def test_bodies_that_are_no_json(http: Http, data: bytes) -> None:
+    answer = await http.client.post(PATH, content=data)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] in ("body", "temperature")
+
+
+async def test_fields_that_ask_for_nothing_are_accepted(http: Http) -> None:
+    await http.complete(
+        prompt=[60], max_tokens=2, model="fake", user="me", best_of=1, suffix="", logit_bias=None, stop=None, seed=None,
+        min_tokens=2, ignore_eos=True, top_k=-1, skip_special_tokens=True, metadata={"a": "b"}, stream_options=None,
+    )  # fmt: skip
+
+
+async def test_a_body_that_is_too_large(http: Http) -> None:
+    answer = await http.client.post(PATH, content=b'{"prompt": "' + b"x" * 2**21 + b'"}')
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
+
+
+async def test_other_models_and_routes(http: Http) -> None:
+    for answer in (
+        await http.post(PATH, prompt="x", model="gpt-4"),
+        await http.client.get("/v1/models/gpt-4"),
+        await http.client.get("/v2/completions"),
+    ):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    wrong = await http.client.get(PATH)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
+async def test_the_other_routes(http: Http) -> None:
+    get = http.client.get
+    assert (await get("/health")).status_code == 200
+    assert (await get("/version")).json() == {"version": "1.2.3"}
+    (model,) = (await get("/v1/models")).json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("fake", 256)
+    assert (await get("/v1/models/fake")).json() == model
+    assert PATH in (await get("/openapi.json")).json()["paths"]
+
+
+async def test_tokens_of_text_and_back(http: Http) -> None:
+    text = "größer, the quick"
+    tokenizer = http.service.gateway._inference.tokenizer
+    assert tokenizer is not None
+    answer = (await http.post("/tokenize", prompt=text, return_token_strs=True)).json()
+    assert answer["tokens"] == list(tokenizer.encode(text))
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+    assert len(answer["token_strs"]) == answer["count"]
+    assert (await http.post("/detokenize", tokens=answer["tokens"])).json() == {"prompt": text}
+    chat = (await http.post("/tokenize", messages=[{"role": "user", "content": "hi"}])).json()
+    assert chat["tokens"] == list(tokenizer.encode("<s>[user] hi\n[assistant] ", special_tokens=False))
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": []}),
+        ("/detokenize", {"tokens": [999_999]}),
+    ):
+        assert (await http.post(path, **body)).status_code == 400
+
+
+def test_every_error_of_the_tree_has_a_status() -> None:
+    assert {status_of(kind("x")) for kind in family(PdserveError)} == set(STATUSES.values())
+    assert status_of(ValueError("x")) == 500

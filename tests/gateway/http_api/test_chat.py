@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.http_api.conftest import Http, StartHttp
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick"}]
+
+
+async def prompt_text(http: Http, **body: Any) -> str:
+    """The text of the prompt that the workers got."""
+    answer = await http.post(PATH, max_tokens=1, return_token_ids=True, **body)
+    assert answer.status_code == 200, answer.text
+    tokenizer = http.service.gateway._inference.tokenizer
+    assert tokenizer is not None
+    return "".join(tokenizer.token_text(each) for each in answer.json()["choices"][0]["prompt_token_ids"])
+
+
+async def test_messages_become_the_models_prompt(http: Http) -> None:
+    assert await prompt_text(http, messages=MESSAGES) == "<s>[system] be brief\n[user] the quick\n[assistant] "
+    assert await prompt_text(http, messages=MESSAGES[1:], add_generation_prompt=False) == "<s>[user] the quick\n"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert await prompt_text(http, messages=parts) == "<s>[user] a\nb\n[assistant] "
+    tools = [{"type": "function", "function": {"name": "größe"}}]
+    assert 'tools [{"type": "function", "function": {"name": "größe"}}]' in await prompt_text(
+        http, messages=MESSAGES, tools=tools
+    )
+
+
+async def test_an_answer(http: Http) -> None:
+    answer = (await http.post(PATH, messages=MESSAGES, max_completion_tokens=4, ignore_eos=True)).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 4
+    events = await http.events(PATH, messages=MESSAGES, max_completion_tokens=4, ignore_eos=True)
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert not any("role" in delta for delta in deltas[1:])
+    assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
+
+
+async def test_without_a_limit_the_context_is_filled(http: Http) -> None:
+    answer = (await http.post(PATH, messages=MESSAGES, ignore_eos=True)).json()
+    assert answer["usage"]["total_tokens"] == 256
+
+
+async def test_a_model_without_a_template_says_what_to_do(start_http: StartHttp, model_folder: Path) -> None:
+    http = await start_http("p0", "d0", folder=model_folder)
+    answer = await http.post(PATH, messages=MESSAGES)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "no chat template" in message
+    assert "model.chat_template" in message
+
+
+async def test_a_template_of_the_users_own(start_http: StartHttp, model_folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    http = await start_http("p0", "d0", folder=model_folder, model={"chat_template": str(template)})
+    assert await prompt_text(http, messages=MESSAGES) == "be briefthe quick"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+    ],
+)
+async def test_bad_bodies_name_the_field(http: Http, body: dict[str, Any], param: str) -> None:
+    answer = await http.post(PATH, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
