@@ -43,12 +43,13 @@ class Arrival:
 @dataclass(frozen=True, slots=True)
 class OutputToken:
     """A token of the output of ``record``. ``text`` is what it adds. ``logprobs`` belong to the token itself, even if
-    its text is held back or trimmed."""
+    its text is held back or trimmed. After the ``last`` one comes the completion."""
 
     record: RequestRecord
     token_id: int
     text: str
     index: int
+    last: bool
     logprobs: TokenLogprobs | None
 
 
@@ -173,7 +174,8 @@ class Inference:
                     finish_reason = FinishReason.STOP
                 if index < len(_EMITTED):
                     timeline.record(_EMITTED[index], GATEWAY, now())
-                yield OutputToken(record, token.token_id, text, index, token.logprobs)
+                last = output.stopped or token.finish_reason is not None
+                yield OutputToken(record, token.token_id, text, index, last, token.logprobs)
                 index += 1
                 if output.stopped and token.finish_reason is None:
                     await generation.stop()

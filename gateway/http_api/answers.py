@@ -59,10 +59,6 @@ class Answer(ABC):
     def token_choice(self, token: OutputToken) -> Object:
         """What a token adds to the choice of its chunk."""
 
-    @abstractmethod
-    def last_choice(self) -> Object:
-        """What the chunk with the finish reason has."""
-
     def whole(self, outputs: Sequence[tuple[Completion, Sequence[OutputToken]]]) -> Object:
         """The answer that is no stream."""
         choices = []
@@ -76,22 +72,23 @@ class Answer(ABC):
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(completions),
                 **self._accounts(completions)}  # fmt: skip
 
-    def token(self, index: int, token: OutputToken, counts: bool = False) -> Object:
-        """The chunk of a token of output ``index``. ``counts``: with the output's usage so far."""
+    def chunk(
+        self, index: int, token: OutputToken, completion: Completion | None = None, counts: bool = False
+    ) -> Object:
+        """The chunk of a token of output ``index``; that of the last token has the finish reason and the account of
+        its ``completion``. ``counts``: with the output's usage so far."""
         choice = {"index": index, **self.token_choice(token), "finish_reason": None}
         if token.index == 0:
             choice = _merged(self.first(index), choice)
         if self._token_ids:
             choice["token_ids"] = [token.token_id]
-        usage = _usage_of(len(token.record.request.prompt_token_ids), token.index + 1, None) if counts else None
-        return self._chunk([choice], usage)
-
-    def end(self, index: int, completion: Completion, counts: bool = False) -> Object:
-        """The chunk with the finish reason of output ``index``, and its account. ``counts``: with its usage."""
-        choice = {"index": index, **self.last_choice(), **self._end(completion)}
+        prompt = token.record.request.prompt_token_ids
+        usage = _usage_of(len(prompt), token.index + 1, None) if counts else None
+        if completion is None:
+            return self._chunk([choice], usage)
+        choice |= self._end(completion)
         if self._token_ids:
-            choice["prompt_token_ids"] = list(completion.record.request.prompt_token_ids)
-        usage = self.usage([completion]) if counts else None
+            choice["prompt_token_ids"] = list(prompt)
         return {**self._chunk([choice], usage), **self._accounts([completion])}
 
     def usage_chunk(self, usage: Object) -> Object:
@@ -157,10 +154,6 @@ class CompletionAnswer(Answer):
         """Text and log-probabilities."""
         return {"text": token.text, "logprobs": self._logprobs([token])}
 
-    def last_choice(self) -> Object:
-        """Nothing more."""
-        return {"text": "", "logprobs": None}
-
     def _logprobs(self, tokens: Sequence[OutputToken]) -> Object | None:
         if not tokens or tokens[0].logprobs is None:
             return None
@@ -195,10 +188,6 @@ class ChatAnswer(Answer):
     def token_choice(self, token: OutputToken) -> Object:
         """Text and log-probabilities."""
         return {"delta": {"content": token.text}, "logprobs": self._logprobs([token])}
-
-    def last_choice(self) -> Object:
-        """Nothing more."""
-        return {"delta": {}, "logprobs": None}
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> Object | None:
         if not tokens or tokens[0].logprobs is None:

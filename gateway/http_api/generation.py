@@ -94,12 +94,16 @@ class GenerationExchange(Exchange):
         options, bound = body.stream_options, arrival.deadline.bound
         counts = options is not None and options.continuous_usage_stats
         completions: dict[int, Completion] = {}
+        last: dict[int, OutputToken] = {}  # tokens whose chunk waits for the completion
         async for index, output in outputs:
             if isinstance(output, Completion):
                 completions[index] = output
-                event = answer.end(index, output, counts)
+                event = answer.chunk(index, last[index], output, counts)
+            elif output.last:
+                last[index] = output
+                continue
             else:
-                event = answer.token(index, output, counts)
+                event = answer.chunk(index, output, None, counts)
             # Bounded, because a client that stops reading blocks the write.
             await bound(self.send_event(event), "the client was reading the answer")
         if options and options.include_usage:

@@ -25,8 +25,10 @@ def up(
 
     def announce(port: int) -> None:
         cluster = settings.cluster
+        http_port = settings.gateway.served_http_port
+        also = f" and http://localhost:{http_port}" if http_port else ""
         console.print(
-            f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at localhost:{port}"
+            f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at localhost:{port}{also}"
         )
 
     with console.status("starting") as status:

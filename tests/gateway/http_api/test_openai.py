@@ -41,7 +41,7 @@ async def test_a_chat_as_a_stream(client: openai.AsyncOpenAI) -> None:
         extra_body={"ignore_eos": True},
     )
     chunks = [chunk async for chunk in stream]
-    assert len(chunks) == 7
+    assert len(chunks) == 6
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 5
     assert chunks[-2].choices[0].finish_reason == "length"
