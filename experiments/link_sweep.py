@@ -31,7 +31,7 @@ from experiments.mode_pairs import PD, PairSender, added_ms, differences_of, lay
 from experiments.plots import link_sweep as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow
+from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import Interval, mean_interval
 from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
@@ -200,7 +200,7 @@ class LinkSweep(Experiment):
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, ``knee`` and ``links``; see docs/experiments/link-sweep.md."""
         cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
-        failed = differences_of(cells)
+        failed = [each for cell in run.cells for each in differences_of(cell.cell, run.rows_of(cell.cell))]
         failed += [f"{cell['cell']}: {cell['errors']} requests failed" for cell in cells if cell["errors"]]
         layout = next((cell.facts["layout"] for cell in run.cells if cell.facts.get("layout")), None)
         block_size = next((cell.facts["block_size"] for cell in run.cells if cell.facts.get("layout")), 0)
@@ -285,6 +285,7 @@ class LinkSweep(Experiment):
             "transports_used": sorted({row.transport for row in pd_rows}),
             "kv_bytes": sum(row.kv_bytes for row in pd_rows),
             "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
+            "kv_bytes_equal": unexpected_bytes(run.rows_of(cell.cell)) is None,
             "tokens_equal": all(pd.token_hash == colocated.token_hash for pd, colocated in pairs),
         }
 
@@ -531,7 +532,7 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
                 "–" if cell["fixed_ms"] is None else f"{cell['fixed_ms']:.2f}",
                 f"{cell['ceiling_gbs']:.4g}",
                 f"{cell['kv_bytes'] // cell['n']:,}",
-                "yes" if cell["kv_bytes"] == cell["kv_bytes_expected"] else "NO",
+                "yes" if cell["kv_bytes_equal"] else "NO",
                 "yes" if cell["tokens_equal"] else "NO",
             )
         )
