@@ -25,7 +25,7 @@ from experiments.engine_alone.process import measurements
 from experiments.engine_alone.program import Task
 from experiments.engine_alone.step_case import StepCase
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.load import run_load
+from experiments.load import Load, run_load
 from experiments.neighbours import Tail, passes
 from experiments.plots import batching as plots
 from experiments.report.page import Report, TableBlock
@@ -213,8 +213,8 @@ class Batching(Experiment):
         vocab_size = (await client.status()).vocab_size
         workload, options = self._workload(), self.options
 
-        async def send(kind: str, repeat: int, rate: float | None) -> float:
-            """Seconds from the first request to the last answer."""
+        async def send(kind: str, repeat: int, rate: float | None) -> Load:
+            """Send the requests of a repeat; record them unless it is negative."""
             seed = options.seed * 1000 + repeat
             schedule = all_at_once() if rate is None else random_arrivals(rate, seed)
             await settled(client)
@@ -245,11 +245,11 @@ class Batching(Experiment):
                         "duration_s": load.duration_s,
                     }
                 )
-            return load.duration_s
+            return load
 
         await send(AT_ONCE, -1, None)  # warm-up
         if bench.cell.name == CAPACITY:
-            bench.facts["requests_per_s"] = options.requests / await send(AT_ONCE, -2, None)
+            bench.facts |= _capacity(await send(AT_ONCE, -2, None))
             bench.advance(1)
             return
         rate = options.load * float(bench.earlier[CAPACITY]["requests_per_s"])
@@ -288,7 +288,14 @@ class Batching(Experiment):
             "batching": arms,
             "rate_per_s": next((cell.facts["rate"] for cell in run.cells if "rate" in cell.facts), None),
             "static_over_continuous": _ratios(arms.get(STATIC), arms.get(CONTINUOUS)),
-            "failed": [f"{name}: {arm['errors']} requests failed" for name, arm in arms.items() if arm["errors"]],
+            "failed": [
+                f"{name}: {errors} requests failed"
+                for name, errors in (
+                    *((cell.cell, cell.facts.get("failed", 0)) for cell in run.cells if cell.cell == CAPACITY),
+                    *((name, arm["errors"]) for name, arm in arms.items()),
+                )
+                if errors
+            ],
         }
 
     def _sweep(
@@ -416,6 +423,16 @@ def _measured(facts: Mapping[str, Any]) -> list[tuple[StepCase, float]]:
     ]
 
 
+def _capacity(load: Load) -> dict[str, float]:
+    """The facts of the cell `CAPACITY`: requests answered per second until the last answer, and requests that failed,
+    which do not count as served. The first error if none was answered."""
+    answered = [each.ended_s for each in load.outcomes if each.error is None]
+    errors = [each.error for each in load.outcomes if each.error is not None]
+    if errors and not answered:
+        raise errors[0]
+    return {"requests_per_s": len(answered) / max(answered), "failed": len(errors)}
+
+
 def _simulated_row(request: PoolRequest, pool: str, kind: str, seed: int) -> RequestRow:
     gaps = max(1, request.output_tokens - 1)
     return RequestRow(
@@ -436,16 +453,16 @@ def _simulated_row(request: PoolRequest, pool: str, kind: str, seed: int) -> Req
 
 
 def _latencies(rows: Sequence[RequestRow], figures: Sequence[str]) -> dict[str, dict[str, float | int] | None]:
-    """Mean and percentiles of each figure. What the load generator was late is part of TTFT and total time."""
+    """Mean and percentiles of each figure, since the requests were due."""
     found: dict[str, dict[str, float | int] | None] = {}
     for figure in figures:
         values: list[float] = []
         for row in rows:
-            value = getattr(row, figure)
+            value = getattr(row.since_due(), figure)
             if figure == "itl_ms":
                 values += value
             elif value is not None:
-                values.append(value + (0.0 if figure == "tpot_ms" else (row.sent_s - row.scheduled_s) * 1e3))
+                values.append(value)
         tail = Tail.of(values)
         found[figure] = None if tail is None else tail.to_dict()
     return found

@@ -72,12 +72,14 @@ class Options(BaseModel):
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One combination of parameters. ``service`` are the dotted settings of the service that it needs; cells with equal
-    settings share a service. None: the cell needs no service. ``work`` is the number of steps for the progress bar."""
+    settings share a service. None: the cell needs no service. ``work`` is the number of steps for the progress bar,
+    ``sending_s`` the seconds that the cell's loads last at least."""
 
     name: str
     parameters: Mapping[str, Any]
     service: Mapping[str, Any] | None = field(default_factory=dict)
     work: int = 1
+    sending_s: float = 0.0
 
 
 class Bench:

@@ -7,6 +7,7 @@ Colocated requests do not depend on the split; their rows of all services with e
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,17 +18,17 @@ from experiments.bench.bench import BenchPlan, Pace, fitted
 from experiments.bench.report import SLO
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.load import Outcome, run_load
-from experiments.mode_pairs import COLOCATED, PD
+from experiments.mode_pairs import COLOCATED, PD, differences_of
 from experiments.plots import goodput as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
 from experiments.statistics import Interval, difference_interval, mean_interval
 from experiments.under_load import (
     ATTAINMENT,
     REQUEST_TIMEOUT_S,
+    ArmLoads,
     LoadPlan,
     check_rates,
     check_slo,
@@ -124,8 +125,9 @@ class Goodput(Experiment):
                     "load": f"rate-{rate:g}",
                     "rate_per_device": rate,
                 }
-                work = self._load(rate, split.devices).planned()
-                cells.append(Cell(f"{split.name}/rate-{rate:g}", parameters, {} if attached else split.settings, work))
+                service, load = {} if attached else split.settings, self._load(rate, split.devices)
+                name = f"{split.name}/rate-{rate:g}"
+                cells.append(Cell(name, parameters, service, load.planned(), load.sending_s))
         return cells
 
     def _splits(self, attached: ServiceStatus | None) -> list[Split]:
@@ -209,9 +211,7 @@ class Goodput(Experiment):
             "best_split": None,
             "gain_rps_per_device": None,
             "failed": [
-                f"{cell['cell']}: bytes moved differ from bytes expected"
-                for cell in cells
-                if cell["kv_bytes"] != cell["kv_bytes_expected"]
+                each for cell in measured for each in differences_of(cell.cell, run.rows_of(cell.cell), under_load=True)
             ],
         }
         if systems:
@@ -272,10 +272,14 @@ def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -
         values: list[tuple[list[float], list[tuple[str, int]]]] = []
         for rate in sorted({float(cell.parameters["rate_per_device"]) for cell in own}):
             at_rate = [cell for cell in own if cell.parameters["rate_per_device"] == rate]
-            rows = [row for cell in at_rate for row in run.rows_of(cell.cell, arm)]
-            met = [float(slo.met_by_row(row)) for row in rows]
-            rounds = [(row.cell, row.repeat) for row in rows]  # requests of one round share a queue
-            offered = _offered_rps(at_rate, arm, run) / devices
+            loads = [ArmLoads.of(cell, run.rows_of(cell.cell), arm) for cell in at_rate]
+            met: list[float] = []
+            rounds: list[tuple[str, int]] = []  # requests of one round share a queue
+            for each in loads:
+                of_cell, rounds_of_cell = each.met(slo)
+                met += of_cell
+                rounds += rounds_of_cell
+            offered = statistics.fmean(each.offered_rps for each in loads) / devices
             attainment = mean_interval(met, seed, rounds)
             good = mean_interval([each * offered for each in met], seed, rounds)
             if attainment is not None and good is not None:
@@ -305,13 +309,6 @@ def _systems(cells: Sequence[FinishedCell], run: RunData, slo: SLO, seed: int) -
             "values": values[best],
         })  # fmt: skip
     return systems
-
-
-def _offered_rps(cells: Sequence[FinishedCell], arm: str, run: RunData) -> float:
-    rows: list[RequestRow] = [row for cell in cells for row in run.rows_of(cell.cell, arm)]
-    loads = [load for cell in cells for load in cell.facts.get("loads", ()) if load["arm"] == arm]
-    sending_s = sum(float(load["duration_s"]) for load in loads)
-    return len(rows) / sending_s if sending_s else 0.0
 
 
 def _goodput(system: Mapping[str, Any]) -> float:

@@ -27,17 +27,16 @@ from pydantic import Field
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.hosts import NamespaceDeployment
-from experiments.mode_pairs import PD, PairSender, added_ms, differences_of, layout_facts, pairs_of
+from experiments.mode_pairs import PD, PairSender, added_ms, chunk_tokens, differences_of, layout_facts, pairs_of
 from experiments.plots import link_sweep as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow
+from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import Interval, mean_interval
 from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
-from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import Figure
@@ -200,33 +199,26 @@ class LinkSweep(Experiment):
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, ``knee`` and ``links``; see docs/experiments/link-sweep.md."""
         cells = [each for cell in run.cells if (each := self._summarise_cell(cell, run)) is not None]
-        failed = differences_of(cells)
+        failed = [each for cell in run.cells for each in differences_of(cell.cell, run.rows_of(cell.cell))]
         failed += [f"{cell['cell']}: {cell['errors']} requests failed" for cell in cells if cell["errors"]]
-        layout = next((cell.facts["layout"] for cell in run.cells if cell.facts.get("layout")), None)
-        block_size = next((cell.facts["block_size"] for cell in run.cells if cell.facts.get("layout")), 0)
+        known = next((cell for cell in run.cells if cell.facts.get("layout")), None)
         model = None
-        if layout is not None and cells:
-            model = LinkModel(
-                layout,
-                block_size,
-                self.options.prompt_len,
-                self._chunk_tokens(cells[0]["shaping"]),
-                statistics.fmean(cell["prefill_ms"] for cell in cells),
-            )
+        if known is not None and cells:
+            mean_prefill_ms = statistics.fmean(cell["prefill_ms"] for cell in cells)
+            model = LinkModel.of(known, self.options.prompt_len, mean_prefill_ms)
         overlaps = list(dict.fromkeys(cell["overlap"] for cell in cells))
         return {
             "experiment": self.name,
             "shaping": cells[0]["shaping"] if cells else None,
             "cells": cells,
-            "knee": {} if model is None else {each: _knee(each, cells, model) for each in overlaps},
+            "knee": {}
+            if model is None or known is None
+            else {each: _knee(each, known.config.transfer.overlap, cells, model) for each in overlaps},
             "phi_gbps": None if model is None else round(8 * model.phi_gbs, 6),
             "model": None if model is None else asdict(model),
             "links": [] if model is None else [_on_link(link, model) for link in NAMED_LINKS],
             "failed": failed,
         }
-
-    def _chunk_tokens(self, shaping: str) -> int:
-        return PdserveConfig().engine.max_num_batched_tokens if shaping == AS_IT_IS else self.options.chunk_tokens
 
     def _summarise_cell(self, cell: FinishedCell, run: RunData) -> dict[str, Any] | None:
         pairs, errors = pairs_of(run.rows_of(cell.cell))
@@ -249,13 +241,11 @@ class LinkSweep(Experiment):
         added = {figure: added_ms(pairs, figure, self.options.seed) for figure in Figure}
         assert exposed is not None
         predicted_ms = fixed_ms = phi_gbs = None
-        if (shape := cell.facts.get("layout")) is not None and link_gbs:
-            link = LinkModel(
-                shape, cell.facts["block_size"], self.options.prompt_len, self._chunk_tokens(shaping), prefill_ms
-            )
+        if cell.facts.get("layout") is not None and link_gbs:
+            link = LinkModel.of(cell, self.options.prompt_len, prefill_ms)
             overlap = cell.parameters["overlap"]
             if overlap == "as-configured":
-                overlap = PdserveConfig().transfer.overlap
+                overlap = cell.config.transfer.overlap
             fixed_ms = _fixed_ms(cell, link, overlap, link_gbs, rtt_ms)
             predicted_ms = link.exposed_ms(overlap, link_gbs, rtt_ms) + fixed_ms
             phi_gbs = link.phi_gbs
@@ -285,6 +275,7 @@ class LinkSweep(Experiment):
             "transports_used": sorted({row.transport for row in pd_rows}),
             "kv_bytes": sum(row.kv_bytes for row in pd_rows),
             "kv_bytes_expected": sum(row.kv_bytes_expected for row in pd_rows),
+            "kv_bytes_equal": unexpected_bytes(run.rows_of(cell.cell)) is None,
             "tokens_equal": all(pd.token_hash == colocated.token_hash for pd, colocated in pairs),
         }
 
@@ -317,20 +308,37 @@ class LinkSweep(Experiment):
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """Predicts the exposed time of one prompt. ``layout`` has num_layers, num_kv_heads, head_dim and dtype."""
+    """Predicts the exposed time of one prompt. ``layout`` has num_layers, num_kv_heads, head_dim and dtype;
+    ``chunk_tokens``, ``layer_groups`` and ``max_inflight_bytes`` are the service's settings."""
 
     layout: Mapping[str, Any]
     block_size: int
     prompt_tokens: int
     chunk_tokens: int
+    layer_groups: int
+    max_inflight_bytes: int
     prefill_ms: float
+
+    @classmethod
+    def of(cls, cell: FinishedCell, prompt_tokens: int, prefill_ms: float) -> LinkModel:
+        """The model of a cell that knows its layout, with the settings of its service."""
+        transfer = cell.config.transfer
+        return cls(
+            cell.facts["layout"],
+            cell.facts["block_size"],
+            prompt_tokens,
+            chunk_tokens(cell.config, prompt_tokens),
+            transfer.layer_groups,
+            transfer.max_inflight_bytes,
+            prefill_ms,
+        )
 
     def _plan(self, overlap: Overlap, tokens: int) -> HandoffPlan:
         shape = self.layout
         layout = KVLayout.uniform(
             "", shape["dtype"], self.block_size, shape["num_layers"], shape["num_kv_heads"], shape["head_dim"]
         )
-        return HandoffPlan(layout, tokens, self.chunk_tokens, overlap, PdserveConfig().transfer.layer_groups)
+        return HandoffPlan(layout, tokens, self.chunk_tokens, overlap, self.layer_groups)
 
     def exposed_ms(
         self,
@@ -346,7 +354,7 @@ class LinkModel:
 
         Nothing is sent before decode's announcement has come, half a round trip after both workers began."""
         plan = self._plan(overlap, self.prompt_tokens if tokens is None else tokens)
-        link = LinkRate(gbs, rtt_ms / 1e3, PdserveConfig().transfer.max_inflight_bytes)
+        link = LinkRate(gbs, rtt_ms / 1e3, self.max_inflight_bytes)
         prefill_ms = self.prefill_ms if prefill_ms is None else prefill_ms
         announced = rtt_ms / 2 / prefill_ms if prefill_ms > 0 else 0.0
         parts = [HandoffPart(max(part.ready, announced), part.num_bytes) for part in plan.parts()]
@@ -387,15 +395,16 @@ def _fixed_ms(cell: FinishedCell, model: LinkModel, overlap: Overlap, gbs: float
     return max(0.0, statistics.median(beyond_ms)) if beyond_ms else 0.0
 
 
-def _knee(overlap: str, cells: Sequence[Mapping[str, Any]], model: LinkModel) -> dict[str, Any]:
+def _knee(overlap: str, configured: Overlap, cells: Sequence[Mapping[str, Any]], model: LinkModel) -> dict[str, Any]:
     """Where the exposed time rises above `KNEE_SHARE` of the prefill: as measured without a round trip (interpolated
-    between two rates on logarithmic scales), by the model, and Φ. Rates in 10^9 bits per second."""
+    between two rates on logarithmic scales), by the model, and Φ. Rates in 10^9 bits per second. ``configured`` is what
+    the service has where ``overlap`` is as-configured."""
     threshold_ms = KNEE_SHARE * model.prefill_ms
     points = sorted((c["gbps"], c["exposed"]["mean"]) for c in cells if c["overlap"] == overlap and not c["rtt_ms"])
     fixed_ms = [cell["fixed_ms"] for cell in cells if cell["overlap"] == overlap and cell["fixed_ms"] is not None]
     measured, why = _crossing(points, threshold_ms)
-    mode = PdserveConfig().transfer.overlap if overlap == "as-configured" else overlap
-    predicted = model.rate_of(mode, threshold_ms, statistics.median(fixed_ms) if fixed_ms else 0.0)  # type: ignore[arg-type]
+    mode = next((each for each in _OVERLAPS if each == overlap), configured)
+    predicted = model.rate_of(mode, threshold_ms, statistics.median(fixed_ms) if fixed_ms else 0.0)
     return {
         "threshold_ms": round(threshold_ms, 4),
         "measured_gbps": None if measured is None else round(measured, 6),
@@ -476,7 +485,8 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
     if summary["shaping"] == AS_IT_IS:
         caveats.append(
             "The rate is the ceiling that was measured when the link was opened. The round trip is the mean of those "
-            "between the gateway and the two workers. Overlap and chunk size are assumed to be the defaults."
+            "between the gateway and the two workers. The service does not tell its settings: overlap, chunk size, "
+            "groups of layers and bytes in flight are assumed to be the defaults."
         )
     if not all(cell["reached"] for cell in cells):
         caveats.append(
@@ -531,7 +541,7 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
                 "–" if cell["fixed_ms"] is None else f"{cell['fixed_ms']:.2f}",
                 f"{cell['ceiling_gbs']:.4g}",
                 f"{cell['kv_bytes'] // cell['n']:,}",
-                "yes" if cell["kv_bytes"] == cell["kv_bytes_expected"] else "NO",
+                "yes" if cell["kv_bytes_equal"] else "NO",
                 "yes" if cell["tokens_equal"] else "NO",
             )
         )

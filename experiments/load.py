@@ -1,9 +1,9 @@
 """The load generator: sends conversations by a schedule and records the outcome of every request.
 
 A closed loop sends what the service's speed allows. An open loop sends at times of its own, whatever the service does;
-its `Outcome.scheduled_s` says when a request should have been sent and `Outcome.sent_s` when it was. Latencies count
-from the latter. `Lag` tells how far the two are apart: where `Lag.behind` is set, the latencies leave out time that
-requests waited in the client (coordinated omission)."""
+its `Outcome.scheduled_s` says when a request should have been sent and `Outcome.sent_s` when it was. The latencies of a
+`Generation` count from the latter. Whoever judges an open loop adds `Outcome.lag_s`: otherwise time that requests
+waited in the client is left out (coordinated omission). `Lag` tells how large it was."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Lag:
 @dataclass(frozen=True, slots=True)
 class Load:
     """A finished load: outcomes in order of conversation and turn, and the seconds from start to end. ``unsent`` counts
-    requests that were due, but still waited for ``max_concurrency`` when ``duration_s`` was over. ``stopped``: it was
-    stopped before its end."""
+    requests that were due, but still waited when ``duration_s`` was over: for ``max_concurrency``, or because the load
+    generator was late. ``stopped``: it was stopped before its end."""
 
     outcomes: Sequence[Outcome]
     duration_s: float

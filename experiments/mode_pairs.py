@@ -1,21 +1,23 @@
-"""Pairs of requests: the same prompt disaggregated and colocated, one request at a time, on an idle service."""
+"""The same prompts disaggregated and colocated: pairs on an idle service, and what differs between the two arms."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from engine.model.source import resolve_model
 from experiments.experiment import Bench
-from experiments.request_row import RequestRow
+from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.statistics import Interval, abba, mean_interval
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
+from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ModelError
 from pdserve.core.request import Mode
-from pdserve.core.timeline import Figure
+from pdserve.core.timeline import STAGE_NAMES, Figure
 
 PD, COLOCATED = Mode.PD.value, Mode.COLOCATED.value
 """The arms, which are named after the mode of their requests."""
@@ -67,10 +69,10 @@ class PairSender:
 
 def pairs_of(rows: Sequence[RequestRow]) -> tuple[list[Pair], int]:
     """The pairs of a cell of which both requests succeeded, and the number of failed requests."""
-    by_place: dict[tuple[int, int], dict[str, RequestRow]] = {}
+    by_place: dict[tuple[int, int, int], dict[str, RequestRow]] = {}
     for row in rows:
         if row.error is None:
-            by_place.setdefault((row.repeat, row.index), {})[row.arm] = row
+            by_place.setdefault((row.repeat, row.index, row.turn), {})[row.arm] = row
     pairs = [(arms[PD], arms[COLOCATED]) for arms in by_place.values() if len(arms) == 2]
     return pairs, sum(row.error is not None for row in rows)
 
@@ -85,18 +87,50 @@ def added_ms(pairs: Sequence[Pair], figure: Figure, seed: int) -> Interval | Non
     return mean_interval(differences, seed)
 
 
-def differences_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What makes an experiment fail: cells whose arms generated different tokens, or moved other bytes than
-    expected."""
-    return [
-        f"{cell['cell']}: {what}"
-        for cell in cells
-        for what, wrong in (
-            ("tokens differ between the arms", not cell["tokens_equal"]),
-            ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
-        )
-        if wrong
-    ]
+def causes_of(
+    pd: Sequence[RequestRow], colocated: Sequence[RequestRow], added_ms: float, stages: Sequence[str] = STAGE_NAMES
+) -> dict[str, Any]:
+    """Why ``ttft_decode`` differs by ``added_ms`` between two arms: the difference of the means of each of ``stages``
+    (``causes_ms``), what is left (``unexplained_ms``), and the share that is explained (``explained_pct``)."""
+
+    def mean_ms(rows: Sequence[RequestRow], stage: str) -> float:
+        return statistics.fmean(row.stages_ms.get(Figure.TTFT_DECODE, {}).get(stage, 0.0) for row in rows)
+
+    causes_ms = {stage: mean_ms(pd, stage) - mean_ms(colocated, stage) for stage in stages}
+    unexplained_ms = added_ms - sum(causes_ms.values())
+    return {
+        "causes_ms": {stage: round(value, 4) for stage, value in causes_ms.items()},
+        "unexplained_ms": round(unexplained_ms, 4),
+        "explained_pct": round(100 * (1 - abs(unexplained_ms) / abs(added_ms)), 2) if added_ms else 100.0,
+    }
+
+
+def differences_of(cell: str, rows: Sequence[RequestRow], *, under_load: bool = False) -> list[str]:
+    """What makes an experiment fail in ``rows``, those of ``cell``: arms that generated different tokens, and requests
+    that moved other bytes than expected; each with the first request concerned. ``under_load``: the arms batch
+    differently, and the product does not promise equal tokens then (docs/experiments.md), only equally many."""
+    pairs, _ = pairs_of(rows)
+    found = []
+    if under_load:
+        what = "the number of tokens differs"
+        differing = [pair for pair in pairs if pair[0].output_tokens != pair[1].output_tokens]
+    else:
+        what = "tokens differ"
+        differing = [pair for pair in pairs if pair[0].token_hash != pair[1].token_hash]
+    if differing:
+        ids = " and ".join(row.request_id for row in differing[0])
+        found.append(f"{cell}: {what} between the arms in {len(differing)} pairs, first in requests {ids}")
+    if wrong := unexpected_bytes(rows):
+        found.append(f"{cell}: {wrong}")
+    return found
+
+
+def chunk_tokens(config: PdserveConfig, prompt_len: int) -> int:
+    """The most tokens of a prompt that one step of the service computes."""
+    chosen, budget = config.engine.chunk_tokens, config.engine.max_num_batched_tokens
+    if chosen == "off":
+        return prompt_len
+    return budget if chosen is None else min(chosen, budget)
 
 
 def layout_facts(status: ServiceStatus) -> dict[str, Any]:

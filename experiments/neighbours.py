@@ -264,7 +264,7 @@ class WindowData:
                 if row.ttft_ms
                 and (stall_ms := _longest(gaps, row.scheduled_s - begin_s, row.sent_s - begin_s + row.ttft_ms / 1e3))
             ),
-            ttft_ms=tuple(row.ttft_ms + (row.sent_s - row.scheduled_s) * 1e3 for row in answered if row.ttft_ms),
+            ttft_ms=tuple(ttft_ms for row in answered if (ttft_ms := row.since_due().ttft_ms) is not None),
             arrivals_s=tuple(sorted(row.scheduled_s - begin_s for row in long)),
             output_tokens=output_tokens,
             prompt_tokens=sum(row.prompt_tokens for row in answered),

@@ -28,10 +28,11 @@ from pydantic import Field
 from engine.model.source import resolve_model
 from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.mode_pairs import chunk_tokens
 from experiments.plots import prefix as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow
+from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import MIN_REPEATS, Interval, mean_interval, plain_mean
 from experiments.workloads.room import Room
@@ -136,13 +137,18 @@ class Prefix(Experiment):
             for cell in cells
             for what, wrong in (
                 ("tokens differ from those without a cache", not cell["tokens_equal"]),
-                ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
                 (
                     "bytes expected did not fall by the skipped blocks",
                     cell["kv_bytes_expected"] != cell["kv_bytes_arithmetic"],
                 ),
             )
             if wrong
+        ]
+        failed += [
+            f"{cell.cell}, arm {arm}: {wrong}"
+            for cell in run.cells
+            for arm in ARMS
+            if (wrong := unexpected_bytes(run.rows_of(cell.cell, arm)))
         ]
         failed += [
             f"{cell.cell}, arm {arm}: {errors} requests failed"
@@ -182,8 +188,8 @@ class _Prediction:
 
     def __init__(self, cell: FinishedCell, cold: Sequence[RequestRow]) -> None:
         facts = cell.facts
-        self._chunk = cell.config.engine.max_num_batched_tokens
         self._length = int(cell.parameters["prompt_len"])
+        self._chunk = chunk_tokens(cell.config, self._length)
         self._block_size = int(facts["block_size"])
         self._block_bytes = self._block_size * int(facts["kv_bytes_per_token"])
         known = facts.get("arithmetic")

@@ -6,7 +6,7 @@ the file; see docs/experiments.md for examples."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,8 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import Figure
 
 SCHEMA_VERSION = 1
+LAG = "lag"
+"""The stage of `RequestRow.since_due` in which a request waits in the load generator."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +105,33 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         """The client's ``ttft`` or ``ttft_decode``."""
         return self.ttft_ms if figure is Figure.TTFT else self.ttft_decode_ms
 
+    def since_due(self) -> RequestRow:
+        """The row with latencies that count from when the request was due, for loads whose arrivals do not depend on
+        the service (open loop). What the load generator was late is part of them, and the stage `LAG` of their
+        breakdowns: otherwise a generator that falls behind would hide queueing (coordinated omission)."""
+        lag_ms = (self.sent_s - self.scheduled_s) * 1e3
+        later = {
+            name: value + lag_ms
+            for name in ("ttft_ms", "ttft_decode_ms", "e2e_ms")
+            if (value := getattr(self, name)) is not None
+        }
+        stages_ms = {figure: {LAG: lag_ms, **stages} for figure, stages in self.stages_ms.items()}
+        return msgspec.structs.replace(self, sent_s=self.scheduled_s, stages_ms=stages_ms, **later)
+
 
 def token_hash(token_ids: tuple[int, ...]) -> str:
     """A short digest of the generated tokens: equal exactly if the tokens are."""
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
+
+
+def unexpected_bytes(rows: Iterable[RequestRow]) -> str | None:
+    """What is wrong if a request moved other bytes than it had to, and the first that did; None if none did. Requests
+    are compared one by one, because in a sum one that moved too much may hide one that moved too little."""
+    wrong = [row for row in rows if row.kv_bytes != row.kv_bytes_expected]
+    if not wrong:
+        return None
+    first = wrong[0]
+    return (
+        f"bytes moved differ from bytes expected in {len(wrong)} requests, first in {first.request_id}: "
+        f"{first.kv_bytes} instead of {first.kv_bytes_expected}"
+    )

@@ -15,11 +15,11 @@ from pydantic import Field, ValidationError
 
 from experiments.bench.report import SLO
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.mode_pairs import COLOCATED, PD, PairSender, added_ms, pairs_of
+from experiments.mode_pairs import COLOCATED, PD, PairSender, added_ms, differences_of, pairs_of
 from experiments.plots import overview
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow
+from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
 from experiments.statistics import Interval, mean_interval
@@ -151,7 +151,9 @@ class Sweep(Experiment):
                     load = f"rate-{rate:g}" if rate else "idle"
                     parameters = {**place, "prompt_len": length, "load": load, **({"rate": rate} if rate else {})}
                     work = self._load(rate).planned() if rate else options.repeats
-                    cells.append(Cell("/".join(map(str, (*place.values(), length, load))), parameters, service, work))
+                    sending_s = self._load(rate).sending_s if rate else 0.0
+                    name = "/".join(map(str, (*place.values(), length, load)))
+                    cells.append(Cell(name, parameters, service, work, sending_s))
         return cells
 
     def _of(self, attached: ServiceStatus) -> dict[str, Any]:
@@ -201,14 +203,14 @@ class Sweep(Experiment):
                 **figures,
             })  # fmt: skip
         failed = [
-            f"{cell['cell']}: {what}"
+            each
             for cell in cells
-            for what, wrong in (
-                ("bytes moved differ from bytes expected", cell["kv_bytes"] != cell["kv_bytes_expected"]),
-                ("tokens differ between the arms", cell["load"] == "idle" and cell["tokens_equal_share"] != 1.0),
-                ("requests failed", cell["load"] == "idle" and any(cell["errors"].values())),
-            )
-            if wrong
+            for each in differences_of(cell["cell"], run.rows_of(cell["cell"]), under_load=cell["load"] != "idle")
+        ]
+        failed += [
+            f"{cell['cell']}: {sum(cell['errors'].values())} requests failed"
+            for cell in cells
+            if cell["load"] == "idle" and any(cell["errors"].values())
         ]
         return {"experiment": self.name, "cells": cells, "failed": failed}
 
@@ -259,9 +261,11 @@ def _summarise_idle(rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
         "errors": {arm: sum(row.arm == arm and row.error is not None for row in rows) for arm in (PD, COLOCATED)},
         "added_ttft_ms": added,
         "arms_ms": {arm: latencies(each) for arm, each in done.items()},
+        "tokens_equal": all(equal) if equal else None,
         "tokens_equal_share": sum(equal) / len(equal) if equal else None,
         "kv_bytes": sum(row.kv_bytes for row in done[PD]),
         "kv_bytes_expected": sum(row.kv_bytes_expected for row in done[PD]),
+        "kv_bytes_equal": unexpected_bytes(rows) is None,
     }
 
 

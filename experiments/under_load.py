@@ -1,21 +1,24 @@
 """Two arms under the same open-loop load, one after the other on the same service, and the figures of such a cell.
 
 Each round sends the same conversations at the same times (a Poisson process) in both arms, in the order A B B A over
-the rounds. Every arm begins when the service is idle again, so that no arm measures the other one's queue."""
+the rounds. Every arm begins when the service is idle again, so that no arm measures the other one's queue.
+
+Every latency of these figures counts from when the request was due (`RequestRow.since_due`), and a request that was due
+and never sent misses the SLO: a load generator that falls behind hides nothing."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.bench.report import SLO
 from experiments.experiment import Bench
 from experiments.load import Lag, Outcome, run_load
-from experiments.mode_pairs import COLOCATED, PD
-from experiments.request_row import RequestRow
+from experiments.mode_pairs import COLOCATED, PD, causes_of, pairs_of
+from experiments.request_row import LAG, RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell
 from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
 from experiments.workloads.arrivals import ClosedLoop, random_arrivals
@@ -24,9 +27,11 @@ from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
-from pdserve.core.timeline import Figure
+from pdserve.core.timeline import STAGE_NAMES, Figure
 
 ARMS = (PD, COLOCATED)
+QUEUES = (LAG, "route", "prefill_queue", "decode_queue")
+"""The stages in which a request waits for others."""
 ATTAINMENT = 0.9
 """An arm sustains a load if this share of its requests meets the SLO."""
 SLO_FACTOR = 2.0
@@ -54,7 +59,12 @@ class LoadPlan:
             for repeat in range(self.rounds)
         )
 
-    def _times(self, repeat: int) -> Any:
+    @property
+    def sending_s(self) -> float:
+        """Seconds during which requests are sent; the cell takes longer by the time that queues need to empty."""
+        return len(ARMS) * self.rounds * self.duration_s
+
+    def _times(self, repeat: int) -> Iterator[float]:
         return random_arrivals(self.rate, self.seed + repeat)
 
     async def send(self, bench: Bench, client: AsyncClient, workload: Workload) -> None:
@@ -93,7 +103,7 @@ class LoadPlan:
                     on_done=record,
                 )
                 loads.append({"arm": arm, "repeat": repeat, "duration_s": self.duration_s, "took_s": load.duration_s,
-                              "lag": asdict(load.lag) if load.lag else None})  # fmt: skip
+                              "unsent": load.unsent, "lag": asdict(load.lag) if load.lag else None})  # fmt: skip
         bench.facts["loads"] = loads
 
 
@@ -135,20 +145,47 @@ def slo_text(limits_ms: Mapping[str, float]) -> str:
     return " and ".join(f"{names[key]} ≤ {limit:.4g} ms" for key, limit in limits_ms.items())
 
 
+@dataclass(frozen=True, slots=True)
+class ArmLoads:
+    """The requests of one arm of a cell: ``rows``, and the cell's facts about its ``loads``."""
+
+    cell: str
+    rows: Sequence[RequestRow]
+    loads: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, cell: FinishedCell, rows: Sequence[RequestRow], arm: str) -> ArmLoads:
+        """Those of ``arm`` among ``rows``, which are those of the cell."""
+        loads = [load for load in cell.facts.get("loads", ()) if load["arm"] == arm]
+        return cls(cell.cell, [row for row in rows if row.arm == arm], loads)
+
+    @property
+    def unsent(self) -> int:
+        """Requests that were due, and were not sent before the load ended."""
+        return sum(int(load.get("unsent", 0)) for load in self.loads)
+
+    @property
+    def offered_rps(self) -> float:
+        """Requests that were due per second."""
+        sending_s = sum(float(load["duration_s"]) for load in self.loads)
+        return (len(self.rows) + self.unsent) / sending_s if sending_s else 0.0
+
+    def met(self, slo: SLO) -> tuple[list[float], list[tuple[str, int]]]:
+        """For each request that was due: 1 if it met the SLO, else 0; and its round. Requests that failed or were never
+        sent miss it."""
+        met = [float(slo.met_by_row(row.since_due())) for row in self.rows]
+        rounds = [(self.cell, row.repeat) for row in self.rows]
+        never = [(self.cell, int(load["repeat"])) for load in self.loads for _ in range(load.get("unsent", 0))]
+        return met + [0.0] * len(never), rounds + never
+
+
 def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | None, seed: int) -> dict[str, Any]:
-    """The figures of a cell under load. Every request counts for the attainment; one that failed misses the SLO.
-    Goodput is the attainment times the arrivals per second."""
-    loads: Sequence[Mapping[str, Any]] = cell.facts.get("loads", ())
-    of_arm = {arm: [row for row in rows if row.arm == arm] for arm in ARMS}
-    done = {arm: [row for row in each if row.error is None] for arm, each in of_arm.items()}
-    figures: dict[str, Any] = {
-        "n": min(len(each) for each in of_arm.values()),
-        "rounds": len({row.repeat for row in rows}),
-        "errors": {arm: len(of_arm[arm]) - len(done[arm]) for arm in ARMS},
-        "slo_ms": None if slo is None else dict(slo.limits_ms),
-    }
+    """The figures of a cell under load. Every request that was due counts for the attainment; one that failed misses
+    the SLO. Goodput is the attainment times the arrivals per second."""
+    arms = {arm: ArmLoads.of(cell, rows, arm) for arm in ARMS}
+    done = {arm: [row.since_due() for row in each.rows if row.error is None] for arm, each in arms.items()}
     added = {
-        figure.value: difference_interval(
+        figure: difference_interval(
             _values(done[COLOCATED], figure),
             _values(done[PD], figure),
             seed,
@@ -156,40 +193,56 @@ def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | No
         )
         for figure in Figure
     }
-    figures["added_ttft_ms"] = {name: None if each is None else each.to_dict() for name, each in added.items()}
+    pairs, _ = pairs_of(rows)
+    equal = [pd.token_hash == colocated.token_hash for pd, colocated in pairs]
+    figures: dict[str, Any] = {
+        "n": min(len(each.rows) for each in arms.values()),
+        "rounds": len({row.repeat for row in rows}),
+        "errors": {arm: len(each.rows) - len(done[arm]) for arm, each in arms.items()},
+        "unsent": {arm: each.unsent for arm, each in arms.items()},
+        "slo_ms": None if slo is None else dict(slo.limits_ms),
+        "added_ttft_ms": {key.value: None if each is None else each.to_dict() for key, each in added.items()},
+        **_causes(done, added[Figure.TTFT_DECODE]),
+        "tokens_equal": all(equal) if equal else None,
+        "tokens_equal_share": round(statistics.fmean(equal), 4) if equal else None,
+        "kv_bytes": sum(row.kv_bytes for row in done[PD]),
+        "kv_bytes_expected": sum(row.kv_bytes_expected for row in done[PD]),
+        "kv_bytes_equal": unexpected_bytes(rows) is None,
+    }
     for key in ("offered_rps", "attainment", "goodput_rps", "arms_ms", "lag"):
         figures[key] = {}
-    for arm in ARMS:
-        sending_s = sum(float(load["duration_s"]) for load in loads if load["arm"] == arm)
-        offered_rps = len(of_arm[arm]) / sending_s if sending_s else 0.0
+    for arm, each in arms.items():
         met = None
         if slo is not None:
-            met = mean_interval([float(slo.met_by_row(row)) for row in of_arm[arm]], seed, _rounds(of_arm[arm]))
-        figures["offered_rps"][arm] = round(offered_rps, 4)
+            values, rounds = each.met(slo)
+            met = mean_interval(values, seed, rounds)
+        figures["offered_rps"][arm] = round(each.offered_rps, 4)
         figures["attainment"][arm] = None if met is None else met.to_dict()
-        figures["goodput_rps"][arm] = None if met is None else scaled(met, offered_rps).to_dict()
+        figures["goodput_rps"][arm] = None if met is None else scaled(met, each.offered_rps).to_dict()
         figures["arms_ms"][arm] = latencies(done[arm])
-        lag = Lag.between([row.scheduled_s for row in of_arm[arm]], [row.sent_s for row in of_arm[arm]])
+        lag = Lag.between([row.scheduled_s for row in each.rows], [row.sent_s for row in each.rows])
         figures["lag"][arm] = None if lag is None else {
             **{key: value if key == "behind" else round(value, 4) for key, value in asdict(lag).items()},
-            "behind": any((load["lag"] or {}).get("behind", False) for load in loads if load["arm"] == arm),
+            "behind": any((load["lag"] or {}).get("behind", False) for load in each.loads),
         }  # fmt: skip
-    hashes = {(row.repeat, row.index, row.turn): row.token_hash for row in done[PD]}
-    both = [(hashes[place], row.token_hash) for row in done[COLOCATED]
-            if (place := (row.repeat, row.index, row.turn)) in hashes]  # fmt: skip
-    figures["tokens_equal_share"] = round(statistics.fmean(a == b for a, b in both), 4) if both else None
-    figures["kv_bytes"] = sum(row.kv_bytes for row in done[PD])
-    figures["kv_bytes_expected"] = sum(row.kv_bytes_expected for row in done[PD])
     return figures
+
+
+def _causes(done: Mapping[str, Sequence[RequestRow]], added: Interval | None) -> dict[str, Any]:
+    """The causes of the added ``ttft_decode``, of which `QUEUES` are waiting; null unless both arms have the figure."""
+    if added is None:
+        return {"causes_ms": None, "unexplained_ms": None, "explained_pct": None}
+    pd, colocated = ([row for row in done[arm] if row.ttft_decode_ms is not None] for arm in ARMS)
+    return causes_of(pd, colocated, added.mean, (LAG, *STAGE_NAMES))
 
 
 def _values(rows: Sequence[RequestRow], figure: Figure) -> list[float]:
     return [ms for row in rows if (ms := row.figure_ms(figure)) is not None]
 
 
-def _rounds(rows: Sequence[RequestRow], figure: Figure | None = None) -> list[int]:
-    """The round of each request (that has the figure): requests of one round share a queue."""
-    return [row.repeat for row in rows if figure is None or row.figure_ms(figure) is not None]
+def _rounds(rows: Sequence[RequestRow], figure: Figure) -> list[int]:
+    """The round of each request that has the figure: requests of one round share a queue."""
+    return [row.repeat for row in rows if row.figure_ms(figure) is not None]
 
 
 def latencies(rows: Sequence[RequestRow]) -> dict[str, float | None]:
@@ -230,8 +283,13 @@ def load_caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if late := behind(cells):
         caveats.append(
             f"The load generator was behind its schedule in {len(late)} of {len(cells)} cells ({', '.join(late[:4])}"
-            f"{', …' if len(late) > 4 else ''}): it shares the machine with the service. Latencies count from the real "
-            "sending, so they leave that wait out."
+            f"{', …' if len(late) > 4 else ''}): it shares the machine with the service. Latencies count from when a "
+            "request was due, so they contain that wait (stage lag)."
+        )
+    if unsent := sum(sum(cell["unsent"].values()) for cell in cells):
+        caveats.append(
+            f"{unsent} requests were due, but the load generator did not come to them before their load ended. They "
+            "count as requests that miss the SLO."
         )
     if any(cell["rounds"] < 5 for cell in cells):
         caveats.append(
@@ -243,10 +301,11 @@ def load_caveats(cells: Sequence[Mapping[str, Any]]) -> list[str]:
             "A load lasts for a limited time. Above the capacity of an arm the queue would grow further in a longer "
             "one, and its attainment would fall."
         )
-    different = [cell["cell"] for cell in cells if cell["tokens_equal_share"] not in (None, 1.0)]
+    different = [cell["tokens_equal_share"] for cell in cells if cell["tokens_equal"] is False]
     if different:
         caveats.append(
-            f"Under load the arms batch differently, and in {len(different)} cells some requests generated other "
-            "tokens than the same prompt in the other arm. The number of tokens is the same."
+            f"In {len(different)} of {len(cells)} cells under load, some requests generated other tokens than the same "
+            f"prompt in the other arm (at worst {1 - min(different):.0%} of them). The arms batch differently there, "
+            "and another batch can round logits differently; pdserve does not promise equal tokens then."
         )
     return caveats

@@ -118,6 +118,12 @@ class BenchPlan:
         return self.pace.open or (isinstance(self.workload, Trace) and self.pace.concurrency is None)
 
     @property
+    def scheduled(self) -> bool:
+        """Whether each request has a time at which it is due, from which its latencies count: in an open loop, except
+        one that has all requests due at once and bounds how many run. That one is a closed loop in all but name."""
+        return self.open and not (self.pace.rate == float("inf") and self.pace.max_concurrency is not None)
+
+    @property
     def paired(self) -> bool:
         """Whether both modes are compared in pairs: one request at a time, on an otherwise idle service."""
         return self.mode == BOTH and not self.open and self.pace.concurrency in (None, 1)
@@ -246,5 +252,5 @@ def _report(plan: BenchPlan, mode: str, load: Load) -> BenchReport:
         percentiles=plan.percentiles,
         workload=plan.workload.describe(),
         mode=mode,
-        open_loop=plan.open,
+        scheduled=plan.scheduled,
     )

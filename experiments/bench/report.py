@@ -93,11 +93,11 @@ class SLO:
         """What `parse` reads."""
         return ",".join(f"{key}={limit:g}" for key, limit in self.limits_ms.items())
 
-    def met_by(self, generation: Generation) -> bool:
-        """Whether the request met every limit."""
-        return self._met(
-            generation.ttft_ms, generation.ttft_decode_ms, generation.itl_ms, generation.tpot_ms, generation.total_ms
-        )
+    def met_by(self, generation: Generation, late_ms: float = 0.0) -> bool:
+        """Whether the request met every limit, if it was sent ``late_ms`` after it was due."""
+        g = generation
+        decode_ms = None if g.ttft_decode_ms is None else g.ttft_decode_ms + late_ms
+        return self._met(g.ttft_ms + late_ms, decode_ms, g.itl_ms, g.tpot_ms, g.total_ms + late_ms)
 
     def met_by_row(self, row: RequestRow) -> bool:
         """Whether a recorded request succeeded and met every limit."""
@@ -141,7 +141,8 @@ class BenchReport:
     """A load and what was asked of it, from which everything else follows. ``leaked_blocks`` is None if it is unknown.
     ``planned`` is the number of requests that a complete run has at most; None if only its duration was given.
     ``mode`` is the one that was asked for, or "both". ``paired``: conversations 2k and 2k+1 were the same one in
-    either mode, each with the service to itself."""
+    either mode, each with the service to itself. ``scheduled``: requests had times at which they were due; latencies
+    count from them, and requests that were never sent miss the SLO."""
 
     load: Load
     slo: SLO | None
@@ -151,7 +152,7 @@ class BenchReport:
     percentiles: Sequence[float] = PERCENTILES
     workload: str = ""
     mode: str = Mode.AUTO
-    open_loop: bool = False
+    scheduled: bool = False
 
     @property
     def outcomes(self) -> Sequence[Outcome]:
@@ -174,6 +175,15 @@ class BenchReport:
         return [outcome.generation for outcome in self.outcomes if outcome.generation is not None]
 
     @property
+    def _served(self) -> list[tuple[Generation, float]]:
+        """The successes, and how many milliseconds after it was due each was sent (0 if it had no such time)."""
+        return [
+            (outcome.generation, outcome.lag_s * 1e3 if self.scheduled else 0.0)
+            for outcome in self.outcomes
+            if outcome.generation is not None
+        ]
+
+    @property
     def failures(self) -> dict[str, int]:
         """Number of failed requests by error."""
         return dict(Counter(type(outcome.error).__name__ for outcome in self.outcomes if outcome.error is not None))
@@ -194,7 +204,9 @@ class BenchReport:
     def good_share(self) -> float | None:
         """Share of all requests that met the SLO; None without an SLO or without outcomes."""
         good = self.good_requests
-        return None if good is None or not self.outcomes else good / len(self.outcomes)
+        if good is None or not self.outcomes:
+            return None
+        return good / (len(self.outcomes) + (self.load.unsent if self.scheduled else 0))
 
     @property
     def modes(self) -> list[str]:
@@ -203,13 +215,13 @@ class BenchReport:
 
     def distributions(self, mode: str | None = None) -> dict[str, Distribution | None]:
         """All figures (`KEYS`) in milliseconds, over all successes or those of one mode."""
-        chosen = [g for g in self.generations if mode in (None, g.mode)]
+        chosen = [(g, late_ms) for g, late_ms in self._served if mode in (None, g.mode)]
         values: dict[str, Iterable[float]] = {
-            "ttft_ms": (g.ttft_ms for g in chosen),
-            "ttft_decode_ms": (g.ttft_decode_ms for g in chosen if g.ttft_decode_ms is not None),
-            "itl_ms": (gap for g in chosen for gap in g.itl_ms),
-            "tpot_ms": (g.tpot_ms for g in chosen if g.tpot_ms is not None),
-            "e2e_ms": (g.total_ms for g in chosen),
+            "ttft_ms": (g.ttft_ms + late_ms for g, late_ms in chosen),
+            "ttft_decode_ms": (g.ttft_decode_ms + late_ms for g, late_ms in chosen if g.ttft_decode_ms is not None),
+            "itl_ms": (gap for g, _ in chosen for gap in g.itl_ms),
+            "tpot_ms": (g.tpot_ms for g, _ in chosen if g.tpot_ms is not None),
+            "e2e_ms": (g.total_ms + late_ms for g, late_ms in chosen),
         }
         return {name: Distribution.of(of_figure, self.percentiles) for name, of_figure in values.items()}
 
@@ -230,7 +242,7 @@ class BenchReport:
     @property
     def good_requests(self) -> int | None:
         """Successes that met the SLO; None without one."""
-        return None if self.slo is None else sum(self.slo.met_by(generation) for generation in self.generations)
+        return None if self.slo is None else sum(self.slo.met_by(g, late_ms) for g, late_ms in self._served)
 
     def added_ms(self, figure: Figure) -> float | None:
         """Median of pd minus colocated over the requests that were sent in both modes; None without any, and unless

@@ -23,7 +23,7 @@ from experiments.mode_pairs import COLOCATED, PD
 from experiments.plots import bench as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
-from experiments.request_row import RequestRow
+from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.statistics import mean_interval
 from pdserve.client.status import ServiceStatus
@@ -52,6 +52,7 @@ class BenchRecorder:
             "seed": plan.seed,
             "mode": str(plan.mode),
             "paired": plan.paired,
+            "scheduled": plan.scheduled,
             "timeout_s": plan.timeout_s,
             "slo": None if plan.slo is None else plan.slo.text,
             "percentiles": ",".join(f"{each:g}" for each in plan.percentiles),
@@ -96,7 +97,6 @@ class BenchRecorder:
                     "unsent": report.load.unsent,
                     "partial": report.partial,
                     "planned": report.planned,
-                    "open_loop": report.open_loop,
                 }
                 for report in reports
             ],
@@ -113,6 +113,7 @@ class BenchRunOptions(Options):
     slo: str | None = Field(None, description="limits in ms")
     percentiles: str = Field(",".join(f"{each:g}" for each in PERCENTILES), description="percentiles to report")
     paired: bool = Field(False, description="whether both modes were compared in pairs")
+    scheduled: bool = Field(False, description="whether requests had times at which they were due")
     workload: str = Field("", description="what was sent, in one line")
 
 
@@ -126,16 +127,18 @@ class BenchRun(RunKind):
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``arms``, ``added_ms``, ``partial``, ``leaked_blocks``; see docs/bench.md. A run that was ended before its
-        cell was written is partial."""
+        cell was written is partial. Latencies count from when requests were due, if they had such times."""
         facts: Mapping[str, Any] = run.cells[0].facts if run.cells else {}
         loads: Sequence[Mapping[str, Any]] = facts.get("loads", ())
         slo = None if self.options.slo is None else SLO.parse(self.options.slo)
         percentiles = parse_percentiles(self.options.percentiles)
         arms = {}
         for arm in sorted({row.arm for row in run.rows}, key=lambda name: (name != PD, name)):
-            rows = [row for row in run.rows if row.arm == arm]
             load = next((each for each in loads if each["mode"] in (arm, "both")), {})
-            arms[arm] = _arm(rows, load, slo, percentiles)
+            arms[arm] = {
+                **_arm(self._judged(run, arm), load, slo, percentiles, self.options.scheduled),
+                "lag": self._lag([row for row in run.rows if row.arm == arm]),
+            }
         summary: dict[str, Any] = {
             "experiment": self.name,
             "workload": facts.get("workload", self.options.workload),
@@ -147,13 +150,21 @@ class BenchRun(RunKind):
         }
         failed = [f"{arm}: {each['failed']} requests failed" for arm, each in arms.items() if each["failed"]]
         failed += [
-            f"{arm}: bytes moved differ from bytes expected"
-            for arm, each in arms.items()
-            if not each["kv_bytes_equal_expected"]
+            f"{arm}: {wrong}" for arm in arms if (wrong := unexpected_bytes(row for row in run.rows if row.arm == arm))
         ]
         if summary["leaked_blocks"]:
             failed.append(f"{summary['leaked_blocks']} KV blocks did not come back")
         return {**summary, "failed": failed}
+
+    def _judged(self, run: RunData, arm: str) -> list[RequestRow]:
+        rows = (row for row in run.rows if row.arm == arm)
+        return [row.since_due() if self.options.scheduled else row for row in rows]
+
+    def _lag(self, rows: Sequence[RequestRow]) -> dict[str, Any] | None:
+        if not self.options.scheduled:
+            return None
+        lag = Lag.between([row.scheduled_s for row in rows], [row.sent_s for row in rows])
+        return None if lag is None else asdict(lag)
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
         """CDFs of the latencies, means of the stages, throughput and requests over time, and the distributions."""
@@ -167,11 +178,11 @@ class BenchRun(RunKind):
             question=self.question,
             answer=_answer(summary),
             setup=setup,
-            caveats=_caveats(summary, self.options.paired),
+            caveats=_caveats(summary, self.options.paired, self.options.scheduled),
             failures=summary["failed"],
         )
         if any(row.error is None for row in run.rows):
-            report.blocks.append(plots.latency_cdfs(arms))
+            report.blocks.append(plots.latency_cdfs({arm: self._judged(run, arm) for arm in arms}))
             if any(each["stages_ms"] for each in summary["arms"].values()):
                 report.blocks.append(plots.stage_means(summary["arms"]))
             report.blocks.append(plots.over_time(arms))
@@ -180,12 +191,17 @@ class BenchRun(RunKind):
 
 
 def _arm(
-    rows: Sequence[RequestRow], load: Mapping[str, Any], slo: SLO | None, percentiles: Sequence[float]
+    rows: Sequence[RequestRow],
+    load: Mapping[str, Any],
+    slo: SLO | None,
+    percentiles: Sequence[float],
+    scheduled: bool,
 ) -> dict[str, Any]:
     done = [row for row in rows if row.error is None]
     ends_s = [row.sent_s + (row.e2e_ms or 0.0) / 1e3 for row in rows]
     duration_s = float(load.get("duration_s") or max(ends_s) - min(row.sent_s for row in rows))
     good = None if slo is None else sum(slo.met_by_row(row) for row in rows)
+    unsent = int(load.get("unsent", 0))
     values: dict[str, list[float]] = {
         "ttft_ms": [row.ttft_ms for row in done if row.ttft_ms is not None],
         "ttft_decode_ms": [row.ttft_decode_ms for row in done if row.ttft_decode_ms is not None],
@@ -194,9 +210,6 @@ def _arm(
         "e2e_ms": [row.e2e_ms for row in done if row.e2e_ms is not None],
     }
     distributions = {name: Distribution.of(each, percentiles) for name, each in values.items()}
-    lag = (
-        Lag.between([row.scheduled_s for row in rows], [row.sent_s for row in rows]) if load.get("open_loop") else None
-    )
     output_tokens = sum(row.output_tokens for row in done)
 
     def per_second(count: float) -> float:
@@ -208,14 +221,15 @@ def _arm(
         "failures": dict(Counter((row.error or "").partition(":")[0] for row in rows if row.error is not None)),
         "planned": load.get("planned"),
         "duration_s": duration_s,
-        "unsent": load.get("unsent", 0),
-        "lag": None if lag is None else asdict(lag),
+        "unsent": unsent,
         **{name: each.to_dict() if each else None for name, each in distributions.items()},
         "stages_ms": _stages(done),
         "output_tokens_per_s": per_second(output_tokens),
         "total_tokens_per_s": per_second(output_tokens + sum(row.prompt_tokens for row in done)),
         "requests_per_s": per_second(len(done)),
-        "goodput": None if good is None else {"requests_per_s": per_second(good), "share": good / len(rows)},
+        "goodput": None
+        if good is None
+        else {"requests_per_s": per_second(good), "share": good / (len(rows) + (unsent if scheduled else 0))},
         "kv_bytes_equal_expected": all(row.kv_bytes == row.kv_bytes_expected for row in done),
     }
 
@@ -262,15 +276,19 @@ def _answer(summary: Mapping[str, Any]) -> str:
     return " ".join(sentences) or "No request ended."
 
 
-def _caveats(summary: Mapping[str, Any], paired: bool) -> list[str]:
+def _caveats(summary: Mapping[str, Any], paired: bool, scheduled: bool) -> list[str]:
     caveats = []
     if summary["partial"]:
         caveats.append("The run was interrupted; only the requests that had ended are counted.")
     late = [arm for arm, each in summary["arms"].items() if each["lag"] and each["lag"]["behind"]]
     if late:
         caveats.append(
-            f"The load generator was behind its schedule ({', '.join(late)}): latencies count from the real sending, "
-            "so they leave that wait out."
+            f"The load generator was behind its schedule ({', '.join(late)}). Latencies count from when a request was "
+            "due, so they contain that wait."
+        )
+    if unsent := sum(each["unsent"] for each in summary["arms"].values()):
+        caveats.append(
+            f"{unsent} requests were due and never sent{', and count as missing the SLO' if scheduled else ''}."
         )
     if len(summary["arms"]) > 1 and not paired:
         caveats.append(

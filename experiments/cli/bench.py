@@ -372,9 +372,9 @@ def _of_load(report: BenchReport) -> list[str]:
         text = ", ".join(f"{name} {value:+.2f} ms" for name, value in added.items() if value is not None)
         lines.append(f"added       {text} (median over pairs of pd minus colocated, one request at a time)")
     lag = report.load.lag
-    if lag is not None and report.open_loop:
+    if lag is not None and report.scheduled:
         text = f"{lag.p50_ms:.2f} ms p50, {lag.p99_ms:.2f} p99, {lag.max_ms:.2f} max between schedule and sending"
-        behind = "; the load is behind its schedule, and latencies leave that wait out" if lag.behind else ""
+        behind = "; the load is behind its schedule, and latencies contain that wait" if lag.behind else ""
         lines.append(f"lag         {text}{behind}")
     if report.load.unsent:
         lines.append(f"unsent      {report.load.unsent} requests still waited for --max-concurrency at the end")

@@ -27,11 +27,17 @@ class RunProgress:
         self._started_s = time.monotonic()
 
     def begin(self, cells: Sequence[Cell], finished: int) -> None:
-        """Show the number of cells."""
+        """Show the number of cells, and the time that the loads of those to come last."""
         self._total, self._done = len(cells), finished
         self._cells = self._bars.add_task(self._name, total=len(cells), completed=finished)
         if finished:
             self._console.print(f"{self._name}: {finished} of {len(cells)} cells were measured before")
+        sending_s = sum(cell.sending_s for cell in cells[finished:])
+        if sending_s:
+            self._console.print(
+                f"{self._name}: {len(cells) - finished} cells; their loads alone take {sending_s / 60:.1f} min, and "
+                "queues that empty and idle requests come on top"
+            )
 
     def cell(self, cell: Cell) -> None:
         """Show the cell and its steps."""

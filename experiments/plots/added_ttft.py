@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,6 @@ def waterfall_of_causes(cell: Cell) -> Picture:
     names = ["colocated", *(name for name, _ in causes), "disaggregated"]
     axes.barh(0, colocated_ms, color=style.COLOCATED, height=0.68)
     at_ms = colocated_ms
-    lengths = [abs(value) for _, value in causes]
     for row, (name, value) in enumerate(causes, 1):
         axes.barh(row, value, left=at_ms, color=COLORS.get(name, style.FAINT), height=0.68)
         axes.plot([at_ms, at_ms], [row - 0.66, row + 0.34], color=style.FAINT, linewidth=0.7)
@@ -41,18 +41,21 @@ def waterfall_of_causes(cell: Cell) -> Picture:
         )
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    margin = max(max(lengths, default=0.0) * 2.0, abs(pd_ms - colocated_ms) * 0.6, 0.5)
-    low = max(0.0, min(colocated_ms, pd_ms) - margin)
-    axes.set_xlim(low, max(colocated_ms, pd_ms, at_ms) + margin)
+    edges = [*itertools.accumulate((value for _, value in causes), initial=colocated_ms), pd_ms]
+    margin = max(0.5 * (max(edges) - min(edges)), 0.5)
+    low = max(0.0, min(edges) - margin)
+    axes.set_xlim(low, max(edges) + margin)
     cut = " (axis starts later than 0)" if low else ""
     style.label(axes, x=f"ms until token 2 is at the client{cut}", y="")
     added = Interval.from_dict(cell["added_ttft_ms"][Figure.TTFT_DECODE.value])
+    idle = cell["load"] == "idle"
+    load = "" if idle else f", {cell['rate']:g} requests/s"
+    means = f"Means over {cell['n']} {'pairs' if idle else 'requests of each arm'}"
     return Picture(
-        "causes",
-        f"From colocated to disaggregated, stage by stage ({cell['prompt_len']} tokens, {cell['transport']})",
-        f"Means over {cell['n']} pairs. Each bar is the difference of one stage between the arms. Together they are "
-        f"the added ttft_decode of {added.text()}, except for {cell['unexplained_ms']:+.2f} ms that no stage explains "
-        "(unattributed).",
+        "causes" if idle else "causes_under_load",
+        f"From colocated to disaggregated, stage by stage ({cell['prompt_len']} tokens, {cell['transport']}{load})",
+        f"{means}. Each bar is the difference of one stage between the arms. Together they are the added ttft_decode "
+        f"of {added.text()}, except for {cell['unexplained_ms']:+.2f} ms that no stage explains (unattributed).",
         figure,
         "Waterfall of the differences between colocated and disaggregated requests by stage",
     )
@@ -199,20 +202,22 @@ def first_tokens(usual: Cell, late: Cell) -> Picture:
 
 
 def attainment_over_rate(cells: Sequence[Cell]) -> Picture:
-    """The share of requests that met the SLO over the rate, both arms, a panel per prompt length."""
+    """The share of requests that met the SLO over the rate, both arms: a column per prompt length, a row per transport
+    and overlap."""
     lengths = sorted({cell["prompt_len"] for cell in cells})
-    figure = style.canvas(columns=len(lengths), width_in=max(6.0, 4.2 * len(lengths)), height_in=3.8, sharey=True)
-    for axes, length in zip(figure.axes, lengths, strict=True):
-        series = sorted((c for c in cells if c["prompt_len"] == length), key=lambda cell: cell["rate"])
+    places = _series(cells)
+    figure = style.canvas(columns=len(lengths), rows=len(places), width_in=max(6.0, 4.2 * len(lengths)),
+                          height_in=0.6 + 3.2 * len(places), sharey=True)  # fmt: skip
+    for axes, (place, length) in zip(figure.axes, itertools.product(places, lengths), strict=True):
+        series = sorted((c for c in places[place] if c["prompt_len"] == length), key=lambda cell: cell["rate"])
         rates = [cell["rate"] for cell in series]
         style.attainment(axes, rates, {
             name: [cell["attainment"][arm] for cell in series]
             for arm, name in (("pd", "disaggregated"), ("colocated", "colocated"))
         })  # fmt: skip
-        first = axes is figure.axes[0]
         style.label(
-            axes, x="offered load, requests/s", y="requests that meet the SLO, %" if first else "",
-            title=f"{length} tokens",
+            axes, x="offered load, requests/s", y="requests that meet the SLO, %" if length == lengths[0] else "",
+            title=f"{length} tokens" + (f" · {place}" if len(places) > 1 else ""),
         )  # fmt: skip
     style.legend(figure.axes[0])
     return Picture(

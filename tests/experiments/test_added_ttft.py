@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from experiments.added_ttft import AddedTtft, AddedTtftOptions
+from experiments.added_ttft import AddedTtft, AddedTtftOptions, break_even_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
@@ -32,6 +33,7 @@ def row(arm: str, index: int, stages_ms: dict[str, float], **changes: Any) -> Re
         "repeat": 0,
         "index": index,
         "mode": arm,
+        "request_id": f"{arm}-{index}",
         "ttft_ms": 30.0 if pd else 28.0,
         "ttft_decode_ms": sum(stages_ms.values()),
         "stages_ms": {"ttft_decode": stages_ms, "ttft": {}},
@@ -110,6 +112,34 @@ def test_a_link_that_was_not_measured_has_no_prediction() -> None:
 def test_a_token_or_byte_that_differs_fails_the_run(changes: dict[str, Any], words: str) -> None:
     (failure,) = summary_of([*pairs(5), *pairs(6, **changes)[10:]])["failed"]
     assert words in failure
+    assert "first in" in failure
+    assert "pd-5" in failure
+
+
+def test_bytes_are_compared_request_by_request() -> None:
+    rows = pairs(6)
+    for index, off in ((4, 1), (6, -1)):  # as many bytes in all as expected
+        rows[index] = msgspec.structs.replace(rows[index], kv_bytes=KV_BYTES + off)
+    summary = summary_of(rows)
+    (cell,) = summary["cells"]
+    assert cell["kv_bytes"] == cell["kv_bytes_expected"]
+    assert not cell["kv_bytes_equal"]
+    assert summary["failed"] == [
+        f"{CELL}: bytes moved differ from bytes expected in 2 requests, first in pd-2: {KV_BYTES + 1} instead of "
+        f"{KV_BYTES}"
+    ]
+
+
+def test_the_prediction_goes_by_the_chunks_of_the_service() -> None:
+    run = run_of(pairs())
+    settings = {"engine": {"chunk_tokens": 64}, "transfer": {"overlap": "chunk"}}
+    (cell,) = run.cells
+    parameters = {**cell.parameters, "overlap": "chunk"}
+    chunked = msgspec.structs.replace(cell, parameters=parameters, facts={**cell.facts, "config": settings})
+    run = RunData(run.name, {}, {}, (chunked,), run.rows)
+    (summary,) = AddedTtft(AddedTtftOptions()).summarise(run)["cells"]
+    half_ms = KV_BYTES / 2 / 0.02e9 * 1e3  # the first chunk is ready after half of the 20 ms of prefill
+    assert summary["predicted_ms"] == pytest.approx(half_ms + max(half_ms - 10.0, 0.0) + 0.25, abs=1e-3)
 
 
 def test_a_request_that_failed_fails_the_run_and_leaves_its_pair_out() -> None:
@@ -160,7 +190,18 @@ def loaded_row(arm: str, repeat: int, index: int, ttft_ms: float, gap_ms: float 
         "tpot_ms": gap_ms,
         "e2e_ms": ttft_ms + 2 * gap_ms,
         "token_hash": f"{repeat}/{index}",
-    }
+        "request_id": f"{arm}-{repeat}-{index}",
+        "output_tokens": 3,
+        "stages_ms": {
+            "ttft": {"prefill": ttft_ms},
+            "ttft_decode": {"prefill_queue": ttft_ms - 8.0, "prefill": 8.0, "first_decode": gap_ms - 1.0,
+                            "unattributed": 1.0},
+        },
+    }  # fmt: skip
+    if arm == "pd":
+        values |= {"transport": "shm", "kv_bytes": KV_BYTES, "kv_bytes_expected": KV_BYTES,
+                   "transfer": {"exposed_ms": 4.0, "wire_ms": 1.0, "import_ms": 0.5, "request_to_ready_ms": 9.0,
+                                "ceiling_gbs": 0.02}}  # fmt: skip
     return RequestRow(**{**values, **changes})
 
 
@@ -170,7 +211,12 @@ def loaded_run(rows: Sequence[RequestRow]) -> RunData:
              for repeat in range(2) for arm in ("pd", "colocated")]  # fmt: skip
     cells = (
         FinishedCell(CELL, idle, 1.0, {"fixed_ms": 0.25, "block_size": 64, "layout": SHAPE}),
-        FinishedCell(LOADED, {**idle, "load": "rate-2", "rate": 2.0}, 1.0, {"loads": loads}),
+        FinishedCell(
+            LOADED,
+            {**idle, "load": "rate-2", "rate": 2.0},
+            1.0,
+            {"loads": loads, "fixed_ms": 0.5, "block_size": 64, "layout": SHAPE},
+        ),
     )
     return RunData("added-ttft", {}, {}, cells, tuple(rows))
 
@@ -195,7 +241,7 @@ def ten_of_each(pd_ms: float = 20.0, colocated_ms: float = 20.0) -> list[Request
 def test_a_load_is_judged_by_the_idle_cell_of_its_length() -> None:
     idle = pairs(itl_ms=(9.0, 8.0, 8.0))
     idle = [msgspec.structs.replace(each, itl_ms=(9.0, 8.0, 8.0)) for each in idle]
-    rows = ten_of_each(pd_ms=50.0, colocated_ms=57.0)  # idle colocated: 28 ms, so the limit is 56 ms
+    rows = ten_of_each(pd_ms=50.0, colocated_ms=57.0)  # idle colocated: 28 ms, so the limit is 56 ms. 1 ms of lag
     rows[0] = loaded_row("pd", 0, 0, 50.0, gap_ms=17.0)  # one gap above 16 ms
     summary = loaded_summary([*idle, *rows])
     _, cell = summary["cells"]
@@ -207,7 +253,7 @@ def test_a_load_is_judged_by_the_idle_cell_of_its_length() -> None:
     assert cell["offered_rps"] == {"pd": 1.0, "colocated": 1.0}  # ten requests in two loads of 5 s
     assert cell["goodput_rps"]["pd"]["mean"] == pytest.approx(0.9)
     assert cell["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(-7.0)
-    assert cell["arms_ms"]["colocated"]["ttft"] == 57.0
+    assert cell["arms_ms"]["colocated"]["ttft"] == pytest.approx(58.0)
     assert cell["lag"]["pd"]["behind"]
     assert not cell["lag"]["colocated"]["behind"]
     assert cell["lag"]["pd"]["p99_ms"] == pytest.approx(1.0)
@@ -216,12 +262,174 @@ def test_a_load_is_judged_by_the_idle_cell_of_its_length() -> None:
         "cell": LOADED,
         "prompt_len": 128,
         "rate": 2.0,
+        "transport": "shm",
+        "overlap": "none",
         "slo_ms": {"ttft": 56.0, "itl": 16.0},
         "attainment": {"pd": 0.9, "colocated": 0.0},
         "distinct": True,
+        "only_pd": [LOADED],
+        "neither": [],
     }
     assert summary["break_even_reason"] is None
     assert summary["failed"] == []
+
+
+CONTRACT = ("prompt_len", "transport", "overlap", "load", "n", "added_ttft_ms", "causes_ms", "explained_pct",
+            "predicted_ms", "achieved_ms", "kv_bytes", "kv_bytes_expected", "tokens_equal")  # fmt: skip
+
+
+def test_cells_under_load_have_causes_and_predictions_as_well() -> None:
+    summary = loaded_summary([*pairs(), *ten_of_each(pd_ms=20.0, colocated_ms=50.0)])
+    for cell in summary["cells"]:
+        assert all(cell[key] is not None for key in CONTRACT)
+    cell = summary["cells"][1]
+    assert cell["added_ttft_ms"]["ttft_decode"]["mean"] == pytest.approx(-30.0)
+    causes = {name: value for name, value in cell["causes_ms"].items() if value}
+    assert causes == pytest.approx({"prefill_queue": -30.0})
+    assert cell["unexplained_ms"] == pytest.approx(0.0)
+    assert cell["explained_pct"] == 100.0
+    assert cell["predicted_ms"] == pytest.approx(KV_BYTES / 0.02e9 * 1e3 + 0.5, abs=1e-3)  # its own calibration
+    assert (cell["achieved_ms"], cell["wire_ms"], cell["request_to_ready_ms"]) == (4.0, 1.5, 9.0)
+
+
+def test_what_the_load_generator_was_late_counts() -> None:
+    rows = [
+        msgspec.structs.replace(each, sent_s=each.scheduled_s + (0.101 if each.arm == "pd" else 0.001))
+        for each in ten_of_each(pd_ms=20.0, colocated_ms=20.0)
+    ]
+    summary = loaded_summary([*pairs(), *rows], slo="ttft=50")
+    _, cell = summary["cells"]
+    assert cell["attainment"]["pd"]["mean"] == 0.0
+    assert cell["attainment"]["colocated"]["mean"] == 1.0
+    assert cell["arms_ms"]["pd"]["ttft"] == pytest.approx(121.0)
+    assert cell["arms_ms"]["pd"]["tpot"] == 10.0
+    assert cell["added_ttft_ms"]["ttft_decode"]["mean"] == pytest.approx(100.0)
+    assert {name: value for name, value in cell["causes_ms"].items() if value} == pytest.approx({"lag": 100.0})
+    assert cell["lag"]["pd"]["p50_ms"] == pytest.approx(101.0)
+
+
+def test_requests_that_were_never_sent_miss_the_slo() -> None:
+    run = loaded_run([*pairs(), *ten_of_each()])
+    idle, cell = run.cells
+    loads = [{**load, "unsent": 5 if load["arm"] == "pd" else 0} for load in cell.facts["loads"]]
+    run = RunData(run.name, {}, {}, (idle, msgspec.structs.replace(cell, facts={"loads": loads})), run.rows)
+    meter = AddedTtft(AddedTtftOptions.choose({"slo": "ttft=50"}))
+    summary = meter.summarise(run)
+    figures = summary["cells"][1]
+    assert figures["unsent"] == {"pd": 10, "colocated": 0}
+    assert figures["attainment"]["pd"]["mean"] == pytest.approx(0.5)
+    assert figures["offered_rps"] == {"pd": 2.0, "colocated": 1.0}
+    assert figures["goodput_rps"]["pd"]["mean"] == pytest.approx(1.0)
+    assert any("10 requests were due" in caveat for caveat in meter.report(run, summary).caveats)
+
+
+def test_other_tokens_under_load_are_told_and_another_number_of_tokens_fails() -> None:
+    rows = ten_of_each()
+    rows[3] = msgspec.structs.replace(rows[3], token_hash="other")
+    run = loaded_run([*pairs(), *rows])
+    meter = AddedTtft(AddedTtftOptions())
+    summary = meter.summarise(run)
+    cell = summary["cells"][1]
+    assert (cell["tokens_equal"], cell["tokens_equal_share"]) == (False, 0.9)
+    assert summary["failed"] == []
+    assert any("does not promise equal tokens" in caveat for caveat in meter.report(run, summary).caveats)
+
+    rows[3] = msgspec.structs.replace(rows[3], output_tokens=2)
+    (failure,) = loaded_summary([*pairs(), *rows])["failed"]
+    assert "the number of tokens differs" in failure
+    assert "pd-0-3 and colocated-0-3" in failure
+
+
+def test_a_byte_that_differs_under_load_fails_the_run() -> None:
+    rows = ten_of_each()
+    for index, off in ((3, -1), (4, 1)):
+        rows[index] = msgspec.structs.replace(rows[index], kv_bytes=KV_BYTES + off)
+    (failure,) = loaded_summary([*pairs(), *rows])["failed"]
+    assert f"first in pd-0-3: {KV_BYTES - 1} instead of {KV_BYTES}" in failure
+
+
+def test_an_arm_that_answered_nothing_has_no_causes() -> None:
+    rows = [
+        RequestRow(cell=LOADED, arm="pd", repeat=each.repeat, index=each.index, error="DeadlineExceeded: late")
+        if each.arm == "pd"
+        else each
+        for each in ten_of_each()
+    ]
+    cell = loaded_summary([*pairs(), *rows])["cells"][1]
+    assert set(CONTRACT) <= set(cell)
+    assert (cell["causes_ms"], cell["achieved_ms"], cell["tokens_equal"]) == (None, None, None)
+
+
+def judged(length: int, rate: float, pd: float, colocated: float, transport: str = "shm") -> dict[str, Any]:
+    """A cell under load in which so many of a hundred requests met the SLO."""
+    shares = {arm: {"mean": share / 100, "lo": share / 100, "hi": share / 100, "n": 100}
+              for arm, share in (("pd", pd), ("colocated", colocated))}  # fmt: skip
+    return {"cell": f"{length}/{transport}/{rate:g}", "prompt_len": length, "rate": rate, "transport": transport,
+            "overlap": "layer", "slo_ms": {"ttft": 50.0}, "attainment": shares}  # fmt: skip
+
+
+BOTH_MEET, ONLY_PD, NEITHER, ONLY_COLOCATED = (99, 95), (95, 50), (20, 10), (50, 95)
+
+
+def grid(*rows: Sequence[tuple[int, int]], transport: str = "shm") -> list[dict[str, Any]]:
+    """A row per prompt length (128, 256, …), a column per rate (1, 2, …)."""
+    return [
+        judged(128 * (number + 1), place + 1.0, *shares, transport)
+        for number, row in enumerate(rows)
+        for place, shares in enumerate(row)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "point", "only_pd", "neither"),
+    [
+        (grid([BOTH_MEET, ONLY_PD, NEITHER]), (128, 2.0), 1, 1),
+        (grid([BOTH_MEET, BOTH_MEET], [BOTH_MEET, ONLY_PD]), (256, 2.0), 1, 0),
+        (grid([BOTH_MEET, ONLY_PD], [ONLY_PD, NEITHER]), (128, 2.0), 1, 1),
+        # 128 tokens at rate 1 is no break-even: at rate 2 colocated meets it as well. From rate 3 on it does not.
+        (grid([ONLY_PD, BOTH_MEET, ONLY_PD]), (128, 3.0), 1, 0),
+        # Nor is it where longer prompts at the same rate are met by colocated alone.
+        (grid([BOTH_MEET, ONLY_PD], [BOTH_MEET, ONLY_COLOCATED], [ONLY_PD, ONLY_PD]), (384, 1.0), 2, 0),
+    ],
+)
+def test_the_break_even_holds_from_there_on(
+    cells: list[dict[str, Any]], point: tuple[int, float], only_pd: int, neither: int
+) -> None:
+    found = break_even_of(cells)
+    assert found["break_even_reason"] is None
+    assert (found["break_even"]["prompt_len"], found["break_even"]["rate"]) == point
+    assert (len(found["break_even"]["only_pd"]), len(found["break_even"]["neither"])) == (only_pd, neither)
+    assert break_even_of(cells[::-1])["break_even"] == {
+        **found["break_even"],
+        "only_pd": found["break_even"]["only_pd"][::-1],
+        "neither": found["break_even"]["neither"][::-1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        (grid([BOTH_MEET, BOTH_MEET]), "colocated met the SLO for 90 % of the requests at every load"),
+        (grid([NEITHER, NEITHER]), "pd met the SLO for 90 % of the requests at no load"),
+        (grid([BOTH_MEET, ONLY_COLOCATED, NEITHER]), "wherever pd met the SLO for 90 % of the requests, colocated did"),
+        (grid([ONLY_PD, BOTH_MEET]), "in 128/shm/1 only pd met the SLO .* but not from there on: in 128/shm/2, with"),
+        ([], "no load was measured: give --rates"),
+        ([{**judged(128, 1.0, 95, 50), "slo_ms": None}], "there is no SLO: the idle cells were not measured"),
+    ],
+)
+def test_why_there_is_no_break_even(cells: list[dict[str, Any]], reason: str) -> None:
+    found = break_even_of(cells)
+    assert found["break_even"] is None
+    assert re.match(reason, found["break_even_reason"])
+
+
+def test_every_transport_has_its_own_break_even() -> None:
+    found = break_even_of([*grid([BOTH_MEET, BOTH_MEET]), *grid([BOTH_MEET, ONLY_PD], transport="tcp")])
+    assert (found["break_even"]["transport"], found["break_even"]["rate"]) == ("tcp", 2.0)
+    assert [each["break_even"] is None for each in found["break_evens"]] == [True, False]
+    neither = break_even_of([*grid([BOTH_MEET]), *grid([NEITHER], transport="tcp")])
+    assert neither["break_even_reason"].startswith("shm, layer: colocated met")
+    assert "; tcp, layer: pd met" in neither["break_even_reason"]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +472,28 @@ def test_a_request_that_fails_under_load_misses_the_slo() -> None:
     assert summary["failed"] == []
 
 
+@pytest.mark.parametrize(
+    ("combinations", "quick", "places"),
+    [
+        (None, False, ["shm/layer", "tcp/layer"]),
+        ("all", False, ["shm/layer", "shm/none", "tcp/layer", "tcp/none"]),
+        ("first", False, ["shm/layer"]),
+        (None, True, ["shm/layer"]),
+        ("all", True, ["shm/layer", "shm/none", "tcp/layer", "tcp/none"]),
+    ],
+)
+def test_what_is_measured_under_load(combinations: str | None, quick: bool, places: list[str]) -> None:
+    given = {"prompt_lens": "128", "rates": "1,2", "overlaps": "layer,none", "load_combinations": combinations}
+    options = AddedTtftOptions.choose({**given, "duration_s": 3.0, "rounds": 4}, quick)
+    cells = [cell for cell in AddedTtft(options).cells(None) if "rate" in cell.parameters]
+    assert [cell.name for cell in cells] == [f"128/{place}/rate-{rate}" for place in places for rate in (1, 2)]
+    assert {cell.sending_s for cell in cells} == {2 * 4 * 3.0}
+
+
 def test_cells_under_load_share_the_first_service() -> None:
-    options = AddedTtftOptions.choose({"prompt_lens": "128,600", "rates": "1,2", "widths": ""})
+    options = AddedTtftOptions.choose(
+        {"prompt_lens": "128,600", "rates": "1,2", "widths": "", "load_combinations": "first"}
+    )
     cells = AddedTtft(options).cells(None)
     loaded = [cell for cell in cells if "rate" in cell.parameters]
     assert [cell.name for cell in loaded] == [f"{n}/shm/layer/rate-{rate}" for n in (600,) for rate in (1, 2)]
@@ -307,7 +535,12 @@ def test_a_load_on_a_service(tmp_path: Path) -> None:
     assert cell["n"] == len(sent["pd"]) > 4
     assert {row.mode for row in rows if row.arm == "pd"} == {"pd"}
     assert cell["kv_bytes"] == cell["kv_bytes_expected"] > 0
-    assert (folder.path / "attainment.png").stat().st_size > 5_000
+    assert all(cell[key] is not None for key in CONTRACT)
+    added = cell["added_ttft_ms"]["ttft_decode"]["mean"]
+    assert sum(cell["causes_ms"].values()) + cell["unexplained_ms"] == pytest.approx(added, abs=0.01)
+    assert cell["achieved_ms"] > 0
+    for picture in ("attainment.png", "causes_under_load.png"):
+        assert (folder.path / picture).stat().st_size > 5_000
 
 
 def test_an_unknown_width_is_named() -> None:

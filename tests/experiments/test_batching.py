@@ -19,16 +19,19 @@ from experiments.batching import (
     STEPS,
     Batching,
     BatchingOptions,
+    _capacity,
 )
 from experiments.engine_alone.process import measurements
 from experiments.engine_alone.program import Task
 from experiments.engine_alone.step_case import StepCase
 from experiments.experiment import Bench, Cell
+from experiments.load import Load, Outcome
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.runner import redraw, run_experiment
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, simulate
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InvalidRequest, NotReady
+from pdserve.core.request import Mode
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import local_cluster
 
@@ -170,6 +173,23 @@ def test_sweeps_and_services_have_their_figures() -> None:
     assert summary["rate_per_s"] == 6.0
     assert summary["pools"] == {}
     assert summary["failed"] == []
+
+
+def test_requests_that_failed_are_no_capacity() -> None:
+    def outcome(index: int, ended_s: float, error: NotReady | None) -> Outcome:
+        return Outcome(index, 0, Mode.COLOCATED, 0.0, 0.0, ended_s, 20, None, error)
+
+    served = [outcome(index, 2.0, None) for index in range(6)]
+    failed = [outcome(6 + index, 9.0, NotReady("gone")) for index in range(4)]
+    facts = _capacity(Load([*served, *failed], 9.0))
+    assert facts == {"requests_per_s": 3.0, "failed": 4}
+    with pytest.raises(NotReady, match="gone"):
+        _capacity(Load(failed, 9.0))
+
+    cells, rows = service_cells()
+    cells[0] = FinishedCell(CAPACITY, {}, 1.0, facts)
+    summary = experiment().summarise(RunData("batching", {}, {}, tuple(cells), tuple(rows)))
+    assert summary["failed"] == ["capacity: 4 requests failed"]
 
 
 def test_an_arm_of_which_everything_failed_has_no_ratio(tmp_path: Path) -> None:

@@ -100,6 +100,22 @@ def test_the_report_counts() -> None:
     assert plain["lag"]["behind"] is False
 
 
+def test_latencies_count_from_when_requests_were_due() -> None:
+    generation = made_up(70)
+    late = replace(outcome(0, Mode.PD, generation), sent_s=0.5)
+    limits = SLO.parse(f"ttft={generation.ttft_ms + 1}")
+    load = Load([late, outcome(1, Mode.PD, generation)], 2.0, unsent=2)
+    for scheduled, good, late_ms in ((False, 2, 0.0), (True, 1, 500.0)):
+        report = BenchReport(load, limits, leaked_blocks=0, scheduled=scheduled)
+        plain = report.to_dict()
+        assert report.good_requests == good
+        assert plain["ttft_ms"]["max"] == pytest.approx(generation.ttft_ms + late_ms)
+        assert plain["ttft_decode_ms"]["max"] == pytest.approx((generation.ttft_decode_ms or 0.0) + late_ms)
+        assert plain["e2e_ms"]["max"] == pytest.approx(generation.total_ms + late_ms)
+        assert plain["tpot_ms"]["max"] == generation.tpot_ms
+        assert plain["goodput"] == {"requests_per_s": good / 2.0, "share": good / (4 if scheduled else 2)}  # two unsent
+
+
 def test_the_report_counts_refusals() -> None:
     errors = [
         CapacityExceeded("full", retry_after_s=0.1),
@@ -159,6 +175,11 @@ def test_what_a_plan_comes_to() -> None:
     loaded = replace(both, pace=Pace(concurrency=4))
     assert (loaded.paired, loaded.schedule(), loaded.planned, loaded.loads) == (False, ClosedLoop(4), 5, 2)
     assert not replace(both, pace=Pace(rate=1.0)).paired
+    at_once = Pace(rate=float("inf"))
+    assert [replace(plan, pace=pace).scheduled for pace in (Pace(), Pace(rate=1.0, max_concurrency=2), at_once)] == [
+        False, True, True
+    ]  # fmt: skip
+    assert not replace(plan, pace=replace(at_once, max_concurrency=2)).scheduled
     assert [interleaved(index) for index in range(4)] == [Mode.PD, Mode.COLOCATED, Mode.COLOCATED, Mode.PD]
 
 

@@ -28,7 +28,7 @@ def row(arm: str, index: int, ttft_ms: float, **changes: Any) -> RequestRow:
 def test_the_figures_of_a_run() -> None:
     rows = (row("pd", 0, 20.0), row("pd", 1, 40.0), row("colocated", 0, 15.0), row("colocated", 1, 30.0),
             RequestRow(cell="load", arm="pd", repeat=0, index=2, sent_s=2.0, error="WorkerLost: gone"))  # fmt: skip
-    load = {"mode": "both", "duration_s": 4.0, "unsent": 1, "partial": False, "planned": 5, "open_loop": False}
+    load = {"mode": "both", "duration_s": 4.0, "unsent": 1, "partial": False, "planned": 5}
     cell = FinishedCell("load", {"mode": "both"}, 4.0, {"loads": [load], "leaked_blocks": 0, "workload": "random"})
     kind = BenchRun(BenchRunOptions(slo="ttft=25", paired=True, percentiles="50,99"))
     run = RunData("bench", {}, {}, (cell,), rows)
@@ -49,6 +49,22 @@ def test_the_figures_of_a_run() -> None:
     assert summary["added_ms"]["ttft"]["mean"] == pytest.approx(7.5)
     assert (summary["partial"], summary["leaked_blocks"], summary["slo_ms"]) == (False, 0, {"ttft": 25.0})
     assert summary["failed"] == ["pd: 1 requests failed"]
+
+
+def test_an_open_loop_is_judged_from_when_requests_were_due() -> None:
+    rows = (row("pd", 0, 20.0), row("pd", 1, 20.0, sent_s=1.1), row("pd", 2, 20.0, kv_bytes=7, request_id="wrong"))
+    run = RunData("bench", {}, {}, (), rows)
+    kind = BenchRun(BenchRunOptions(slo="ttft=25", scheduled=True))
+    summary = kind.summarise(run)
+    pd = summary["arms"]["pd"]
+    assert pd["ttft_ms"]["max"] == pytest.approx(120.0)
+    assert pd["stages_ms"]["ttft"]["lag"] == pytest.approx(100 / 3, abs=1e-3)
+    assert pd["goodput"]["share"] == pytest.approx(2 / 3)
+    assert pd["lag"]["behind"]
+    assert "latencies count from when" in " ".join(kind.report(run, summary).caveats).lower()
+    assert "first in wrong: 7 instead of 0" in summary["failed"][0]
+    closed = BenchRun(BenchRunOptions(slo="ttft=25")).summarise(run)["arms"]["pd"]
+    assert (closed["ttft_ms"]["max"], closed["lag"], closed["goodput"]["share"]) == (20.0, None, 1.0)
 
 
 def test_a_run_that_was_killed_has_the_rows_so_far() -> None:

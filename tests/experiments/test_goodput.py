@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from experiments.goodput import Goodput, GoodputOptions
@@ -87,6 +88,18 @@ def test_a_cell_has_figures_of_both_arms() -> None:
     }
     assert cell["arms_ms"]["pd"]["ttft"] == 55.0
     assert cell["added_ttft_ms"]["ttft"]["mean"] == pytest.approx(45.0)
+
+
+def test_goodput_counts_from_when_requests_were_due() -> None:
+    cell, rows = loaded("1P1D", 1.0, {"pd": 10, "colocated": 10})
+    late = [msgspec.structs.replace(each, sent_s=0.2) if each.arm == "pd" and each.index < 4 else each for each in rows]
+    cell.facts["loads"][0]["unsent"] = 2
+    summary = summary_of((cell, late))
+    by_arm = {system["arm"]: system for system in summary["systems"]}
+    assert by_arm["pd"]["points"][0]["attainment"]["mean"] == pytest.approx(0.5)  # 6 of 12
+    assert by_arm["pd"]["goodput_rps_per_device"]["mean"] == pytest.approx(6 / 5.0 / 2)
+    assert by_arm["colocated"]["points"][0]["attainment"]["mean"] == 1.0
+    assert summary["cells"][0]["attainment"]["pd"]["mean"] == pytest.approx(0.5)
 
 
 def test_an_automatic_slo_is_of_the_idle_requests() -> None:

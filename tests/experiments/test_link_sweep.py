@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from experiments import hosts, link_sweep
@@ -74,6 +75,8 @@ def cell_of(gbps: float | None, rtt_ms: float | None, overlap: str, shaping: str
     ] * 3
     parameters = {"gbps": gbps, "rtt_ms": rtt_ms, "overlap": overlap, "shaping": shaping}
     facts = {"block_size": 64, "layout": SHAPE, "calibrations": calibrations if overlap == "none" else []}
+    if shaping != "as it is":
+        facts["config"] = {"engine": {"max_num_batched_tokens": 64}}
     return FinishedCell(f"{gbps}/{rtt_ms}/{overlap}", parameters, 1.0, facts)
 
 
@@ -116,6 +119,27 @@ def test_within_means_15_percent_or_3_ms(off_ms: float, within: bool) -> None:
     slow = cell_of(0.01, 0.0, "none")  # 26 ms and 0.75 ms fixed: 15 % are 4 ms
     (found,) = summary_of([slow], rows_of(slow.cell, exact_ms(0.01, 0.0) + 0.725 + off_ms))["cells"]
     assert found["within"] is within
+
+
+def test_the_prediction_goes_by_the_settings_of_the_service() -> None:
+    wide = {"num_layers": 4, "num_kv_heads": 8, "head_dim": 64, "dtype": "float32"}  # a group of layers is worthwhile
+    wide_bytes = 128 * 4 * 2 * 8 * 64 * 4
+
+    def predicted_ms(rtt_ms: float = 0.0, **transfer: Any) -> float:
+        """With overlap layer, 0.5 Gbit/s, and a single chunk."""
+        cell = cell_of(0.5, rtt_ms, "layer")
+        config = {"engine": {"max_num_batched_tokens": 128}, "transfer": transfer}
+        cell = msgspec.structs.replace(cell, facts={**cell.facts, "layout": wide, "config": config})
+        (found,) = summary_of([cell], rows_of(cell.cell, 1.0))["cells"]
+        return float(found["predicted_ms"])
+
+    half_ms = wide_bytes / 2 / 0.0625e9 * 1e3
+    # The first of two groups is ready after half of the prefill, the first of four after a quarter of it.
+    assert predicted_ms(layer_groups=2) == pytest.approx(10.0 + 2 * half_ms - PREFILL_MS, abs=1e-2)
+    assert predicted_ms(layer_groups=4) == pytest.approx(5.0 + 2 * half_ms - PREFILL_MS, abs=1e-2)
+    narrow_ms = wide_bytes / 65536 * 20.0  # 65536 bytes in a round trip of 20 ms
+    in_window_ms = predicted_ms(20.0, layer_groups=2, max_inflight_bytes=65536)
+    assert in_window_ms == pytest.approx(10.0 + narrow_ms + 10.0 - PREFILL_MS, abs=1e-2)
 
 
 def test_the_kernel_counts_headers_and_a_link_that_is_slower_is_told() -> None:
@@ -161,7 +185,7 @@ def test_the_crossing_between_rates() -> None:
 
 
 def test_the_model_against_arithmetic() -> None:
-    model = LinkModel(SHAPE, 64, 128, 64, PREFILL_MS)
+    model = LinkModel(SHAPE, 64, 128, 64, 8, 16 * 2**20, PREFILL_MS)
     half = KV_BYTES / 2
     assert model.exposed_ms("none", 0.01, 10.0) == pytest.approx(KV_BYTES / 1e7 * 1e3 + 5.0)
     # Two chunks of one block each; the first is ready after 10 ms and has left when the second one is.
