@@ -24,7 +24,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
-from experiments.statistics import Interval, difference_interval, mean_interval
+from experiments.statistics import Interval, difference_interval, interval_text, mean_interval
 from experiments.under_load import (
     ATTAINMENT,
     REQUEST_TIMEOUT_S,
@@ -360,7 +360,7 @@ def _systems_table(systems: Sequence[Mapping[str, Any]]) -> TableBlock:
     for system in sorted(systems, key=_goodput, reverse=True):
         good = system["goodput_rps_per_device"]
         rows.append((
-            system["system"], str(system["devices"]), f"{good['mean']:.2f} [{good['lo']:.2f}, {good['hi']:.2f}]",
+            system["system"], str(system["devices"]), interval_text(good),
             f"{system['at_rate_per_device']:g}", f"{system['sustained_rate_per_device']:g}",
         ))  # fmt: skip
     header = ("system", "devices", "goodput, requests/s per device", "at a load of, requests/s per device",
@@ -379,7 +379,7 @@ def _cells_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
             figures = (of_arm["ttft"], of_arm["ttft_p99"], of_arm["itl_p99"], lag and lag["p99_ms"])
             rows.append((
                 cell["cell"], arm, str(0 if met is None else met["n"]), str(cell["errors"][arm]),
-                "–" if met is None else f"{100 * met['mean']:.0f} [{100 * met['lo']:.0f}, {100 * met['hi']:.0f}]",
+                interval_text(met, ".0f", factor=100),
                 "–" if good is None else f"{good['mean']:.2f}",
                 *("–" if value is None else f"{value:.1f}" for value in figures),
             ))  # fmt: skip

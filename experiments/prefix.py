@@ -33,7 +33,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, mean_interval, plain_mean
+from experiments.statistics import MIN_REPEATS, Interval, interval_text, mean_interval, plain_mean
 from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -325,7 +325,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _earlier(token: str, saved: Interval) -> str:
-    text = f"{saved.mean:.1f} ms [{saved.lo:.1f}, {saved.hi:.1f}]"
+    text = saved.text(form=".1f")
     if saved.lo <= 0 <= saved.hi:
         return f"{token} comes not measurably earlier ({text})"
     return f"{token} comes {text} earlier"
@@ -355,16 +355,15 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
     names = {NONE: "neither", PREFILL: "prefill", BOTH: "both"}
     rows = []
     for cell in cells:
-        ttft, ttft_decode = (Interval.from_dict(cell[f"{figure.value}_ms"]) for figure in Figure)
         predicted = cell["predicted_ttft_ms"]
         rows.append(
             (
                 str(cell["shared_len"]),
                 names[cell["arm"]],
                 str(cell["n"]),
-                f"{ttft.mean:.1f} [{ttft.lo:.1f}, {ttft.hi:.1f}]",
+                interval_text(cell["ttft_ms"], ".1f"),
                 "–" if predicted is None else f"{predicted:.1f}",
-                f"{ttft_decode.mean:.1f} [{ttft_decode.lo:.1f}, {ttft_decode.hi:.1f}]",
+                interval_text(cell["ttft_decode_ms"], ".1f"),
                 f"{cell['prefill_ms']:.1f}",
                 f"{cell['computed_tokens']:g}",
                 f"{cell['kv_blocks_skipped']:g}",

@@ -22,7 +22,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
-from experiments.statistics import Interval, mean_interval
+from experiments.statistics import Interval, interval_text, mean_interval
 from experiments.under_load import (
     LoadPlan,
     check_slo,
@@ -286,10 +286,6 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(sentences) or "No pair of requests was completed."
 
 
-def _interval(plain: Mapping[str, Any] | None) -> str:
-    return "–" if plain is None else f"{plain['mean']:.2f} [{plain['lo']:.2f}, {plain['hi']:.2f}]"
-
-
 def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
     header = ("cell", "n", "failed", "added ttft, ms", "added ttft_decode, ms", "exposed, ms", "SLO met pd, %",
               "SLO met colocated, %")  # fmt: skip
@@ -299,7 +295,7 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
         met = [(cell.get("attainment") or {}).get(arm) for arm in (PD, COLOCATED)]
         rows.append((
             cell["cell"], str(cell["n"]), str(sum(cell["errors"].values())),
-            *(_interval(each) for each in intervals),
+            *(interval_text(each) for each in intervals),
             *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
         ))  # fmt: skip
     return TableBlock("All cells", header, rows)

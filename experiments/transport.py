@@ -36,7 +36,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, plain_mean
+from experiments.statistics import MIN_REPEATS, Interval, interval_text, plain_mean
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
@@ -401,8 +401,6 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
 def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
     rows = []
     for cell in (*summary["ceilings"], *summary["cells"]):
-        gbs, time_us = Interval.from_dict(cell["gbs"]), Interval.from_dict(cell["time_us"])
-        share = Interval.from_dict(cell["share"]) if cell["share"] else None
         ceiling = "–"
         if cell["ceiling"]:
             ceiling = f"{cell['ceiling_gbs']:.2f} GB/s" if cell["ceiling"] == "link" else plots.NAMES[cell["ceiling"]]
@@ -410,11 +408,11 @@ def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
             (
                 plots.NAMES.get(cell["transport"], cell["transport"]),
                 plots.size_text(cell["size_bytes"]),
-                f"{gbs.mean:.2f} [{gbs.lo:.2f}, {gbs.hi:.2f}]",
-                f"{time_us.mean:,.0f} [{time_us.lo:,.0f}, {time_us.hi:,.0f}]",
+                interval_text(cell["gbs"]),
+                interval_text(cell["time_us"], ",.0f"),
                 ceiling,
-                "–" if share is None else f"{share.mean:.2f} [{share.lo:.2f}, {share.hi:.2f}]",
-                str(gbs.n),
+                interval_text(cell["share"]),
+                str(cell["gbs"]["n"]),
             )
         )
     return TableBlock(
@@ -428,12 +426,12 @@ def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
 def _fits_table(summary: Mapping[str, Any]) -> TableBlock:
     rows = []
     for fit in summary["fits"]:
-        cost, rate = Interval.from_dict(fit["per_message_us"]), Interval.from_dict(fit["rate_gbs"])
+        cost, rate = interval_text(fit["per_message_us"], ".0f"), interval_text(fit["rate_gbs"])
         rows.append(
             (
                 plots.NAMES.get(fit["transport"], fit["transport"]),
-                f"{cost.mean:.0f} [{cost.lo:.0f}, {cost.hi:.0f}]",
-                f"{rate.mean:.2f} [{rate.lo:.2f}, {rate.hi:.2f}]",
+                cost,
+                rate,
                 f"{fit['misfit_pct']:.0f}",
             )
         )

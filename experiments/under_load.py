@@ -167,7 +167,7 @@ def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | No
             met = mean_interval([float(slo.met_by_row(row)) for row in of_arm[arm]], seed, _rounds(of_arm[arm]))
         figures["offered_rps"][arm] = round(offered_rps, 4)
         figures["attainment"][arm] = None if met is None else met.to_dict()
-        figures["goodput_rps"][arm] = None if met is None else scaled(met, offered_rps).to_dict()
+        figures["goodput_rps"][arm] = None if met is None else met.scaled(offered_rps).to_dict()
         figures["arms_ms"][arm] = latencies(done[arm])
         lag = Lag.between([row.scheduled_s for row in of_arm[arm]], [row.sent_s for row in of_arm[arm]])
         figures["lag"][arm] = None if lag is None else {
@@ -206,11 +206,6 @@ def latencies(rows: Sequence[RequestRow]) -> dict[str, float | None]:
         value = percentile(values, 99.0)
         found[name] = None if value is None else round(value, 4)
     return found
-
-
-def scaled(interval: Interval, factor: float) -> Interval:
-    """The interval times a positive number."""
-    return Interval(interval.mean * factor, interval.lo * factor, interval.hi * factor, interval.n)
 
 
 def sustains(cell: Mapping[str, Any], arm: str) -> bool:
