@@ -194,6 +194,7 @@ class AddedTtft(Experiment):
                 {"prompt_len": length, **place, "load": f"rate-{rate:g}", "rate": rate},
                 service,
                 self._load(rate).planned(),
+                may_overload=True,
             )
             for length in lengths
             for rate in options.rates

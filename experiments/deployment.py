@@ -51,9 +51,11 @@ class Deployment:
     @property
     def config(self) -> PdserveConfig | None:
         """The configuration of the service that was started; None without one."""
-        if self._settings is None:
-            return None
-        return PdserveConfig.load(self._config, {**self._base, **self._settings})
+        return None if self._settings is None else self.configuration(self._settings)
+
+    def configuration(self, settings: Mapping[str, Any]) -> PdserveConfig:
+        """That of a service with these settings. ConfigError names a wrong key or value."""
+        return PdserveConfig.load(self._config, {**self._base, **settings})
 
     def status(self) -> ServiceStatus | None:
         """The status of the current service; None if there is none. Waits until every pair of workers is linked, so

@@ -18,11 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from experiments.deployment import Deployment
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
-from experiments.run_folder import RunData
+from experiments.run_folder import CONFIG, ENVIRONMENT, RunData, RunFolder
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, PdserveError
+from pdserve.version import VERSION
+
+_OVERLOAD = (CapacityExceeded.__name__, DeadlineExceeded.__name__)
+"""Errors of requests that an overloaded service refuses or answers too late."""
 
 
 class Options(BaseModel):
@@ -72,12 +76,19 @@ class Options(BaseModel):
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One combination of parameters. ``service`` are the dotted settings of the service that it needs; cells with equal
-    settings share a service. None: the cell needs no service. ``work`` is the number of steps for the progress bar."""
+    settings share a service. None: the cell needs no service. ``work`` is the number of steps for the progress bar.
+    ``may_overload``: the cell's load may exceed what the service sustains, so that requests which it refuses or answers
+    too late are a result."""
 
     name: str
     parameters: Mapping[str, Any]
     service: Mapping[str, Any] | None = field(default_factory=dict)
     work: int = 1
+    may_overload: bool = False
+
+    def spoiled_by(self, row: RequestRow) -> bool:
+        """Whether a request of the cell failed by accident, so that a resumed run measures the cell again."""
+        return row.error is not None and not (self.may_overload and row.error.partition(":")[0] in _OVERLOAD)
 
 
 class Bench:
@@ -143,9 +154,27 @@ class RunKind(ABC):
     question: ClassVar[str]
     """What it answers, in one sentence."""
     options_type: ClassVar[type[Options]]
+    other_options: ClassVar[frozenset[str]]
+    """Names of the options in ``config.yaml`` that are not of ``options_type``."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Self:
+        """The run in ``folder``, with its options. InvalidRequest names an option that this version does not know, or
+        does not allow."""
+        _, saved = folder.config
+        known, path = cls.options_type.model_fields.keys(), folder.path / CONFIG
+        if unknown := sorted(saved.keys() - known - cls.other_options):
+            raise InvalidRequest(
+                f"{path}: options.{unknown[0]}: {cls.name} of pdserve {VERSION} has no such option; use the version "
+                f"that wrote the run ({ENVIRONMENT}: machine.pdserve)"
+            )
+        try:
+            return cls(cls.options_type.choose({key: value for key, value in saved.items() if key in known}))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path}: {error}") from None
 
     def deployment(
         self,
@@ -171,6 +200,8 @@ class RunKind(ABC):
 
 class Experiment(RunKind):
     """One question, and the way to its answer."""
+
+    other_options: ClassVar[frozenset[str]] = frozenset({"target", "config", "settings"})
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:

@@ -125,7 +125,8 @@ class Goodput(Experiment):
                     "rate_per_device": rate,
                 }
                 work = self._load(rate, split.devices).planned()
-                cells.append(Cell(f"{split.name}/rate-{rate:g}", parameters, {} if attached else split.settings, work))
+                service = {} if attached else split.settings
+                cells.append(Cell(f"{split.name}/rate-{rate:g}", parameters, service, work, may_overload=True))
         return cells
 
     def _splits(self, attached: ServiceStatus | None) -> list[Split]:

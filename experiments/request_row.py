@@ -16,8 +16,6 @@ from pdserve.client.generation import Generation
 from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import Figure
 
-SCHEMA_VERSION = 1
-
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """A request of a run.

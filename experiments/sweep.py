@@ -151,7 +151,8 @@ class Sweep(Experiment):
                     load = f"rate-{rate:g}" if rate else "idle"
                     parameters = {**place, "prompt_len": length, "load": load, **({"rate": rate} if rate else {})}
                     work = self._load(rate).planned() if rate else options.repeats
-                    cells.append(Cell("/".join(map(str, (*place.values(), length, load))), parameters, service, work))
+                    name = "/".join(map(str, (*place.values(), length, load)))
+                    cells.append(Cell(name, parameters, service, work, may_overload=bool(rate)))
         return cells
 
     def _of(self, attached: ServiceStatus) -> dict[str, Any]:

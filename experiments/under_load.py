@@ -17,7 +17,7 @@ from experiments.load import Lag, Outcome, run_load
 from experiments.mode_pairs import COLOCATED, PD
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell
-from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
+from experiments.statistics import abba, difference_interval, mean_interval, percentile
 from experiments.workloads.arrivals import ClosedLoop, random_arrivals
 from experiments.workloads.conversation import Workload
 from ops.settled import settled

@@ -122,6 +122,9 @@ class BenchRun(RunKind):
     name: ClassVar[str] = "bench"
     question: ClassVar[str] = "How does the service respond to this load?"
     options_type: ClassVar[type[Options]] = BenchRunOptions
+    other_options: ClassVar[frozenset[str]] = frozenset(
+        {"target", "pace", "requests", "duration_s", "warmup", "mode", "timeout_s"}
+    )
     options: BenchRunOptions
 
     def summarise(self, run: RunData) -> dict[str, Any]:

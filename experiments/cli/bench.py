@@ -270,10 +270,10 @@ def _draw(recorder: BenchRecorder, reports: Sequence[BenchReport]) -> Path:
     """The page of the recorded run."""
     from experiments.bench.run import BenchRun
     from experiments.report.page import PAGE
-    from experiments.runner import options_of, redraw
+    from experiments.runner import redraw
 
     recorder.finish(reports)
-    redraw(BenchRun(options_of(BenchRun, recorder.folder)), recorder.folder)
+    redraw(BenchRun.of(recorder.folder), recorder.folder)
     return recorder.folder.path / PAGE
 
 
