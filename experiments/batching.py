@@ -34,11 +34,11 @@ from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequest, simulate
 from experiments.statistics import interval_text, mean_interval, percentile
+from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import all_at_once, random_arrivals
 from experiments.workloads.lengths import Lognormal, Uniform
 from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
-from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
@@ -217,7 +217,7 @@ class Batching(Experiment):
             """Seconds from the first request to the last answer."""
             seed = options.seed * 1000 + repeat
             schedule = all_at_once() if rate is None else random_arrivals(rate, seed)
-            await settled(client)
+            await bench.settle(client, kind)
             begin_s = bench.elapsed_s
             load = await run_load(
                 client,
@@ -247,7 +247,8 @@ class Batching(Experiment):
                 )
             return load.duration_s
 
-        await send(AT_ONCE, -1, None)  # warm-up
+        await warm_up(bench, client, requests_of(workload, options.seed, vocab_size), (Mode.COLOCATED,))
+        await send(AT_ONCE, -1, None)  # warms larger batches up
         if bench.cell.name == CAPACITY:
             bench.facts["requests_per_s"] = options.requests / await send(AT_ONCE, -2, None)
             bench.advance(1)

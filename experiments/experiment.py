@@ -9,16 +9,18 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from experiments.deployment import Deployment
+from experiments.other_requests import BUSY, OtherRequests
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
 from experiments.run_folder import CONFIG, ENVIRONMENT, RunData, RunFolder
+from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
@@ -101,17 +103,20 @@ class Bench:
         record: Callable[[RequestRow], None],
         advance: Callable[[int], None],
         *,
+        tell: Callable[[str], None] = lambda text: None,
         attached: bool = False,
         earlier: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """``attached``: the service was there before the experiment and serves others as well. ``earlier``: the facts
-        of the cells that finished before this one, by name; a resumed run has them as well."""
+        """``tell`` shows the user a text. ``attached``: the service was there before the experiment and serves others
+        as well. ``earlier``: the facts of the cells that finished before this one, by name; a resumed run has them as
+        well."""
         self.cell = cell
         self.target = target
         self.attached = attached
         self.earlier = dict(earlier or {})
         self.facts: dict[str, Any] = {}
         self.advance = advance
+        self.tell = tell
         self._record = record
         self._started_s = time.monotonic()
 
@@ -128,6 +133,14 @@ class Bench:
         """Write a row that has no `Generation`, such as that of a request that the experiment ended early."""
         self._record(row)
         return row
+
+    async def settle(self, client: AsyncClient, arm: str, timeout_s: float = 10.0) -> None:
+        """Wait until the service is idle, before requests of ``arm`` are measured. Notes how many requests of others
+        there are if it is not in time."""
+        others = OtherRequests.of(await settled(client, timeout_s))
+        if others is not None:
+            self.facts.setdefault(BUSY, []).append({"arm": arm, **asdict(others)})
+            self.tell(others.text(arm))
 
     async def send(
         self, client: AsyncClient, prompt: Sequence[int], *, arm: str, repeat: int, index: int, **options: Any

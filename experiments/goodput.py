@@ -36,6 +36,7 @@ from experiments.under_load import (
     slo_text,
     summarise_load,
 )
+from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import ClosedLoop
 from experiments.workloads.catalog import WorkloadOptions
 from experiments.workloads.conversation import Workload
@@ -176,6 +177,8 @@ class Goodput(Experiment):
                     )
                     bench.advance(1)
 
+            await warm_up(bench, client, requests_of(workload, self.options.seed - 2, status.vocab_size), (COLOCATED,))
+            await bench.settle(client, COLOCATED)
             await run_load(
                 client,
                 workload.conversations(_IDLE_REQUESTS + 2, self.options.seed - 1, status.vocab_size),

@@ -17,10 +17,10 @@ tokens that are left (`experiments.engine_alone.arithmetic`), and the rest stays
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import permutations
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -34,10 +34,12 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import MIN_REPEATS, Interval, interval_text, mean_interval, plain_mean
+from experiments.warm_up import warm_up
 from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError
+from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
 NONE, PREFILL, BOTH = ARMS = ("none", "prefill", "both")
@@ -103,7 +105,11 @@ class Prefix(Experiment):
                             prompt[:shared], mode="pd", max_tokens=_EARLIER_TOKENS[arm], ignore_eos=True, salt=salt
                         ).result()
 
-            orders = list(permutations(ARMS))
+            other = random.Random(f"{self.options.seed}/{bench.cell.name}/warm-up")
+            prompts = ([other.randrange(status.vocab_size) for _ in range(length)] for _ in itertools.count())
+            await warm_up(bench, client, ((prompt, _OUTPUT_TOKENS) for prompt in prompts), (Mode.PD,))
+            await bench.settle(client, "all arms")
+            orders = list(itertools.permutations(ARMS))
             for number in range(-1, self.options.repeats):  # the first one is the warm-up
                 prompt = [draw.randrange(status.vocab_size) for _ in range(length)]
                 for arm in orders[number % len(orders)]:

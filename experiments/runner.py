@@ -15,8 +15,10 @@ from typing import Any, Protocol
 from experiments import environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, RunKind
+from experiments.other_requests import BUSY, busy_texts
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.warm_up import NOT_REACHED, not_reached_texts
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 
@@ -61,10 +63,7 @@ def run_experiment(
     Ctrl-C, SIGTERM and SIGHUP end the run in the middle of its cell; finished cells are kept and reported. A service
     that does not answer any more ends the run with NotReady; its cell is not finished."""
     interrupted = False
-    with (
-        _signals_interrupt(),
-        _deployment(experiment, target, config, settings, progress.stage) as deployment,
-    ):
+    with _signals_interrupt(), _deployment(experiment, target, config, settings, progress.stage) as deployment:
         cells = _planned(experiment, deployment)
         finished = _resumed(cells, folder, progress)
         missing = [cell for cell in cells if cell.name not in finished]
@@ -149,13 +148,13 @@ def _planned(experiment: Experiment, deployment: Deployment) -> list[Cell]:
 def _resumed(cells: Sequence[Cell], folder: RunFolder, progress: Progress) -> set[str]:
     """Names of the cells that need no measuring. Removes from ``folder`` what an earlier part of the run did not
     finish, and finished cells with requests that failed by accident."""
-    rows = folder.load().rows
-    spoiled = [cell.name for cell in cells if any(row.cell == cell.name and cell.spoiled_by(row) for row in rows)]
+    planned = {cell.name: cell for cell in cells}
+    spoiled = {row.cell for row in folder.load().rows if row.cell in planned and planned[row.cell].spoiled_by(row)}
     finished = folder.finished()
-    if repeated := [name for name in spoiled if name in finished]:
+    if repeated := [name for name in planned if name in spoiled & finished]:
         progress.stage(f"measured again, as requests had failed: {', '.join(repeated)}")
     folder.drop_unfinished(spoiled)
-    return folder.finished()
+    return finished - spoiled
 
 
 def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
     run = folder.load()
     figures = kind.summarise(run)
     report: Report = kind.report(run, figures)
-    report.caveats = [*report.caveats, *_resumption_caveats(run)]
+    report.caveats = [*report.caveats, *_measuring_caveats(run), *_resumption_caveats(run)]
     summary = {**figures, "answer": report.answer, "caveats": list(report.caveats)}
     folder.write_summary(summary)
     machine = run.environment.get("machine", {})
@@ -194,7 +193,15 @@ def _run_cell(
         _note_environment(experiment, folder, None)
     progress.cell(cell)
     earlier = {each.cell: each.facts for each in folder.load().cells}
-    bench = Bench(cell, target, folder.append, progress.advance, attached=deployment.attached, earlier=earlier)
+    bench = Bench(
+        cell,
+        target,
+        folder.append,
+        progress.advance,
+        tell=progress.stage,
+        attached=deployment.attached,
+        earlier=earlier,
+    )
     started_s = time.monotonic()
     bench.run(experiment.measure)
     duration_s = round(time.monotonic() - started_s, 3)
@@ -225,6 +232,15 @@ def _note_resumption(folder: RunFolder) -> None:
     if machine != parts[-1]:
         part = {"machine": machine, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         folder.write_environment({**known, "resumed": [*known.get("resumed", ()), part]})
+
+
+def _measuring_caveats(run: RunData) -> list[str]:
+    """What disturbed the measurement of the cells: requests of others, and workers that no warm-up reached."""
+    return [
+        f"{cell.cell}: {text}"
+        for cell in run.cells
+        for text in (*busy_texts(cell.facts.get(BUSY, ())), *not_reached_texts(cell.facts.get(NOT_REACHED, ())))
+    ]
 
 
 def _resumption_caveats(run: RunData) -> list[str]:

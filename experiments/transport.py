@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ import numpy as np
 from pydantic import Field
 
 from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.mode_pairs import PD
 from experiments.pairs.memcpy import Memcpy
 from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
 from experiments.pairs.raw_tcp import RawTcp
@@ -37,6 +39,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.statistics import MIN_REPEATS, Interval, interval_text, plain_mean
+from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
@@ -48,7 +51,7 @@ CEILING_OF = {"shm": MEMCPY, "nixl": MEMCPY, "tcp": SOCKET, "grpc_stream": SOCKE
 MESSAGE_BYTES = TransferConfig().message_bytes
 LOCAL, SERVICE = "local", "service"
 _KIB = 2**10
-_WARM_UP = 2
+_WARM_UP_ROUNDS = 2
 T = TypeVar("T")
 
 
@@ -171,19 +174,20 @@ class Transport(Experiment):
 
     async def _measure_service(self, bench: Bench) -> None:
         length = int(bench.cell.parameters["prompt_len"])
-        draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
+        draw, other = (random.Random(f"{self.options.seed}/{bench.cell.name}{part}") for part in ("", "/warm-up"))
         async with AsyncClient(bench.target) as client:
             vocab_size = (await client.status()).vocab_size
-            for number in range(-_WARM_UP, self.options.requests):
-                prompt = [draw.randrange(vocab_size) for _ in range(length)]
+
+            def prompt(draw: random.Random) -> list[int]:
+                return [draw.randrange(vocab_size) for _ in range(length)]
+
+            prompts = ((prompt(other), 2) for _ in itertools.count())
+            await warm_up(bench, client, prompts, (PD,), rounds=_WARM_UP_ROUNDS)
+            await bench.settle(client, PD)
+            for number in range(self.options.requests):
                 salt = f"{bench.cell.name}/{draw.random()}"
-                if number < 0:
-                    await client.generate(prompt, mode="pd", max_tokens=2, ignore_eos=True, salt=salt).result()
-                else:
-                    await bench.send(
-                        client, prompt, arm="pd", repeat=0, index=number, mode="pd", max_tokens=2, salt=salt
-                    )
-                    bench.advance(1)
+                await bench.send(client, prompt(draw), arm=PD, repeat=0, index=number, mode=PD, max_tokens=2, salt=salt)
+                bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, ``fits``, ``ceilings``, ``unavailable``; see docs/experiments/transport.md."""

@@ -20,6 +20,7 @@ from experiments.bench.report import PERCENTILES, SLO, BenchReport, Distribution
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Outcome
 from experiments.mode_pairs import COLOCATED, PD
+from experiments.other_requests import BUSY
 from experiments.plots import bench as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
@@ -100,6 +101,7 @@ class BenchRecorder:
                 }
                 for report in reports
             ],
+            BUSY: [{"arm": str(each.mode), **asdict(each.others)} for each in reports if each.others is not None],
             "leaked_blocks": reports[-1].leaked_blocks,
             "workload": reports[0].workload,
         }
