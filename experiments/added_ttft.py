@@ -39,7 +39,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.shapes.widths import WIDTHS, model_path
-from experiments.statistics import Interval
+from experiments.statistics import Interval, interval_text
 from experiments.under_load import (
     ATTAINMENT,
     QUEUES,
@@ -215,6 +215,7 @@ class AddedTtft(Experiment):
                 service,
                 self._load(rate).planned(),
                 self._load(rate).sending_s,
+                may_overload=True,
             )
             for length in lengths
             for rate in options.rates
@@ -579,12 +580,12 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
               "on the wire, ms", "ceiling, GB/s", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
     rows = []
     for cell in cells:
-        intervals = [Interval.from_dict(cell["added_ttft_ms"][figure.value]) for figure in Figure]
+        added = [interval_text(cell["added_ttft_ms"][figure.value], "+.2f") for figure in Figure]
         rows.append(
             (
                 cell["cell"],
                 str(cell["n"]),
-                *(f"{each.mean:+.2f} [{each.lo:.2f}, {each.hi:.2f}]" for each in intervals),
+                *added,
                 f"{cell['explained_pct']:.1f}",
                 "–" if cell["predicted_ms"] is None else f"{cell['predicted_ms']:.2f}",
                 f"{cell['achieved_ms']:.2f}",
@@ -606,7 +607,6 @@ def _load_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
               "lag p99 pd, colocated, ms")  # fmt: skip
     rows = []
     for cell in cells:
-        added = [cell["added_ttft_ms"][figure.value] for figure in Figure]
         met = [cell["attainment"][arm] for arm in (PD, COLOCATED)]
         good = [cell["goodput_rps"][arm] for arm in (PD, COLOCATED)]
         lags = [cell["lag"][arm] for arm in (PD, COLOCATED)]
@@ -614,10 +614,7 @@ def _load_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
             (
                 cell["cell"],
                 str(cell["n"]),
-                *(
-                    "–" if each is None else f"{each['mean']:+.1f} [{each['lo']:.1f}, {each['hi']:.1f}]"
-                    for each in added
-                ),
+                *(interval_text(cell["added_ttft_ms"][figure.value], "+.1f") for figure in Figure),
                 *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
                 *("–" if each is None else f"{each['mean']:.2f}" for each in good),
                 ", ".join(str(cell["errors"][arm]) for arm in (PD, COLOCATED)),

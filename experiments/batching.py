@@ -33,12 +33,12 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
 from experiments.simulated_pool import POOL_KINDS, CostModel, PoolLoad, PoolRequest, simulate
-from experiments.statistics import Interval, mean_interval, percentile
+from experiments.statistics import interval_text, mean_interval, percentile
+from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import all_at_once, random_arrivals
 from experiments.workloads.lengths import Lognormal, Uniform
 from experiments.workloads.room import Room
 from experiments.workloads.synthetic import Synthetic
-from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
@@ -217,7 +217,7 @@ class Batching(Experiment):
             """Send the requests of a repeat; record them unless it is negative."""
             seed = options.seed * 1000 + repeat
             schedule = all_at_once() if rate is None else random_arrivals(rate, seed)
-            await settled(client)
+            await bench.settle(client, kind)
             begin_s = bench.elapsed_s
             load = await run_load(
                 client,
@@ -247,7 +247,8 @@ class Batching(Experiment):
                 )
             return load
 
-        await send(AT_ONCE, -1, None)  # warm-up
+        await warm_up(bench, client, requests_of(workload, options.seed, vocab_size), (Mode.COLOCATED,))
+        await send(AT_ONCE, -1, None)  # warms larger batches up
         if bench.cell.name == CAPACITY:
             bench.facts |= _capacity(await send(AT_ONCE, -2, None))
             bench.advance(1)
@@ -549,13 +550,6 @@ def _three(tail: Mapping[str, float] | None) -> str:
     return "–" if tail is None else " / ".join(f"{tail[key]:.1f}" for key in ("mean", "p50", "p99"))
 
 
-def _with_interval(plain: Mapping[str, Any] | None, digits: int = 1) -> str:
-    if plain is None:
-        return "–"
-    value = Interval.from_dict(plain)
-    return f"{value.mean:.{digits}f} [{value.lo:.{digits}f}, {value.hi:.{digits}f}]"
-
-
 def _batching_table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
     return TableBlock(
         "Static and continuous batching",
@@ -563,7 +557,7 @@ def _batching_table(arms: Mapping[str, Mapping[str, Any]]) -> TableBlock:
          "total time mean / p50 / p99, ms", "output tokens/s"),
         [
             (name, str(arm["repeats"]), *(_three(arm[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")),
-             _with_interval(arm["output_tokens_per_s"]))
+             interval_text(arm["output_tokens_per_s"], ".1f"))
             for name, arm in arms.items()
         ],
         "Latencies with open-loop arrivals; throughput with all requests at once.",
@@ -580,8 +574,8 @@ def _pool_table(pools: Mapping[str, Mapping[str, Any]]) -> TableBlock:
             (
                 name,
                 *(_three(pool[key]) for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
-                _with_interval(pool["output_tokens_per_s"]),
-                _with_interval(pool["running"]),
+                interval_text(pool["output_tokens_per_s"], ".1f"),
+                interval_text(pool["running"], ".1f"),
                 *(f"{100 * pool[key]['mean']:.0f}" for key in ("live", "reserved", "scattered")),
                 str(pool["preemptions"]),
             )

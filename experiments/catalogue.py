@@ -12,6 +12,7 @@ from experiments.interference import Interference
 from experiments.link_sweep import LinkSweep
 from experiments.prefix import Prefix
 from experiments.primer import Primer
+from experiments.run_folder import RunFolder
 from experiments.sweep import Sweep
 from experiments.transport import Transport
 from pdserve.core.errors import InvalidRequest
@@ -39,6 +40,12 @@ def kind_of(name: str) -> type[RunKind]:
         if each.name == name:
             return each
     raise InvalidRequest(f"experiment: {name!r} is none of {', '.join(each.name for each in RUN_KINDS)}")
+
+
+def run_of(folder: RunFolder) -> RunKind:
+    """The run in ``folder``, with its options. InvalidRequest if this version cannot read it."""
+    name, _ = folder.config
+    return kind_of(name).of(folder)
 
 
 def experiment_of(name: str) -> type[Experiment]:

@@ -27,7 +27,7 @@ from experiments.neighbour_experiment import (
     stall_text,
     windows_by_arm,
 )
-from experiments.neighbours import Arm, WindowData, arm_summary, best_chunk, measure_window, passes, warm_up
+from experiments.neighbours import Arm, WindowData, arm_summary, best_chunk, measure_window, passes, warm_up_traffic
 from experiments.plots import neighbours as plots
 from experiments.report.page import Report
 from experiments.report.setup import setup_of
@@ -104,7 +104,7 @@ class ChunkedPrefill(Experiment):
                 return
             traffic = self.options.calibrated(bench)
             bench.facts["workers"] = len((await client.status()).workers)
-            await warm_up(client, traffic, Mode.COLOCATED)
+            await warm_up_traffic(bench, client, traffic, (Mode.COLOCATED,))
             arm = Arm(str(bench.cell.parameters["chunk"]), Mode.COLOCATED)
             for repeat in bench.cell.parameters["repeats"]:
                 await measure_window(bench, client, traffic, arm, repeat)

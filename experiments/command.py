@@ -1,4 +1,4 @@
-"""The entry point of the `pdserve` command."""
+"""The entry point of the `pdserve` command, also as ``python -m experiments.command``."""
 
 from __future__ import annotations
 
@@ -16,3 +16,7 @@ def main() -> None:
             "extra `service`: pip install 'pdserve[service]'"
         ) from None
     command.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from experiments.catalogue import run_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import RunFolder
 from experiments.statistics import Interval, difference_interval
@@ -102,9 +103,9 @@ class Limit:
 
 
 def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
-    """All figures that both runs have, those of rows first. InvalidRequest if they are of different kinds, if one has
-    no summary, or if they have nothing in common."""
-    kinds = a.config[0], b.config[0]
+    """All figures that both runs have, those of rows first. InvalidRequest if this version cannot read one of them, if
+    they are of different kinds, if one has no summary, or if they have nothing in common."""
+    kinds = run_of(a).name, run_of(b).name
     if kinds[0] != kinds[1]:
         raise InvalidRequest(
             f"{b.path} is a run of {kinds[1]} and {a.path} one of {kinds[0]}; give two runs of the same experiment"
@@ -115,22 +116,36 @@ def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
     return found
 
 
-def missing(a: RunFolder, b: RunFolder) -> list[str]:
-    """Keys of figures that ``a`` has and ``b`` lacks, such as those of cells that ``b`` did not measure."""
-    keys = [{*(f"rows.{key}" for key in _latencies(folder.load().rows)), *flatten(folder.summary)} for folder in (a, b)]
-    return sorted(keys[0] - keys[1])
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A figure that only one of the runs has, such as that of a cell which the other did not measure, or in which all
+    its requests failed. ``of`` is the run without it, A or B."""
+
+    key: str
+    of: str
 
 
-def violations(comparisons: Sequence[Comparison], limits: Sequence[Limit]) -> list[tuple[Comparison, Limit]]:
-    """Every figure that exceeds a limit. InvalidRequest names a limit that is of no figure."""
+def missing(a: RunFolder, b: RunFolder) -> list[Missing]:
+    """The figures that only one of the runs has, those that B lacks first."""
+    in_a, in_b = (
+        {*(f"rows.{key}" for key in _latencies(folder.load().rows)), *flatten(folder.summary)} for folder in (a, b)
+    )
+    return [*(Missing(key, "B") for key in sorted(in_a - in_b)), *(Missing(key, "A") for key in sorted(in_b - in_a))]
+
+
+def violations(
+    figures: Sequence[Comparison | Missing], limits: Sequence[Limit]
+) -> list[tuple[Comparison | Missing, Limit]]:
+    """Every figure that exceeds a limit, or has one and is missing in a run. InvalidRequest names a limit that is of no
+    figure."""
     for limit in limits:
-        if not any(limit.covers(each.key) for each in comparisons):
-            raise InvalidRequest(f"limit: the runs have no figure {limit.key!r} in common; see their keys with --json")
+        if not any(limit.covers(each.key) for each in figures):
+            raise InvalidRequest(f"limit: the runs have no figure {limit.key!r}; see their keys with --json")
     return [
         (each, limit)
         for limit in limits
-        for each in comparisons
-        if limit.covers(each.key) and each.exceeds(limit.percent)
+        for each in figures
+        if limit.covers(each.key) and (isinstance(each, Missing) or each.exceeds(limit.percent))
     ]
 
 
@@ -197,6 +212,10 @@ def _of_summaries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison
             lo, hi = second.lo - first.hi, second.hi - first.lo
             interval = Interval(second.mean - first.mean, lo, hi, min(first.n, second.n))
             found.append(Comparison(key, first.mean, second.mean, interval))
-        elif not isinstance(first, Interval) and not isinstance(second, Interval):
-            found.append(Comparison(key, first, second, None))
+        else:
+            found.append(Comparison(key, _value(first), _value(second), None))
     return found
+
+
+def _value(figure: float | Interval) -> float:
+    return figure.mean if isinstance(figure, Interval) else figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +13,11 @@ from ops.launch.detach import start_detached, stop_detached
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import LaunchError
+from pdserve.core.errors import LaunchError, NotReady
 
 _DRAIN_S = 5.0
 _LINK_TIMEOUT_S = 30.0
+_NAMED_PAIRS = 4
 
 
 class Deployment:
@@ -51,13 +53,15 @@ class Deployment:
     @property
     def config(self) -> PdserveConfig | None:
         """The configuration of the service that was started; None without one."""
-        if self._settings is None:
-            return None
-        return PdserveConfig.load(self._config, {**self._base, **self._settings})
+        return None if self._settings is None else self.configuration(self._settings)
+
+    def configuration(self, settings: Mapping[str, Any]) -> PdserveConfig:
+        """That of a service with these settings. ConfigError names a wrong key or value."""
+        return PdserveConfig.load(self._config, {**self._base, **settings})
 
     def status(self) -> ServiceStatus | None:
-        """The status of the current service; None if there is none. Waits until every pair of workers is linked, so
-        that the links' ceilings are known."""
+        """The status of the current service; None if there is none. Waits until every prefill worker has a link to
+        every decode worker, so that the links' ceilings are known; NotReady names pairs that get none."""
         return None if self._target is None else asyncio.run(_linked_status(self._target))
 
     def check(self) -> None:
@@ -109,11 +113,26 @@ async def _status(target: str) -> ServiceStatus:
 
 
 async def _linked_status(target: str) -> ServiceStatus:
+    deadline_s = time.monotonic() + _LINK_TIMEOUT_S
     async with AsyncClient(target) as client:
-        for _ in range(round(_LINK_TIMEOUT_S / 0.1)):
-            status = await client.status()
-            roles = {worker.role for worker in status.workers}
-            if len(roles) < 2 or all(worker.links for worker in status.workers if worker.role == "prefill"):
-                break
+        while missing := _missing_links(status := await client.status()):
+            if time.monotonic() > deadline_s:
+                raise NotReady(
+                    f"the service at {target} has no link between {', '.join(missing[:_NAMED_PAIRS])}"
+                    f"{f' and {len(missing) - _NAMED_PAIRS} other pairs' if len(missing) > _NAMED_PAIRS else ''} after "
+                    f"{_LINK_TIMEOUT_S:g} s; see `pdserve status` for its workers, and the gateway's log for the reason"
+                )
             await asyncio.sleep(0.1)
         return status
+
+
+def _missing_links(status: ServiceStatus) -> list[str]:
+    """The pairs of a prefill and a decode worker of the service that have no link, also of workers that it awaits."""
+    present = [worker for worker in status.workers if worker.state not in ("lost", "retiring")]
+    return [
+        f"{prefill.worker_id} and {decode.worker_id}"
+        for prefill in present
+        for decode in present
+        if (prefill.role, decode.role) == ("prefill", "decode")
+        and decode.worker_id not in {link.worker_id for link in prefill.links}
+    ]

@@ -9,20 +9,26 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from experiments.deployment import Deployment
+from experiments.other_requests import BUSY, OtherRequests
 from experiments.report.page import Report
 from experiments.request_row import RequestRow
-from experiments.run_folder import RunData
+from experiments.run_folder import CONFIG, ENVIRONMENT, RunData, RunFolder
+from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, PdserveError
+from pdserve.version import VERSION
+
+_OVERLOAD = (CapacityExceeded.__name__, DeadlineExceeded.__name__)
+"""Errors of requests that an overloaded service refuses or answers too late."""
 
 
 class Options(BaseModel):
@@ -73,13 +79,19 @@ class Options(BaseModel):
 class Cell:
     """One combination of parameters. ``service`` are the dotted settings of the service that it needs; cells with equal
     settings share a service. None: the cell needs no service. ``work`` is the number of steps for the progress bar,
-    ``sending_s`` the seconds that the cell's loads last at least."""
+    ``sending_s`` the seconds that the cell's loads last at least. ``may_overload``: the cell's load may exceed what the
+    service sustains, so that requests which it refuses or answers too late are a result."""
 
     name: str
     parameters: Mapping[str, Any]
     service: Mapping[str, Any] | None = field(default_factory=dict)
     work: int = 1
     sending_s: float = 0.0
+    may_overload: bool = False
+
+    def spoiled_by(self, row: RequestRow) -> bool:
+        """Whether a request of the cell failed by accident, so that a resumed run measures the cell again."""
+        return row.error is not None and not (self.may_overload and row.error.partition(":")[0] in _OVERLOAD)
 
 
 class Bench:
@@ -92,17 +104,20 @@ class Bench:
         record: Callable[[RequestRow], None],
         advance: Callable[[int], None],
         *,
+        tell: Callable[[str], None] = lambda text: None,
         attached: bool = False,
         earlier: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """``attached``: the service was there before the experiment and serves others as well. ``earlier``: the facts
-        of the cells that finished before this one, by name; a resumed run has them as well."""
+        """``tell`` shows the user a text. ``attached``: the service was there before the experiment and serves others
+        as well. ``earlier``: the facts of the cells that finished before this one, by name; a resumed run has them as
+        well."""
         self.cell = cell
         self.target = target
         self.attached = attached
         self.earlier = dict(earlier or {})
         self.facts: dict[str, Any] = {}
         self.advance = advance
+        self.tell = tell
         self._record = record
         self._started_s = time.monotonic()
 
@@ -119,6 +134,14 @@ class Bench:
         """Write a row that has no `Generation`, such as that of a request that the experiment ended early."""
         self._record(row)
         return row
+
+    async def settle(self, client: AsyncClient, arm: str, timeout_s: float = 10.0) -> None:
+        """Wait until the service is idle, before requests of ``arm`` are measured. Notes how many requests of others
+        there are if it is not in time."""
+        others = OtherRequests.of(await settled(client, timeout_s))
+        if others is not None:
+            self.facts.setdefault(BUSY, []).append({"arm": arm, **asdict(others)})
+            self.tell(others.text(arm))
 
     async def send(
         self, client: AsyncClient, prompt: Sequence[int], *, arm: str, repeat: int, index: int, **options: Any
@@ -145,9 +168,27 @@ class RunKind(ABC):
     question: ClassVar[str]
     """What it answers, in one sentence."""
     options_type: ClassVar[type[Options]]
+    other_options: ClassVar[frozenset[str]]
+    """Names of the options in ``config.yaml`` that are not of ``options_type``."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Self:
+        """The run in ``folder``, with its options. InvalidRequest names an option that this version does not know, or
+        does not allow."""
+        _, saved = folder.config
+        known, path = cls.options_type.model_fields.keys(), folder.path / CONFIG
+        if unknown := sorted(saved.keys() - known - cls.other_options):
+            raise InvalidRequest(
+                f"{path}: options.{unknown[0]}: {cls.name} of pdserve {VERSION} has no such option; use the version "
+                f"that wrote the run ({ENVIRONMENT}: machine.pdserve)"
+            )
+        try:
+            return cls(cls.options_type.choose({key: value for key, value in saved.items() if key in known}))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path}: {error}") from None
 
     def deployment(
         self,
@@ -173,6 +214,8 @@ class RunKind(ABC):
 
 class Experiment(RunKind):
     """One question, and the way to its answer."""
+
+    other_options: ClassVar[frozenset[str]] = frozenset({"target", "config", "settings"})
 
     @abstractmethod
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:

@@ -24,7 +24,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
-from experiments.statistics import Interval, difference_interval, mean_interval
+from experiments.statistics import Interval, difference_interval, interval_text, mean_interval
 from experiments.under_load import (
     ATTAINMENT,
     REQUEST_TIMEOUT_S,
@@ -37,6 +37,7 @@ from experiments.under_load import (
     slo_text,
     summarise_load,
 )
+from experiments.warm_up import requests_of, warm_up
 from experiments.workloads.arrivals import ClosedLoop
 from experiments.workloads.catalog import WorkloadOptions
 from experiments.workloads.conversation import Workload
@@ -127,7 +128,7 @@ class Goodput(Experiment):
                 }
                 service, load = {} if attached else split.settings, self._load(rate, split.devices)
                 name = f"{split.name}/rate-{rate:g}"
-                cells.append(Cell(name, parameters, service, load.planned(), load.sending_s))
+                cells.append(Cell(name, parameters, service, load.planned(), load.sending_s, may_overload=True))
         return cells
 
     def _splits(self, attached: ServiceStatus | None) -> list[Split]:
@@ -177,6 +178,8 @@ class Goodput(Experiment):
                     )
                     bench.advance(1)
 
+            await warm_up(bench, client, requests_of(workload, self.options.seed - 2, status.vocab_size), (COLOCATED,))
+            await bench.settle(client, COLOCATED)
             await run_load(
                 client,
                 workload.conversations(_IDLE_REQUESTS + 2, self.options.seed - 1, status.vocab_size),
@@ -357,7 +360,7 @@ def _systems_table(systems: Sequence[Mapping[str, Any]]) -> TableBlock:
     for system in sorted(systems, key=_goodput, reverse=True):
         good = system["goodput_rps_per_device"]
         rows.append((
-            system["system"], str(system["devices"]), f"{good['mean']:.2f} [{good['lo']:.2f}, {good['hi']:.2f}]",
+            system["system"], str(system["devices"]), interval_text(good),
             f"{system['at_rate_per_device']:g}", f"{system['sustained_rate_per_device']:g}",
         ))  # fmt: skip
     header = ("system", "devices", "goodput, requests/s per device", "at a load of, requests/s per device",
@@ -376,7 +379,7 @@ def _cells_table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
             figures = (of_arm["ttft"], of_arm["ttft_p99"], of_arm["itl_p99"], lag and lag["p99_ms"])
             rows.append((
                 cell["cell"], arm, str(0 if met is None else met["n"]), str(cell["errors"][arm]),
-                "–" if met is None else f"{100 * met['mean']:.0f} [{100 * met['lo']:.0f}, {100 * met['hi']:.0f}]",
+                interval_text(met, ".0f", factor=100),
                 "–" if good is None else f"{good['mean']:.2f}",
                 *("–" if value is None else f"{value:.1f}" for value in figures),
             ))  # fmt: skip

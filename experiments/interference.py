@@ -29,7 +29,16 @@ from experiments.neighbour_experiment import (
     stall_text,
     windows_by_arm,
 )
-from experiments.neighbours import Arm, WindowData, arm_summary, best_chunk, in_turn, measure_window, passes, warm_up
+from experiments.neighbours import (
+    Arm,
+    WindowData,
+    arm_summary,
+    best_chunk,
+    in_turn,
+    measure_window,
+    passes,
+    warm_up_traffic,
+)
 from experiments.plots import neighbours as plots
 from experiments.report.page import Report
 from experiments.report.setup import setup_of
@@ -116,8 +125,7 @@ class Interference(Experiment):
             bench.facts["cores"] = {worker.worker_id: worker.cores for worker in status.workers}
             traffic = self.options.calibrated(bench)
             arms = self._arms(str(bench.cell.parameters["chunk"]))
-            for mode in {arm.mode: None for arm in arms}:
-                await warm_up(client, traffic, mode)
+            await warm_up_traffic(bench, client, traffic, dict.fromkeys(arm.mode for arm in arms))
             for repeat in bench.cell.parameters["repeats"]:
                 for arm in in_turn(arms, repeat):
                     await measure_window(bench, client, traffic, arm, repeat)

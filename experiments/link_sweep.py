@@ -33,7 +33,7 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import Interval, mean_interval
+from experiments.statistics import Interval, interval_text, mean_interval
 from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -527,16 +527,16 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
               "prefill, ms", "fixed, ms", "ceiling, GB/s", "KV, bytes", "= expected", "tokens equal")  # fmt: skip
     rows = []
     for cell in cells:
-        exposed, added = (Interval.from_dict(cell[key]) for key in ("exposed", "added_ttft_decode"))
+        exposed, added = interval_text(cell["exposed"]), interval_text(cell["added_ttft_decode"], "+.2f")
         rows.append(
             (
                 cell["cell"],
                 cell["shaping"],
                 str(cell["n"]),
-                f"{exposed.mean:.2f} [{exposed.lo:.2f}, {exposed.hi:.2f}]",
+                exposed,
                 "–" if cell["predicted_ms"] is None else f"{cell['predicted_ms']:.2f}",
                 "–" if cell["within"] is None else "yes" if cell["within"] else "no",
-                f"{added.mean:+.2f} [{added.lo:.2f}, {added.hi:.2f}]",
+                added,
                 f"{cell['prefill_ms']:.1f}",
                 "–" if cell["fixed_ms"] is None else f"{cell['fixed_ms']:.2f}",
                 f"{cell['ceiling_gbs']:.4g}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from engine.model.source import resolve_model
 from experiments.experiment import Bench
 from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.statistics import Interval, abba, mean_interval
+from experiments.warm_up import warm_up as warm_up_workers
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
@@ -36,19 +38,25 @@ class PairSender:
         self._draw = random.Random(f"{seed}/{bench.cell.name}")
 
     async def unrecorded(self, prompt_len: int, mode: str, output_len: int | None = None) -> Generation:
-        """Send one request that gets no row, for calibration or warm-up. Raises what it fails with."""
-        salt = f"warm/{self._draw.random()}"
+        """Send one request that gets no row, for calibration. Raises what it fails with."""
+        salt = f"calibration/{self._draw.random()}"
         return await self._client.generate(
-            self._prompt(prompt_len), mode=mode, max_tokens=output_len or self._output_len, ignore_eos=True, salt=salt
+            self._prompt(prompt_len, self._draw),
+            mode=mode,
+            max_tokens=output_len or self._output_len,
+            ignore_eos=True,
+            salt=salt,
         ).result()
 
     async def send(self, prompt_len: int, pairs: int, *, warm_up: int) -> None:
-        """Send ``warm_up`` pairs without rows, then ``pairs`` pairs in the order A B B A, whose requests get rows."""
-        for _ in range(warm_up):
-            for mode in (PD, COLOCATED):
-                await self.unrecorded(prompt_len, mode)
+        """Send at least ``warm_up`` rounds to all workers without rows, then ``pairs`` pairs in the order A B B A,
+        whose requests get rows."""
+        draw = random.Random(f"{self._seed}/{self._bench.cell.name}/warm-up")
+        prompts = ((self._prompt(prompt_len, draw), self._output_len) for _ in itertools.count())
+        await warm_up_workers(self._bench, self._client, prompts, (PD, COLOCATED), rounds=warm_up)
+        await self._bench.settle(self._client, "pairs")
         for number, arms in enumerate(abba(PD, COLOCATED, pairs)):
-            prompt = self._prompt(prompt_len)
+            prompt = self._prompt(prompt_len, self._draw)
             for arm in arms:
                 salt = f"{self._seed}/{self._bench.cell.name}/{number}/{arm}/{self._draw.random()}"
                 await self._bench.send(
@@ -63,8 +71,8 @@ class PairSender:
                 )
             self._bench.advance(1)
 
-    def _prompt(self, tokens: int) -> list[int]:
-        return [self._draw.randrange(self._vocab_size) for _ in range(tokens)]
+    def _prompt(self, tokens: int, draw: random.Random) -> list[int]:
+        return [draw.randrange(self._vocab_size) for _ in range(tokens)]
 
 
 def pairs_of(rows: Sequence[RequestRow]) -> tuple[list[Pair], int]:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from experiments.experiment import Bench, Options
-from experiments.neighbours import Traffic, WindowData, long_prompt_s, warm_up, windows_of
+from experiments.neighbours import Traffic, WindowData, long_prompt_s, warm_up_traffic, windows_of
 from experiments.run_folder import RunData
 from pdserve.client.async_client import AsyncClient
 
@@ -47,7 +47,8 @@ class NeighbourOptions(Options):
 
     async def calibrate(self, bench: Bench, client: AsyncClient, mode: str) -> None:
         """Note as a fact how many seconds a long prompt takes on the idle service."""
-        await warm_up(client, self.traffic(1.0), mode)
+        await warm_up_traffic(bench, client, self.traffic(1.0), (mode,))
+        await bench.settle(client, CALIBRATION)
         bench.facts["long_prompt_s"] = await long_prompt_s(client, self.traffic(1.0), mode)
         bench.advance(1)
 

@@ -3,8 +3,8 @@
 In a window a fixed number of requests decode all the time (kind `DECODING`). They begin before the window, and are
 cancelled when it is over. Meanwhile prompts arrive (kind `LONG`), open-loop: their number follows from the rate, and
 their times are uniform over the arrival time, as those of a Poisson process with that number are. The window lasts
-until all arrivals are answered, so that an arm that falls behind is measured while it does. The next one begins when
-the service is idle."""
+until all arrivals are answered, so that an arm that falls behind is measured while it does. Each begins when the
+service is idle."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.experiment import Bench
 from experiments.request_row import RequestRow, token_hash
 from experiments.statistics import mean_interval, percentile
+from experiments.warm_up import warm_up
 from experiments.workloads.room import Room
-from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import PdserveError
@@ -104,6 +104,7 @@ class _Window:
         self._settled = [asyncio.Event() for _ in range(traffic.decoding)]
 
     async def measure(self) -> None:
+        await self._bench.settle(self._client, self._arm.name)
         decoding = [asyncio.create_task(self._decode(index)) for index in range(self._traffic.decoding)]
         try:
             for task, has_settled in zip(decoding, self._settled, strict=True):
@@ -117,7 +118,6 @@ class _Window:
             for task in decoding:
                 task.cancel()
             await asyncio.gather(*decoding, return_exceptions=True)
-        await settled(self._client)
         self._bench.facts.setdefault(WINDOWS, []).append(
             {"arm": self._arm.name, "repeat": self._repeat, "begin_s": begin_s, "end_s": end_s}
         )
@@ -346,15 +346,12 @@ def best_chunk(arms: Mapping[int, Mapping[str, Any]], throughput_share: float) -
     return min(fit, key=lambda chunk: (measured[chunk]["itl_ms"]["p99"], -chunk))
 
 
-async def warm_up(client: AsyncClient, traffic: Traffic, mode: str) -> None:
-    """Send one long prompt per worker at once, and decode a few tokens of each. Records nothing."""
+async def warm_up_traffic(bench: Bench, client: AsyncClient, traffic: Traffic, modes: Iterable[str]) -> None:
+    """Send long prompts to every worker, and decode a few tokens of each. Writes no rows."""
     status = await client.status()
     traffic.check_fits(status)
-    async with asyncio.TaskGroup() as group:
-        for index in range(len(status.workers)):
-            prompt = traffic.prompt(status.vocab_size, LONG, -2, index)
-            stream = client.generate(prompt, mode=mode, max_tokens=4, ignore_eos=True, salt=f"warm/{random.random()}")
-            group.create_task(stream.result())
+    prompts = ((traffic.prompt(status.vocab_size, LONG, -2, index), 4) for index in itertools.count())
+    await warm_up(bench, client, prompts, modes)
 
 
 def passes(repeats: int) -> list[range]:

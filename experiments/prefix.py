@@ -17,10 +17,10 @@ tokens that are left (`experiments.engine_alone.arithmetic`), and the rest stays
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import permutations
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -34,11 +34,13 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, mean_interval, plain_mean
+from experiments.statistics import MIN_REPEATS, Interval, interval_text, mean_interval, plain_mean
+from experiments.warm_up import warm_up
 from experiments.workloads.room import Room
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError
+from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
 
 NONE, PREFILL, BOTH = ARMS = ("none", "prefill", "both")
@@ -104,7 +106,11 @@ class Prefix(Experiment):
                             prompt[:shared], mode="pd", max_tokens=_EARLIER_TOKENS[arm], ignore_eos=True, salt=salt
                         ).result()
 
-            orders = list(permutations(ARMS))
+            other = random.Random(f"{self.options.seed}/{bench.cell.name}/warm-up")
+            prompts = ([other.randrange(status.vocab_size) for _ in range(length)] for _ in itertools.count())
+            await warm_up(bench, client, ((prompt, _OUTPUT_TOKENS) for prompt in prompts), (Mode.PD,))
+            await bench.settle(client, "all arms")
+            orders = list(itertools.permutations(ARMS))
             for number in range(-1, self.options.repeats):  # the first one is the warm-up
                 prompt = [draw.randrange(status.vocab_size) for _ in range(length)]
                 for arm in orders[number % len(orders)]:
@@ -331,7 +337,7 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _earlier(token: str, saved: Interval) -> str:
-    text = f"{saved.mean:.1f} ms [{saved.lo:.1f}, {saved.hi:.1f}]"
+    text = saved.text(form=".1f")
     if saved.lo <= 0 <= saved.hi:
         return f"{token} comes not measurably earlier ({text})"
     return f"{token} comes {text} earlier"
@@ -361,16 +367,15 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
     names = {NONE: "neither", PREFILL: "prefill", BOTH: "both"}
     rows = []
     for cell in cells:
-        ttft, ttft_decode = (Interval.from_dict(cell[f"{figure.value}_ms"]) for figure in Figure)
         predicted = cell["predicted_ttft_ms"]
         rows.append(
             (
                 str(cell["shared_len"]),
                 names[cell["arm"]],
                 str(cell["n"]),
-                f"{ttft.mean:.1f} [{ttft.lo:.1f}, {ttft.hi:.1f}]",
+                interval_text(cell["ttft_ms"], ".1f"),
                 "–" if predicted is None else f"{predicted:.1f}",
-                f"{ttft_decode.mean:.1f} [{ttft_decode.lo:.1f}, {ttft_decode.hi:.1f}]",
+                interval_text(cell["ttft_decode_ms"], ".1f"),
                 f"{cell['prefill_ms']:.1f}",
                 f"{cell['computed_tokens']:g}",
                 f"{cell['kv_blocks_skipped']:g}",

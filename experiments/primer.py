@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Literal
 
@@ -31,7 +31,7 @@ from experiments.plots import primer as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, plain_mean
+from experiments.statistics import MIN_REPEATS, interval_text, plain_mean
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest, ModelError
 
@@ -411,11 +411,6 @@ def _by(cell: FinishedCell, key: str) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
-def _range(plain: Mapping[str, Any], form: Callable[[float], str]) -> str:
-    interval = Interval.from_dict(plain)
-    return f"{form(interval.mean)} [{form(interval.lo)}, {form(interval.hi)}]"
-
-
 def _short(value: float) -> str:
     """Three significant digits without an exponent."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
@@ -435,8 +430,9 @@ def _engine_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("engine", f"{place}, {machine['dtype']}, {machine['weight_bytes'] / 1e6:.1f} MB of weights per step"),
         (
             "device",
-            f"products at {_range(machine['peak_gflops'], _short)} GFLOP/s, reading at "
-            f"{_range(machine['read_gbs'], _short)} GB/s: ridge at {machine['ridge_flops_per_byte']:.1f} FLOP per byte",
+            f"products at {interval_text(machine['peak_gflops'], _short)} GFLOP/s, reading at "
+            f"{interval_text(machine['read_gbs'], _short)} GB/s: ridge at {machine['ridge_flops_per_byte']:.1f} FLOP "
+            "per byte",
         ),
     ]
 
@@ -447,8 +443,8 @@ def _answer(summary: Mapping[str, Any]) -> str:
     if cache is not None:
         sentences.append(
             f"Generating {cache['output_len']} tokens after {cache['prompt_len']} takes "
-            f"{_range(cache['total_s'][WITHOUT], _short)} s without a KV cache and "
-            f"{_range(cache['total_s'][WITH], _short)} s with it, {cache['speedup']['mean']:.1f} times less."
+            f"{interval_text(cache['total_s'][WITHOUT], _short)} s without a KV cache and "
+            f"{interval_text(cache['total_s'][WITH], _short)} s with it, {cache['speedup']['mean']:.1f} times less."
         )
     if profile is not None:
         prefill, decode = profile["phases"]["prefill"], profile["phases"]["decode"]
@@ -461,7 +457,7 @@ def _answer(summary: Mapping[str, Any]) -> str:
     if ridges:
         ridge = ridges[0]
         measured = (
-            f"from a batch of {_range(ridge['doubling_batch'], _short)} on"
+            f"from a batch of {interval_text(ridge['doubling_batch'], _short)} on"
             if ridge["doubling_batch"] is not None
             else f"with none of the measured batches (up to {ridge['largest_batch']})"
         )
@@ -505,7 +501,7 @@ def _steps_table(summary: Mapping[str, Any]) -> TableBlock:
     rows = [
         (
             name,
-            _range(point["time_ms"], _short),
+            interval_text(point["time_ms"], _short),
             _short(point["tokens_per_s"]["mean"]),
             _short(point["gflop"]),
             _short(point["megabytes"]),
@@ -535,10 +531,10 @@ def _ridge_table(summary: Mapping[str, Any]) -> TableBlock:
             str(ridge["context"]),
             f"> {ridge['largest_batch']}"
             if ridge["doubling_batch"] is None
-            else _range(ridge["doubling_batch"], _short),
+            else interval_text(ridge["doubling_batch"], _short),
             _short(ridge["predicted_doubling_batch"]),
             *(
-                "–" if ridge[key] is None else _range(ridge[key], _short)
+                "–" if ridge[key] is None else interval_text(ridge[key], _short)
                 for key in ("half_saturation_batch", "fixed_ms", "each_ms", "saturated_tokens_per_s")
             ),
             _short(ridge["formula_batch"]),

@@ -16,7 +16,6 @@ from pdserve.client.generation import Generation
 from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import Figure
 
-SCHEMA_VERSION = 1
 LAG = "lag"
 """The stage of `RequestRow.since_due` in which a request waits in the load generator."""
 

@@ -1,7 +1,8 @@
 """The folder of one run: ``results/<name>/<stamp>/``. It holds everything from which the report is drawn.
 
 ================== ====================================================================================================
-``config.yaml``     the experiment's name and all its options, so that the run can be resumed or repeated
+``config.yaml``     the schema of the folder, the experiment's name and all its options, so that the run can be resumed
+                    or repeated
 ``env.json``        where it ran: machine, versions, commit, service, links, clock error, seed
 ``requests.jsonl``  one `RequestRow` per request
 ``cells.jsonl``     one line per finished cell: its name, parameters, duration, and measured facts
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -27,7 +28,10 @@ import yaml
 from experiments.request_row import RequestRow
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest
+from pdserve.version import VERSION
 
+SCHEMA_VERSION = 1
+"""Of the files of a run folder. It changes if a field gets another meaning, and not if fields are added."""
 CONFIG, ENVIRONMENT, REQUESTS, CELLS, SUMMARY = (
     "config.yaml",
     "env.json",
@@ -70,6 +74,21 @@ class RunData:
         return [row for row in self.rows if row.cell == cell and arm in (None, row.arm)]
 
 
+def stamped(parent: Path) -> Path:
+    """A new folder in ``parent``, named after the time; a second one of the same second gets ``-2`` at the end of its
+    name. InvalidRequest if it cannot be made."""
+    stamp, number = time.strftime("%Y-%m-%d-%H%M%S"), 1
+    while True:
+        path = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise InvalidRequest(f"output: {path} cannot be made: {error.strerror}") from None
+
+
 class RunFolder:
     """The folder of a run that is being written or was written."""
 
@@ -79,20 +98,9 @@ class RunFolder:
     @classmethod
     def create(cls, root: Path, name: str, options: Mapping[str, Any]) -> Self:
         """A new folder ``root/name/stamp`` with the run's options. InvalidRequest if it cannot be written."""
-        stamp = time.strftime("%Y-%m-%d-%H%M%S")
-        for number in range(100):
-            path = root / name / (stamp if not number else f"{stamp}-{number + 1}")
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise InvalidRequest(f"output: {path} cannot be made: {error.strerror}") from None
-            break
-        else:
-            raise InvalidRequest(f"output: {root / name} has a hundred runs of this second")
-        folder = cls(path)
-        folder._write(CONFIG, yaml.safe_dump({"experiment": name, "options": dict(options)}, sort_keys=False))
+        folder = cls(stamped(root / name))
+        config = {"schema_version": SCHEMA_VERSION, "experiment": name, "options": dict(options)}
+        folder._write(CONFIG, yaml.safe_dump(config, sort_keys=False))
         return folder
 
     @classmethod
@@ -104,16 +112,25 @@ class RunFolder:
 
     @property
     def config(self) -> tuple[str, dict[str, Any]]:
-        """The experiment's name and options. InvalidRequest if the file is damaged."""
+        """The experiment's name and options. InvalidRequest if the file is damaged, or the folder has another schema
+        than this version reads."""
+        path = self.path / CONFIG
         try:
-            loaded = yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
-            return str(loaded["experiment"]), dict(loaded["options"])
-        except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
-            raise InvalidRequest(f"{self.path / CONFIG}: cannot be read: {error}") from None
+            loaded = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+            schema, name, options = loaded.get("schema_version"), str(loaded["experiment"]), dict(loaded["options"])
+        except (OSError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(f"{path}: cannot be read: {error}") from None
+        if schema != SCHEMA_VERSION:
+            found = "is missing" if schema is None else f"is {schema!r}"
+            raise InvalidRequest(
+                f"{path}: schema_version: {found}, and pdserve {VERSION} reads {SCHEMA_VERSION}; use the version that "
+                f"wrote the run ({ENVIRONMENT}: machine.pdserve)"
+            )
+        return name, options
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Write ``env.json``."""
-        self._write(ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+        self._write(ENVIRONMENT, json.dumps(environment, indent=1, allow_nan=False) + "\n")
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -122,7 +139,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""
-        self._write(SUMMARY, json.dumps(summary, indent=1) + "\n")
+        self._write(SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n")
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -133,25 +150,32 @@ class RunFolder:
 
     def append(self, row: RequestRow) -> None:
         """Add a request."""
-        self._append(REQUESTS, msgspec.json.encode(row))
+        self._append(REQUESTS, row)
 
     def finish_cell(self, cell: FinishedCell) -> None:
         """Record that all rows of a cell are there."""
-        self._append(CELLS, msgspec.json.encode(cell))
+        self._append(CELLS, cell)
 
     def finished(self) -> set[str]:
         """Names of the finished cells."""
         return {cell.cell for cell in self._lines(CELLS, FinishedCell)}
 
-    def drop_unfinished(self) -> int:
-        """Remove the rows of cells that did not finish, and lines that were cut off, before a run is resumed. Returns
-        how many rows were removed."""
-        rows, cells = self._lines(REQUESTS, RequestRow), self._lines(CELLS, FinishedCell)
+    def drop_unfinished(self, spoiled: Collection[str] = ()) -> int:
+        """Remove the rows of cells that did not finish, the cells whose names are in ``spoiled``, and lines that were
+        cut off, before a run is resumed. Returns how many rows were removed."""
+        rows = self._lines(REQUESTS, RequestRow)
+        cells = [cell for cell in self._lines(CELLS, FinishedCell) if cell.cell not in spoiled]
         finished = {cell.cell for cell in cells}
         kept = [row for row in rows if row.cell in finished]
-        for name, lines in ((REQUESTS, kept), (CELLS, cells)):
-            self._write(name, "".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
+        self._write_lines(CELLS, cells)  # first: rows without their cell are those of an unfinished one
+        self._write_lines(REQUESTS, kept)
         return len(rows) - len(kept)
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Put the finished cells into the order of ``names``; cells of other names come first."""
+        places = {name: place for place, name in enumerate(names)}
+        cells = sorted(self._lines(CELLS, FinishedCell), key=lambda cell: places.get(cell.cell, -1))
+        self._write_lines(CELLS, cells)
 
     def load(self) -> RunData:
         """The raw data. InvalidRequest if a file is damaged."""
@@ -186,12 +210,17 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise InvalidRequest(f"{self.path / name}: cannot be read: {error}") from None
 
-    def _append(self, name: str, line: bytes) -> None:
+    def _append(self, name: str, value: msgspec.Struct) -> None:
+        """Add a line. ValueError if a number is not finite, which msgspec by itself would write as null."""
+        line = json.dumps(msgspec.to_builtins(value), allow_nan=False, separators=(",", ":"))
         with (self.path / name).open("ab") as file:
-            file.write(line + b"\n")
+            file.write(line.encode() + b"\n")
 
     def _write(self, name: str, text: str) -> None:
         """Replace a file as a whole, so that an interrupted run has the old one or the new one."""
         temporary = self.path / f".{name}.new"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.path / name)
+
+    def _write_lines(self, name: str, lines: Sequence[msgspec.Struct]) -> None:
+        self._write(name, "".join(msgspec.json.encode(line).decode() + "\n" for line in lines))

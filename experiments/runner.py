@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from experiments import environment
 from experiments.deployment import Deployment
-from experiments.experiment import Bench, Cell, Experiment, Options, RunKind
+from experiments.experiment import Bench, Cell, Experiment, RunKind
+from experiments.other_requests import BUSY, busy_texts
 from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.warm_up import NOT_REACHED, not_reached_texts
 from pdserve.client.status import ServiceStatus
 from pdserve.core.errors import InvalidRequest
 
@@ -60,18 +62,10 @@ def run_experiment(
     service to measure; without it services are started with ``config`` and ``settings`` (dotted keys) and ended again.
     Ctrl-C, SIGTERM and SIGHUP end the run in the middle of its cell; finished cells are kept and reported. A service
     that does not answer any more ends the run with NotReady; its cell is not finished."""
-    folder.drop_unfinished()
-    base = {"model.path": experiment.options.model, **(settings or {})}
     interrupted = False
-    with (
-        _signals_interrupt(),
-        experiment.deployment(target, config=config, settings=base, report=progress.stage) as deployment,
-    ):
-        attached = deployment.status()
-        cells = experiment.cells(attached)
-        if len({cell.name for cell in cells}) != len(cells):
-            raise InvalidRequest("two cells of the experiment have the same parameters; give each value once")
-        finished = folder.finished()
+    with _signals_interrupt(), _deployment(experiment, target, config, settings, progress.stage) as deployment:
+        cells = _planned(experiment, deployment)
+        finished = _resumed(cells, folder, progress)
         missing = [cell for cell in cells if cell.name not in finished]
         if finished and missing and folder.environment:
             _note_resumption(folder)
@@ -84,6 +78,7 @@ def run_experiment(
             progress.stage("interrupted; finishing with what was measured")
     if not folder.finished():
         return Outcome(folder, None, interrupted)
+    folder.arrange([cell.name for cell in cells])  # those that were measured again are last otherwise
     errors_ms = [row.clock_error_ms for row in folder.load().rows]
     folder.write_environment({**folder.environment, "clock_error_ms": max(errors_ms, default=0.0)})
     summary = redraw(experiment, folder)
@@ -112,21 +107,65 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def options_of(kind: type[RunKind], folder: RunFolder) -> Options:
-    """The options with which the run in ``folder`` was made."""
-    _, saved = folder.config
-    return kind.options_type.choose(
-        {key: value for key, value in saved.items() if key in kind.options_type.model_fields}
-    )
+def new_folder(
+    experiment: Experiment,
+    root: Path,
+    *,
+    target: str | None = None,
+    config: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> RunFolder:
+    """The folder of a new run in ``root``; its ``config.yaml`` has all that `run_experiment` is to be called with.
+    Checks first whether the options can work, and raises what is wrong with them before anything is written."""
+    with _deployment(experiment, target, config, settings, lambda stage: None) as deployment:
+        _planned(experiment, deployment)
+    service = {"target": target, "config": None if config is None else str(config), "settings": dict(settings or {})}
+    return RunFolder.create(root, experiment.name, {**experiment.options.model_dump(mode="json"), **service})
+
+
+def _deployment(
+    experiment: Experiment,
+    target: str | None,
+    config: Path | None,
+    settings: Mapping[str, Any] | None,
+    report: Callable[[str], None],
+) -> Deployment:
+    base = {"model.path": experiment.options.model, **(settings or {})}
+    return experiment.deployment(target, config=config, settings=base, report=report)
+
+
+def _planned(experiment: Experiment, deployment: Deployment) -> list[Cell]:
+    """The cells, after checking that options and settings can work."""
+    cells = experiment.cells(deployment.status())
+    if len({cell.name for cell in cells}) != len(cells):
+        raise InvalidRequest("two cells of the experiment have the same parameters; give each value once")
+    for cell in cells:
+        if cell.service is not None and not deployment.attached:
+            deployment.configuration(cell.service)
+    return cells
+
+
+def _resumed(cells: Sequence[Cell], folder: RunFolder, progress: Progress) -> set[str]:
+    """Names of the cells that need no measuring. Removes from ``folder`` what an earlier part of the run did not
+    finish, and finished cells with requests that failed by accident."""
+    planned = {cell.name: cell for cell in cells}
+    spoiled = {row.cell for row in folder.load().rows if row.cell in planned and planned[row.cell].spoiled_by(row)}
+    finished = folder.finished()
+    if repeated := [name for name in planned if name in spoiled & finished]:
+        progress.stage(f"measured again, as requests had failed: {', '.join(repeated)}")
+    folder.drop_unfinished(spoiled)
+    return finished - spoiled
 
 
 def redraw(kind: RunKind, folder: RunFolder) -> dict[str, Any]:
-    """Compute the summary and draw the report from the raw data of ``folder``, without a service."""
+    """Compute the summary and draw the report from the raw data of ``folder``, without a service. Beside the figures
+    the summary has the ``answer`` and the ``caveats`` of the report."""
     run = folder.load()
-    summary = kind.summarise(run)
+    figures = kind.summarise(run)
+    report: Report = kind.report(run, figures)
+    report.caveats = [*report.caveats, *_measuring_caveats(run), *_resumption_caveats(run)]
+    summary = {**figures, "answer": report.answer, "caveats": list(report.caveats)}
     folder.write_summary(summary)
-    report: Report = kind.report(run, summary)
-    report.caveats = [*report.caveats, *_resumption_caveats(run)]
     machine = run.environment.get("machine", {})
     footer = (
         f"pdserve {machine.get('pdserve', '')}, commit {machine.get('commit') or 'unknown'}; {folder.path.name}; "
@@ -154,7 +193,15 @@ def _run_cell(
         _note_environment(experiment, folder, None)
     progress.cell(cell)
     earlier = {each.cell: each.facts for each in folder.load().cells}
-    bench = Bench(cell, target, folder.append, progress.advance, attached=deployment.attached, earlier=earlier)
+    bench = Bench(
+        cell,
+        target,
+        folder.append,
+        progress.advance,
+        tell=progress.stage,
+        attached=deployment.attached,
+        earlier=earlier,
+    )
     started_s = time.monotonic()
     bench.run(experiment.measure)
     duration_s = round(time.monotonic() - started_s, 3)
@@ -185,6 +232,15 @@ def _note_resumption(folder: RunFolder) -> None:
     if machine != parts[-1]:
         part = {"machine": machine, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         folder.write_environment({**known, "resumed": [*known.get("resumed", ()), part]})
+
+
+def _measuring_caveats(run: RunData) -> list[str]:
+    """What disturbed the measurement of the cells: requests of others, and workers that no warm-up reached."""
+    return [
+        f"{cell.cell}: {text}"
+        for cell in run.cells
+        for text in (*busy_texts(cell.facts.get(BUSY, ())), *not_reached_texts(cell.facts.get(NOT_REACHED, ())))
+    ]
 
 
 def _resumption_caveats(run: RunData) -> list[str]:

@@ -5,7 +5,6 @@ has a run folder ``NAME/STAMP`` in it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,8 +15,8 @@ import msgspec
 from experiments.catalogue import EXPERIMENTS, experiment_of
 from experiments.experiment import Experiment
 from experiments.report.page import PAGE, save_index
-from experiments.run_folder import RunFolder
-from experiments.runner import Outcome, Progress, options_of, run_experiment
+from experiments.run_folder import RunFolder, stamped
+from experiments.runner import Outcome, Progress, new_folder, run_experiment
 from pdserve.core.errors import InvalidRequest, PdserveError
 
 SERIES = "series.json"
@@ -71,13 +70,7 @@ class Series:
         """A new series ``root/all/stamp``. InvalidRequest if it cannot be written, or an option is wrong."""
         for name in plan.names:
             _options(name, plan)
-        stamp = time.strftime("%Y-%m-%d-%H%M%S")
-        path = root / "all" / stamp
-        try:
-            path.mkdir(parents=True)
-        except OSError as error:
-            raise InvalidRequest(f"output: {path} cannot be made: {error.strerror}") from None
-        series = cls(path, _Saved(plan, [Entry(name) for name in plan.names]))
+        series = cls(stamped(root / "all"), _Saved(plan, [Entry(name) for name in plan.names]))
         series._save()
         return series
 
@@ -118,31 +111,26 @@ class Series:
         """Run an experiment; returns whether it was interrupted."""
         plan = self._saved.plan
         kind = experiment_of(entry.name)
+        service: dict[str, Any] = {
+            "target": plan.target,
+            "config": None if plan.config is None else Path(plan.config),
+            "settings": plan.settings,
+        }
         if entry.folder:
             folder = RunFolder.open(self.path / entry.folder)
-            experiment = kind(options_of(kind, folder))
+            experiment = kind.of(folder)
         else:
             experiment = _options(entry.name, plan)
-            run_options = {"target": plan.target, "config": plan.config, "settings": plan.settings}
-            folder = RunFolder.create(
-                self.path, kind.name, {**experiment.options.model_dump(mode="json"), **run_options}
-            )
+            folder = new_folder(experiment, self.path, **service)
             entry.folder = str(folder.path.relative_to(self.path))
             self._save()
-        outcome = run_experiment(
-            experiment,
-            folder,
-            progress,
-            target=plan.target,
-            config=None if plan.config is None else Path(plan.config),
-            settings=plan.settings,
-        )
-        self._note(entry, experiment, outcome)
+        outcome = run_experiment(experiment, folder, progress, **service)
+        self._note(entry, outcome)
         return outcome.interrupted
 
-    def _note(self, entry: Entry, experiment: Experiment, outcome: Outcome) -> None:
+    def _note(self, entry: Entry, outcome: Outcome) -> None:
         if outcome.summary is not None:
-            entry.answer = experiment.report(outcome.folder.load(), outcome.summary).answer
+            entry.answer = outcome.summary["answer"]
         if outcome.interrupted:
             entry.state = INTERRUPTED
         elif outcome.failures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
@@ -36,9 +36,25 @@ class Interval:
         """The interval that `to_dict` wrote."""
         return cls(float(plain["mean"]), float(plain["lo"]), float(plain["hi"]), int(plain["n"]))
 
-    def text(self, unit: str = "ms", digits: int = 2) -> str:
-        """``+1.23 ms [0.98, 1.51]``."""
-        return f"{self.mean:+.{digits}f} {unit} [{self.lo:.{digits}f}, {self.hi:.{digits}f}]"
+    def scaled(self, factor: float) -> Interval:
+        """The interval times a positive number."""
+        return Interval(self.mean * factor, self.lo * factor, self.hi * factor, self.n)
+
+    def text(self, unit: str = "ms", form: str | Callable[[float], str] = "+.2f") -> str:
+        """``+1.23 ms [0.98, 1.51]``. ``form`` is the format of the numbers, where ``+`` is for the mean only, or a
+        function that writes one. An empty ``unit`` is left out."""
+        if callable(form):
+            mean, lo, hi = (form(value) for value in (self.mean, self.lo, self.hi))
+        else:
+            mean, lo, hi = f"{self.mean:{form}}", *(f"{value:{form.lstrip('+')}}" for value in (self.lo, self.hi))
+        return f"{mean}{unit and f' {unit}'} [{lo}, {hi}]"
+
+
+def interval_text(
+    plain: Mapping[str, Any] | None, form: str | Callable[[float], str] = ".2f", *, factor: float = 1.0
+) -> str:
+    """The cell of a table for an interval of a summary, times ``factor``: ``1.23 [0.98, 1.51]``, or – without one."""
+    return "–" if plain is None else Interval.from_dict(plain).scaled(factor).text("", form)
 
 
 def mean_interval(values: Sequence[float], seed: int = 0, groups: Sequence[Hashable] | None = None) -> Interval | None:

@@ -22,7 +22,7 @@ from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell, RunData
 from experiments.splits import Split
-from experiments.statistics import Interval, mean_interval
+from experiments.statistics import Interval, interval_text, mean_interval
 from experiments.under_load import (
     LoadPlan,
     check_slo,
@@ -153,7 +153,7 @@ class Sweep(Experiment):
                     work = self._load(rate).planned() if rate else options.repeats
                     sending_s = self._load(rate).sending_s if rate else 0.0
                     name = "/".join(map(str, (*place.values(), length, load)))
-                    cells.append(Cell(name, parameters, service, work, sending_s))
+                    cells.append(Cell(name, parameters, service, work, sending_s, may_overload=bool(rate)))
         return cells
 
     def _of(self, attached: ServiceStatus) -> dict[str, Any]:
@@ -290,10 +290,6 @@ def _answer(cells: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(sentences) or "No pair of requests was completed."
 
 
-def _interval(plain: Mapping[str, Any] | None) -> str:
-    return "–" if plain is None else f"{plain['mean']:.2f} [{plain['lo']:.2f}, {plain['hi']:.2f}]"
-
-
 def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
     header = ("cell", "n", "failed", "added ttft, ms", "added ttft_decode, ms", "exposed, ms", "SLO met pd, %",
               "SLO met colocated, %")  # fmt: skip
@@ -303,7 +299,7 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> TableBlock:
         met = [(cell.get("attainment") or {}).get(arm) for arm in (PD, COLOCATED)]
         rows.append((
             cell["cell"], str(cell["n"]), str(sum(cell["errors"].values())),
-            *(_interval(each) for each in intervals),
+            *(interval_text(each) for each in intervals),
             *("–" if each is None else f"{100 * each['mean']:.0f}" for each in met),
         ))  # fmt: skip
     return TableBlock("All cells", header, rows)

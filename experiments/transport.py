@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ import numpy as np
 from pydantic import Field
 
 from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.mode_pairs import PD
 from experiments.pairs.memcpy import Memcpy
 from experiments.pairs.pair import Pair, PairFailed, PairUnavailable
 from experiments.pairs.raw_tcp import RawTcp
@@ -36,7 +38,8 @@ from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunData
-from experiments.statistics import MIN_REPEATS, Interval, plain_mean
+from experiments.statistics import MIN_REPEATS, Interval, interval_text, plain_mean
+from experiments.warm_up import warm_up
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import TransferConfig
@@ -48,7 +51,7 @@ CEILING_OF = {"shm": MEMCPY, "nixl": MEMCPY, "tcp": SOCKET, "grpc_stream": SOCKE
 MESSAGE_BYTES = TransferConfig().message_bytes
 LOCAL, SERVICE = "local", "service"
 _KIB = 2**10
-_WARM_UP = 2
+_WARM_UP_ROUNDS = 2
 T = TypeVar("T")
 
 
@@ -171,19 +174,20 @@ class Transport(Experiment):
 
     async def _measure_service(self, bench: Bench) -> None:
         length = int(bench.cell.parameters["prompt_len"])
-        draw = random.Random(f"{self.options.seed}/{bench.cell.name}")
+        draw, other = (random.Random(f"{self.options.seed}/{bench.cell.name}{part}") for part in ("", "/warm-up"))
         async with AsyncClient(bench.target) as client:
             vocab_size = (await client.status()).vocab_size
-            for number in range(-_WARM_UP, self.options.requests):
-                prompt = [draw.randrange(vocab_size) for _ in range(length)]
+
+            def prompt(draw: random.Random) -> list[int]:
+                return [draw.randrange(vocab_size) for _ in range(length)]
+
+            prompts = ((prompt(other), 2) for _ in itertools.count())
+            await warm_up(bench, client, prompts, (PD,), rounds=_WARM_UP_ROUNDS)
+            await bench.settle(client, PD)
+            for number in range(self.options.requests):
                 salt = f"{bench.cell.name}/{draw.random()}"
-                if number < 0:
-                    await client.generate(prompt, mode="pd", max_tokens=2, ignore_eos=True, salt=salt).result()
-                else:
-                    await bench.send(
-                        client, prompt, arm="pd", repeat=0, index=number, mode="pd", max_tokens=2, salt=salt
-                    )
-                    bench.advance(1)
+                await bench.send(client, prompt(draw), arm=PD, repeat=0, index=number, mode=PD, max_tokens=2, salt=salt)
+                bench.advance(1)
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         """``cells``, ``fits``, ``ceilings``, ``unavailable``; see docs/experiments/transport.md."""
@@ -401,8 +405,6 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
 def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
     rows = []
     for cell in (*summary["ceilings"], *summary["cells"]):
-        gbs, time_us = Interval.from_dict(cell["gbs"]), Interval.from_dict(cell["time_us"])
-        share = Interval.from_dict(cell["share"]) if cell["share"] else None
         ceiling = "–"
         if cell["ceiling"]:
             ceiling = f"{cell['ceiling_gbs']:.2f} GB/s" if cell["ceiling"] == "link" else plots.NAMES[cell["ceiling"]]
@@ -410,11 +412,11 @@ def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
             (
                 plots.NAMES.get(cell["transport"], cell["transport"]),
                 plots.size_text(cell["size_bytes"]),
-                f"{gbs.mean:.2f} [{gbs.lo:.2f}, {gbs.hi:.2f}]",
-                f"{time_us.mean:,.0f} [{time_us.lo:,.0f}, {time_us.hi:,.0f}]",
+                interval_text(cell["gbs"]),
+                interval_text(cell["time_us"], ",.0f"),
                 ceiling,
-                "–" if share is None else f"{share.mean:.2f} [{share.lo:.2f}, {share.hi:.2f}]",
-                str(gbs.n),
+                interval_text(cell["share"]),
+                str(cell["gbs"]["n"]),
             )
         )
     return TableBlock(
@@ -428,12 +430,12 @@ def _cells_table(summary: Mapping[str, Any]) -> TableBlock:
 def _fits_table(summary: Mapping[str, Any]) -> TableBlock:
     rows = []
     for fit in summary["fits"]:
-        cost, rate = Interval.from_dict(fit["per_message_us"]), Interval.from_dict(fit["rate_gbs"])
+        cost, rate = interval_text(fit["per_message_us"], ".0f"), interval_text(fit["rate_gbs"])
         rows.append(
             (
                 plots.NAMES.get(fit["transport"], fit["transport"]),
-                f"{cost.mean:.0f} [{cost.lo:.0f}, {cost.hi:.0f}]",
-                f"{rate.mean:.2f} [{rate.lo:.2f}, {rate.hi:.2f}]",
+                cost,
+                rate,
                 f"{fit['misfit_pct']:.0f}",
             )
         )

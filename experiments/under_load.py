@@ -21,9 +21,9 @@ from experiments.mode_pairs import COLOCATED, PD, causes_of, pairs_of
 from experiments.request_row import LAG, RequestRow, unexpected_bytes
 from experiments.run_folder import FinishedCell
 from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
-from experiments.workloads.arrivals import ClosedLoop, random_arrivals
+from experiments.warm_up import requests_of, warm_up
+from experiments.workloads.arrivals import random_arrivals
 from experiments.workloads.conversation import Workload
-from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
@@ -38,7 +38,6 @@ SLO_FACTOR = 2.0
 """An automatic SLO allows this multiple of what an idle colocated service does."""
 REQUEST_TIMEOUT_S = 60.0
 """Deadline of each request under load. One that exceeds it is a failed request, which misses every SLO."""
-_WARM_UP_REQUESTS = 2
 _SETTLE_S = 2 * REQUEST_TIMEOUT_S
 
 
@@ -71,13 +70,11 @@ class LoadPlan:
         """Warm both arms up, send the rounds, write a row per request, and note in the fact ``loads`` how each load
         went. ``workload`` has to fit the service."""
         vocab_size = (await client.status()).vocab_size
-        for arm in ARMS:
-            warm_up = workload.conversations(_WARM_UP_REQUESTS, self.seed - 1, vocab_size)
-            await run_load(client, warm_up, ClosedLoop(1), mode=Mode(arm), timeout_s=REQUEST_TIMEOUT_S)
+        await warm_up(bench, client, requests_of(workload, self.seed - 1, vocab_size), ARMS)
         loads: list[dict[str, Any]] = []
         for repeat, arms in enumerate(abba(PD, COLOCATED, self.rounds)):
             for arm in arms:
-                await settled(client, _SETTLE_S)
+                await bench.settle(client, arm, _SETTLE_S)
                 begun_s = bench.elapsed_s
 
                 def record(outcome: Outcome, arm: str = arm, repeat: int = repeat, begun_s: float = begun_s) -> None:
@@ -218,7 +215,7 @@ def summarise_load(cell: FinishedCell, rows: Sequence[RequestRow], slo: SLO | No
             met = mean_interval(values, seed, rounds)
         figures["offered_rps"][arm] = round(each.offered_rps, 4)
         figures["attainment"][arm] = None if met is None else met.to_dict()
-        figures["goodput_rps"][arm] = None if met is None else scaled(met, each.offered_rps).to_dict()
+        figures["goodput_rps"][arm] = None if met is None else met.scaled(each.offered_rps).to_dict()
         figures["arms_ms"][arm] = latencies(done[arm])
         lag = Lag.between([row.scheduled_s for row in each.rows], [row.sent_s for row in each.rows])
         figures["lag"][arm] = None if lag is None else {
@@ -259,11 +256,6 @@ def latencies(rows: Sequence[RequestRow]) -> dict[str, float | None]:
         value = percentile(values, 99.0)
         found[name] = None if value is None else round(value, 4)
     return found
-
-
-def scaled(interval: Interval, factor: float) -> Interval:
-    """The interval times a positive number."""
-    return Interval(interval.mean * factor, interval.lo * factor, interval.hi * factor, interval.n)
 
 
 def sustains(cell: Mapping[str, Any], arm: str) -> bool:

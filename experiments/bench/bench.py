@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from experiments.bench.report import PERCENTILES, SLO, BenchReport
 from experiments.load import Load, Outcome, run_load
+from experiments.other_requests import OtherRequests
 from experiments.workloads.arrivals import (
     ClosedLoop,
     Schedule,
@@ -186,7 +187,8 @@ async def run_bench(
     on_done: Callable[[Outcome], None],
     stop: asyncio.Event,
 ) -> list[BenchReport]:
-    """Send what ``plan``, which has to be `fitted`, asks for. Once ``stop`` is set, running requests are cancelled, and
+    """Send what ``plan``, which has to be `fitted`, asks for. ``status`` is that of a service which has had time to
+    settle. Once ``stop`` is set, running requests are cancelled, and
     the reports are of what had finished.
 
     With both modes on a busy service each mode has the service to itself, one after the other, with the same
@@ -215,12 +217,12 @@ async def run_bench(
         await _warm_up(client, plan, mode, vocab_size, stop)
     if plan.paired:
         pairs = (conversation for conversation in conversations() for _ in BOTH_MODES)
-        return [_report(plan, BOTH, await load(pairs, interleaved))]
+        return [_report(plan, BOTH, await load(pairs, interleaved), status)]
     reports: list[BenchReport] = []
     for mode in modes:
         if reports and not stop.is_set():
-            await settled(client)
-        reports.append(_report(plan, mode, await load(conversations(), mode)))
+            status = await settled(client)
+        reports.append(_report(plan, mode, await load(conversations(), mode), status))
     return reports
 
 
@@ -242,7 +244,7 @@ async def _warm_up(client: AsyncClient, plan: BenchPlan, mode: Mode, vocab_size:
             raise outcome.error
 
 
-def _report(plan: BenchPlan, mode: str, load: Load) -> BenchReport:
+def _report(plan: BenchPlan, mode: str, load: Load, before: ServiceStatus) -> BenchReport:
     return BenchReport(
         load,
         plan.slo,
@@ -253,4 +255,5 @@ def _report(plan: BenchPlan, mode: str, load: Load) -> BenchReport:
         workload=plan.workload.describe(),
         mode=mode,
         scheduled=plan.scheduled,
+        others=OtherRequests.of(before),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.load import Load, Outcome
+from experiments.other_requests import OtherRequests
 from experiments.request_row import RequestRow
 from pdserve.client.generation import Generation
 from pdserve.core.errors import CapacityExceeded, InvalidRequest, NotReady
@@ -142,7 +143,8 @@ class BenchReport:
     ``planned`` is the number of requests that a complete run has at most; None if only its duration was given.
     ``mode`` is the one that was asked for, or "both". ``paired``: conversations 2k and 2k+1 were the same one in
     either mode, each with the service to itself. ``scheduled``: requests had times at which they were due; latencies
-    count from them, and requests that were never sent miss the SLO."""
+    count from them, and requests that were never sent miss the SLO. ``others``: the requests that the service had when
+    the load began."""
 
     load: Load
     slo: SLO | None
@@ -153,6 +155,7 @@ class BenchReport:
     workload: str = ""
     mode: str = Mode.AUTO
     scheduled: bool = False
+    others: OtherRequests | None = None
 
     @property
     def outcomes(self) -> Sequence[Outcome]:

@@ -20,6 +20,7 @@ from experiments.bench.report import PERCENTILES, SLO, BenchReport, Distribution
 from experiments.experiment import Options, RunKind
 from experiments.load import Lag, Outcome
 from experiments.mode_pairs import COLOCATED, PD
+from experiments.other_requests import BUSY
 from experiments.plots import bench as plots
 from experiments.report.page import Report, TableBlock
 from experiments.report.setup import setup_of
@@ -100,6 +101,7 @@ class BenchRecorder:
                 }
                 for report in reports
             ],
+            BUSY: [{"arm": str(each.mode), **asdict(each.others)} for each in reports if each.others is not None],
             "leaked_blocks": reports[-1].leaked_blocks,
             "workload": reports[0].workload,
         }
@@ -123,6 +125,9 @@ class BenchRun(RunKind):
     name: ClassVar[str] = "bench"
     question: ClassVar[str] = "How does the service respond to this load?"
     options_type: ClassVar[type[Options]] = BenchRunOptions
+    other_options: ClassVar[frozenset[str]] = frozenset(
+        {"target", "pace", "requests", "duration_s", "warmup", "mode", "timeout_s"}
+    )
     options: BenchRunOptions
 
     def summarise(self, run: RunData) -> dict[str, Any]:

@@ -270,10 +270,10 @@ def _draw(recorder: BenchRecorder, reports: Sequence[BenchReport]) -> Path:
     """The page of the recorded run."""
     from experiments.bench.run import BenchRun
     from experiments.report.page import PAGE
-    from experiments.runner import options_of, redraw
+    from experiments.runner import redraw
 
     recorder.finish(reports)
-    redraw(BenchRun(options_of(BenchRun, recorder.folder)), recorder.folder)
+    redraw(BenchRun.of(recorder.folder), recorder.folder)
     return recorder.folder.path / PAGE
 
 
@@ -371,6 +371,8 @@ def _of_load(report: BenchReport) -> list[str]:
     if any(value is not None for value in added.values()):
         text = ", ".join(f"{name} {value:+.2f} ms" for name, value in added.items() if value is not None)
         lines.append(f"added       {text} (median over pairs of pd minus colocated, one request at a time)")
+    if report.others is not None:
+        lines.append(f"busy        {report.others.text('this load')}")
     lag = report.load.lag
     if lag is not None and report.scheduled:
         text = f"{lag.p50_ms:.2f} ms p50, {lag.p99_ms:.2f} p99, {lag.max_ms:.2f} max between schedule and sending"

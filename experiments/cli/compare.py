@@ -16,8 +16,8 @@ def compare(
     limit: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=PERCENT: exit code 1 if a figure of this key got worse by more, beyond its interval; the end of "
-            "a key or a pattern, such as ttft_ms=5 (repeatable)"
+            help="KEY=PERCENT: exit code 1 if a figure of this key got worse by more, beyond its interval, or if one "
+            "of the runs lacks it; the end of a key or a pattern, such as ttft_ms=5 (repeatable)"
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="show figures that are equal in both runs as well")] = False,
@@ -39,18 +39,20 @@ def compare(
         if options[0][key] != options[1][key]:
             print_note(stderr_console(), f"the runs differ in {key}: {options[0][key]} and {options[1][key]}")
     lacking = comparing.missing(a, b)
-    if lacking:
-        print_note(stderr_console(), f"B lacks {len(lacking)} figures of A, such as {lacking[0]}")
+    for name, other in (("B", "A"), ("A", "B")):
+        if keys := [each.key for each in lacking if each.of == name]:
+            print_note(stderr_console(), f"{name} lacks {len(keys)} figures of {other}, such as {keys[0]}")
     for name, folder in (("A", a), ("B", b)):
         for failure in folder.summary.get("failed", ()):
             print_note(stderr_console(), f"{name} failed: {failure}")
-    broken = comparing.violations(found, limits)
+    broken = comparing.violations([*found, *lacking], limits)
     if as_json:
         print_json(
             {
                 "a": str(first),
                 "b": str(second),
                 "figures": [each.to_dict() for each in found],
+                "missing": [{"key": each.key, "run": each.of} for each in lacking],
                 "violations": [{"key": each.key, "limit_percent": which.percent} for each, which in broken],
             }
         )
@@ -70,10 +72,12 @@ def compare(
                 )
         console = stdout_console()
         console.print(table if table.row_count else f"all {len(found)} figures are equal")
-    for each, which in broken:
-        stderr_console().print(
-            f"[red]worse[/]: {each.key}: {each.a:.4g} became {each.b:.4g}, beyond the limit of {which.percent:g} %",
-            soft_wrap=True,
-        )
+    for broke, which in broken:
+        if isinstance(broke, comparing.Missing):
+            text = f"[red]missing[/]: {broke.key} has a limit of {which.percent:g} %, and {broke.of} lacks it"
+        else:
+            values = f"{broke.a:.4g} became {broke.b:.4g}"
+            text = f"[red]worse[/]: {broke.key}: {values}, beyond the limit of {which.percent:g} %"
+        stderr_console().print(text, soft_wrap=True)
     if broken:
         raise typer.Exit(1)

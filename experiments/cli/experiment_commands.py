@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 import yaml
 
-from experiments.catalogue import EXPERIMENTS, kind_of
+from experiments.catalogue import EXPERIMENTS, run_of
 from experiments.cli.progress import RunProgress
-from experiments.experiment import Experiment, Options, RunKind
+from experiments.experiment import Experiment, Options
 from experiments.report.page import PAGE
 from experiments.run_folder import RunFolder
-from experiments.runner import Outcome, options_of, redraw, run_experiment
+from experiments.runner import Outcome, new_folder, redraw, run_experiment
 from experiments.series import FINISHED, Series, SeriesPlan
 from experiments.sweep import Sweep, SweepOptions
 from ops.cli.options import print_json, print_note, stderr_console, stdout_console
@@ -66,31 +66,32 @@ def _no_options_with_resume(given: Mapping[str, Any]) -> None:
 
 def _run(kind: type[Experiment], options: Options, common: Mapping[str, Any]) -> None:
     target, config, settings = common["target"], common["config"], parse_settings(common["set_"])
-    run_options = {"target": target, "config": str(config) if config else None, "settings": settings}
-    folder = RunFolder.create(common["output"], kind.name, {**options.model_dump(mode="json"), **run_options})
-    _measure(kind(options), folder, run_options, common["as_json"])
+    experiment = kind(options)
+    folder = new_folder(experiment, common["output"], target=target, config=config, settings=settings)
+    _measure(experiment, folder, common["as_json"])
 
 
 def _resume(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     shared = {"target": common["target"], "config": common["config"], "set": common["set_"]}
     _no_options_with_resume({**given, **shared, "quick": common.get("quick") or None})
     folder = RunFolder.open(common["resume"], "--resume")
-    name, saved = folder.config
+    name, _ = folder.config
     if name != kind.name:
         raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
-    _measure(kind(options_of(kind, folder)), folder, saved, common["as_json"])
+    _measure(kind.of(folder), folder, common["as_json"])
 
 
-def _measure(experiment: Experiment, folder: RunFolder, run_options: Mapping[str, Any], as_json: bool) -> None:
+def _measure(experiment: Experiment, folder: RunFolder, as_json: bool) -> None:
+    _, saved = folder.config
     try:
         with RunProgress(stderr_console(), experiment.name) as progress:
             outcome = run_experiment(
                 experiment,
                 folder,
                 progress,
-                target=run_options["target"],
-                config=Path(run_options["config"]) if run_options["config"] else None,
-                settings=run_options["settings"],
+                target=saved["target"],
+                config=Path(saved["config"]) if saved["config"] else None,
+                settings=saved["settings"],
             )
     except PdserveError:
         if finished := folder.finished():
@@ -100,23 +101,21 @@ def _measure(experiment: Experiment, folder: RunFolder, run_options: Mapping[str
                 f"{folder.path}, or draw them with: pdserve report {folder.path}",
             )
         raise
-    _finish(type(experiment), outcome, as_json)
+    _finish(experiment.name, outcome, as_json)
 
 
-def _finish(kind: type[RunKind], outcome: Outcome, as_json: bool) -> None:
+def _finish(name: str, outcome: Outcome, as_json: bool) -> None:
     folder = outcome.folder
     console = stdout_console()
     if outcome.summary is not None:
         if as_json:
             print_json(outcome.summary)
         else:
-            run = folder.load()
-            report = kind(options_of(kind, folder)).report(run, outcome.summary)
-            console.print(report.answer, markup=False)
+            console.print(outcome.summary["answer"], markup=False)
             console.print(f"report  {folder.path / PAGE}", markup=False, soft_wrap=True)
     if outcome.interrupted:
         stderr_console().print(
-            f"interrupted; go on with: pdserve experiment {kind.name} --resume {folder.path}", soft_wrap=True
+            f"interrupted; go on with: pdserve experiment {name} --resume {folder.path}", soft_wrap=True
         )
         raise typer.Exit(130)
     for failure in outcome.failures:
@@ -128,10 +127,9 @@ def _finish(kind: type[RunKind], outcome: Outcome, as_json: bool) -> None:
 def redraw_run(folder: Path, as_json: bool) -> None:
     """Compute and draw a run again; ends with exit code 1 if it had failed."""
     run = RunFolder.open(folder)
-    name, _ = run.config
-    kind = kind_of(name)
-    summary = redraw(kind(options_of(kind, run)), run)
-    _finish(kind, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
+    kind = run_of(run)
+    summary = redraw(kind, run)
+    _finish(kind.name, Outcome(run, summary, False, list(summary.get("failed", ()))), as_json)
 
 
 def parse_settings(pairs: list[str] | None) -> dict[str, Any]:

@@ -26,10 +26,9 @@ def plot(
     of the stages, as far as the runs have the data. Needs no service.
 
     csv writes the data of each picture. Several runs share the pictures, named by their folders."""
-    from experiments.catalogue import kind_of
+    from experiments.catalogue import run_of
     from experiments.plots.overview import Source, drawings
     from experiments.run_folder import RunFolder
-    from experiments.runner import options_of
 
     chosen = [part.strip() for part in formats.split(",") if part.strip()]
     unknown = [each for each in chosen if each not in _FORMATS]
@@ -39,9 +38,8 @@ def plot(
     sources = []
     for folder in folders:
         data = folder.load()
-        kind = kind_of(data.name)
         label = f"{data.name}/{folder.path.resolve().name}" if len(folders) > 1 else ""
-        sources.append(Source(label, data, kind(options_of(kind, folder)).summarise(data)))
+        sources.append(Source(label, data, run_of(folder).summarise(data)))
     found = drawings(sources)
     if not found:
         raise InvalidRequest("RUN: the runs have nothing to draw: no request was recorded with a breakdown")

@@ -172,7 +172,7 @@ def _write_ceilings(ceilings: Ceilings) -> None:
 
 
 def _write(kind: str, **fields: Any) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, **fields}) + "\n")
+    sys.stdout.write(json.dumps({"kind": kind, **fields}, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 

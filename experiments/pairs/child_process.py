@@ -55,7 +55,7 @@ class ChildProcess:
     def send(self, **command: Any) -> None:
         """Send a command; PairFailed if the process is gone."""
         try:
-            self._stdin.write(json.dumps(command).encode() + b"\n")
+            self._stdin.write(json.dumps(command, allow_nan=False).encode() + b"\n")
         except BrokenPipeError:
             raise self._ended() from None
 

@@ -54,7 +54,7 @@ class Endpoint(ABC):
 
     def say(self, **values: Any) -> None:
         """Answer with a line."""
-        os.write(self._answers, json.dumps(values).encode() + b"\n")
+        os.write(self._answers, json.dumps(values, allow_nan=False).encode() + b"\n")
 
     _answers = 1
     _commands: queue.SimpleQueue[str]

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.neighbours import WindowData
 from experiments.plots import style
 from experiments.report.page import Picture, TableBlock
-from experiments.statistics import Interval
+from experiments.statistics import Interval, interval_text
 
 _APART = {"pd": style.PD, "alone-busy": "#e69f00", "alone-idle": style.FAINT}
 _CHUNKED = ("#cc79a7", "#56b4e9", "#0072b2", "#009e73", "#88a020", "#6a3d9a")
@@ -180,18 +180,15 @@ def figures_table(
     rows = []
     for name, arm in arms.items():
         itl, ttft = arm["itl_ms"], arm["long_ttft_ms"]
-        p99, output, total = (
-            Interval.from_dict(arm[key]) for key in ("itl_p99_ms", "output_tokens_per_s", "tokens_per_s")
-        )
         rows.append(
             (
                 labels[name],
                 str(arm["windows"]),
                 *(f"{itl[key]:.1f}" for key in ("p50", "p90", "p99", "max")),
-                f"{p99.mean:.1f} [{p99.lo:.1f}, {p99.hi:.1f}]",
+                interval_text(arm["itl_p99_ms"], ".1f"),
                 f"{arm['stall_ms']['p50']:.1f}" if arm["stall_ms"] else "–",
                 *(f"{ttft[key]:.0f}" if ttft else "–" for key in ("p50", "p99")),
-                *(f"{each.mean:.1f} [{each.lo:.1f}, {each.hi:.1f}]" for each in (output, total)),
+                *(interval_text(arm[key], ".1f") for key in ("output_tokens_per_s", "tokens_per_s")),
             )
         )
     return TableBlock(title, header, rows, caption)

@@ -89,7 +89,7 @@ def _console(stderr: bool) -> Console:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print ``value`` as one line of JSON."""
-    typer.echo(json.dumps(value))
+    typer.echo(json.dumps(value, allow_nan=False))
 
 
 def print_note(console: Console, text: str) -> None:

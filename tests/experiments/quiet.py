@@ -8,11 +8,12 @@ from experiments.experiment import Cell
 
 
 class Quiet:
-    """`experiments.runner.Progress` that remembers the cells and counts the steps."""
+    """`experiments.runner.Progress` that remembers cells and stages, and counts the steps."""
 
     def __init__(self) -> None:
         self.cells: list[Cell] = []
         self.steps = 0
+        self.stages: list[str] = []
 
     def begin(self, cells: Sequence[Cell], finished: int) -> None:
         """Nothing to show."""
@@ -26,4 +27,5 @@ class Quiet:
         self.steps += steps
 
     def stage(self, text: str) -> None:
-        """Nothing to show."""
+        """Remember it."""
+        self.stages.append(text)

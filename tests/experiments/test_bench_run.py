@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.bench.run import BenchRun, BenchRunOptions
+from experiments.bench.bench import BenchPlan, Pace, run_bench
+from experiments.bench.run import BenchRecorder, BenchRun, BenchRunOptions
+from experiments.cli.bench import _summary
+from experiments.report.page import Report
 from experiments.request_row import RequestRow
-from experiments.run_folder import FinishedCell, RunData
+from experiments.run_folder import FinishedCell, RunData, RunFolder
+from experiments.runner import redraw
+from experiments.workloads.lengths import Fixed
+from experiments.workloads.synthetic import Synthetic
+from pdserve import AsyncClient
 from tests.local_cluster import local_cluster
 from tests.pdserve.scripted_service import ScriptedService
 
@@ -65,6 +75,38 @@ def test_an_open_loop_is_judged_from_when_requests_were_due() -> None:
     assert "first in wrong: 7 instead of 0" in summary["failed"][0]
     closed = BenchRun(BenchRunOptions(slo="ttft=25")).summarise(run)["arms"]["pd"]
     assert (closed["ttft_ms"]["max"], closed["lag"], closed["goodput"]["share"]) == (20.0, None, 1.0)
+
+
+async def test_a_load_beside_requests_of_others_has_a_caveat(tmp_path: Path, service: ScriptedService) -> None:
+    plan = BenchPlan(Synthetic(Fixed(20), Fixed(3)), Pace(concurrency=2), requests=4)
+    async with AsyncClient(service.target) as client:
+        busy = replace(await client.status(), running=3, queued=2)
+        recorder = BenchRecorder(tmp_path, plan, service.target)
+        recorder.begin(busy)
+        reports = await run_bench(client, plan, busy, recorder.record, asyncio.Event())
+    recorder.finish(reports)
+    summary = redraw(BenchRun.of(recorder.folder), recorder.folder)
+    text = "auto began on a busy service: 3 running and 2 queued requests"
+    assert summary["caveats"][0].startswith(f"load: {text}")
+    assert text in (recorder.folder.path / "report.html").read_text()
+    assert any(line.startswith("busy        this load began on a busy service: 3") for line in _summary(reports))
+
+
+def test_a_report_is_drawn_once(tmp_path: Path, pdserve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.create(tmp_path, "bench", {})
+    folder.append(row("auto", 0, 20.0))
+    drawn: list[str] = []
+    report = BenchRun.report
+
+    def counted(self: BenchRun, run: RunData, summary: Mapping[str, Any]) -> Report:
+        drawn.append(run.name)
+        return report(self, run, summary)
+
+    monkeypatch.setattr(BenchRun, "report", counted)
+    ran = pdserve("report", str(folder.path))
+    assert ran.code == 0, ran.err
+    assert drawn == ["bench"]
+    assert " ".join(ran.out.split()).startswith(folder.summary["answer"])
 
 
 def test_a_run_that_was_killed_has_the_rows_so_far() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.compare import Comparison, Limit, compare, flatten, violations
+from experiments.compare import Comparison, Limit, Missing, compare, flatten, missing, violations
 from experiments.request_row import RequestRow
 from experiments.run_folder import RunFolder
 from experiments.statistics import Interval
@@ -95,6 +95,8 @@ def test_limits_name_figures() -> None:
     assert [each.key for each, _ in violations(found, [Limit.parse("ttft_ms=5")])] == ["rows.x.pd.ttft_ms"]
     assert len(violations(found, [Limit.parse("rows.*=5%")])) == 2
     assert violations(found, [Limit.parse("*_ms=100")]) == []
+    gone = Missing("rows.x.colocated.ttft_ms", "B")
+    assert [each.key for each, _ in violations([*found, gone], [Limit.parse("ttft_ms=500")])] == [gone.key]
     with pytest.raises(InvalidRequest, match="no figure 'itl_ms'"):
         violations(found, [Limit.parse("itl_ms=5")])
     for wrong in ("ttft_ms", "=5", "ttft_ms=-1", "ttft_ms=x"):
@@ -121,6 +123,24 @@ def test_what_is_missing_or_failed_is_noted(tmp_path: Path, pdserve: Any) -> Non
     ran = pdserve("compare", str(a.path), str(b.path))
     assert "note: B lacks 1 figures of A, such as more" in ran.err
     assert "note: B failed: x: no token" in ran.err
+
+
+def test_a_figure_with_a_limit_that_vanished_breaks_it(tmp_path: Path, pdserve: Any) -> None:
+    a, b = run(tmp_path, [1.0], {**SUMMARY, "phi_gbps": 1.0}), run(tmp_path, [1.0], {**SUMMARY, "phi_gbps": None})
+    for first, second, lacks in ((a, b, "B"), (b, a, "A")):
+        arguments = ("compare", str(first.path), str(second.path))
+        assert pdserve(*arguments, "--limit", "goodput_rps=1").code == 0
+        ran = pdserve(*arguments, "--limit", "phi_gbps=1", "--json")
+        assert ran.code == 1
+        assert f"missing: phi_gbps has a limit of 1 %, and {lacks} lacks it" in ran.err
+        assert ran.json["missing"] == [{"key": "phi_gbps", "run": lacks}]
+        assert ran.json["violations"] == [{"key": "phi_gbps", "limit_percent": 1.0}]
+
+
+def test_a_figure_is_compared_with_the_mean_of_an_interval(tmp_path: Path) -> None:
+    a, b = run(tmp_path, [1.0], SUMMARY), run(tmp_path, [1.0], {**SUMMARY, "cells": [{"cell": "x", "added": 5.0}]})
+    assert missing(a, b) == []
+    assert Comparison("cells.x.added", 2.0, 5.0, None) in compare(a, b)
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, pdserve: Any) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
+import yaml
 
 from experiments.request_row import RequestRow
 from experiments.run_folder import FinishedCell, RunFolder
+from ops.cli.options import print_json
 from pdserve.core.errors import InvalidRequest
 
 
@@ -75,6 +78,19 @@ def test_an_interrupted_cell_is_measured_again(tmp_path: Path) -> None:
     assert folder.finished() == {"a"}
 
 
+def test_spoiled_cells_are_dropped_and_the_others_arranged(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    for name in ("a", "b", "c"):
+        folder.append(row(name))
+        folder.finish_cell(finished(name))
+
+    assert folder.drop_unfinished({"b"}) == 1
+    assert [each.cell for each in folder.load().rows] == ["a", "c"]
+    folder.finish_cell(finished("b"))
+    folder.arrange(["b", "c"])  # a is of an earlier plan
+    assert [each.cell for each in folder.load().cells] == ["a", "b", "c"]
+
+
 def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "x", {})
     folder.append(row("a"))
@@ -112,6 +128,57 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="output"):
         RunFolder.create(tmp_path / "file", "x", {})
+
+
+def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x", {})
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            folder.write_summary({"cells": [wrong]})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            folder.write_environment({"ceiling_gbs": wrong})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            folder.append(RequestRow(cell="a", arm="pd", repeat=0, index=0, itl_ms=(wrong,)))
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            folder.finish_cell(FinishedCell("a", {}, 1.0, {"rate": wrong}))
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            print_json({"figure": wrong})
+    assert {path.name for path in folder.path.iterdir()} == {"config.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"schema_version": 2}, "schema_version: is 2, and pdserve"),
+        ({"schema_version": None}, "schema_version: is missing, and pdserve"),
+        ({"options": {"speed": 3}}, "options.speed: bench of pdserve"),
+        ({"options": {"slo": 3}}, "--slo: Input should be a valid string"),
+    ],
+)
+def test_a_run_that_this_version_cannot_read_is_refused_by_every_command(
+    tmp_path: Path, pdserve: Any, wrong: dict[str, Any], message: str
+) -> None:
+    folder = RunFolder.create(tmp_path, "bench", {})
+    folder.append(row("load"))
+    folder.write_summary({"x": 1.0})
+    good = RunFolder.create(tmp_path, "bench", {})
+    good.append(row("load"))
+    good.write_summary({"x": 1.0})
+    config = folder.path / "config.yaml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **wrong}))
+    for command in (
+        ("report", str(folder.path)),
+        ("compare", str(folder.path), str(good.path)),
+        ("compare", str(good.path), str(folder.path)),
+        ("plot", str(folder.path), "--output", str(tmp_path / "plots")),
+    ):
+        ran = pdserve(*command)
+        assert ran.code == 2, command
+        assert f"{config}: {message}" in ran.err
+    config.write_text(config.read_text().replace("experiment: bench", "experiment: prefix"))
+    ran = pdserve("experiment", "prefix", "--resume", str(folder.path))
+    assert ran.code == 2
+    assert f"error: {config}: " in ran.err
 
 
 def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,12 +18,16 @@ from experiments import deployment, environment
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.report.page import Report
+from experiments.request_row import RequestRow
 from experiments.run_folder import RunData, RunFolder
 from experiments.runner import run_experiment
+from pdserve import AsyncClient, Client
 from pdserve.client.status import ServiceStatus
-from pdserve.core.errors import LaunchError, NotReady
+from pdserve.core.errors import CapacityExceeded, LaunchError, NotReady, PdserveError, PeerLost, WorkerLost
+from pdserve.core.worker import Role
 from tests.experiments.quiet import Quiet
 from tests.local_cluster import free_port, local_cluster
+from tests.pdserve.scripted_service import ScriptedService
 
 
 class Scripted(Experiment):
@@ -47,6 +55,131 @@ class Scripted(Experiment):
         return Report("", "", "")
 
 
+class Recording(Experiment):
+    """Measures its cells without a service: each has a request, which fails with the error in ``errors``."""
+
+    name: ClassVar[str] = "recording"
+    question: ClassVar[str] = "Which requests failed?"
+    options_type: ClassVar[type[Options]] = Options
+
+    def __init__(self, errors: Mapping[str, PdserveError]) -> None:
+        super().__init__(Options())
+        self._errors = errors
+        self.measured: list[str] = []
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        return [Cell(name, {}, None, may_overload=name.startswith("load")) for name in ("a", "b", "load-c", "load-d")]
+
+    async def measure(self, bench: Bench) -> None:
+        name = bench.cell.name
+        self.measured.append(name)
+        if name in self._errors:
+            bench.record(None, self._errors[name], arm="pd", repeat=0, index=0)
+        else:
+            bench.write(RequestRow(cell=name, arm="pd", repeat=0, index=0))
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        return {"cells": [cell.cell for cell in run.cells]}
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        return Report("", "", "")
+
+
+def test_a_resumed_run_repeats_cells_with_requests_that_failed_by_accident(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "recording", {})
+    errors = {"a": WorkerLost("gone"), "load-c": CapacityExceeded("the queue is full"), "load-d": PeerLost("gone")}
+    run_experiment(Recording(errors), folder, Quiet())
+    again, progress = Recording({}), Quiet()
+    outcome = run_experiment(again, folder, progress)
+    assert again.measured == ["a", "load-d"]  # refusals under load are a result
+    assert "measured again, as requests had failed: a, load-d" in progress.stages
+    assert outcome.summary is not None
+    assert outcome.summary["cells"] == ["a", "b", "load-c", "load-d"]
+    assert [row.cell for row in folder.load().rows if row.error is not None] == ["load-c"]
+    assert len(folder.load().rows) == 4
+    done = Recording({})
+    run_experiment(done, folder, Quiet())
+    assert done.measured == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("prefix", "--set", "engine.blocks=3"), "engine.blocks: unknown key"),
+        (("link-sweep", "--gbps", "0"), "--gbps: 0 is not above 0"),
+        (("goodput", "--splits", "2P"), "--splits: '2P' is not"),
+        (("goodput", "--rates", "1,1"), "--rates: a rate is given twice"),
+    ],
+)
+def test_a_wrong_option_leaves_no_folder(
+    tmp_path: Path, pdserve: Any, arguments: tuple[str, ...], message: str
+) -> None:
+    ran = pdserve("experiment", *arguments, "--output", str(tmp_path))
+    assert ran.code == 2
+    assert message in ran.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_that_a_running_service_cannot_meet_leaves_no_folder(
+    tmp_path: Path, pdserve: Any, service: ScriptedService
+) -> None:
+    options = ("--target", service.target, "--prompt-len", "5000", "--output", str(tmp_path))
+    ran = pdserve("experiment", "prefix", *options)
+    assert ran.code == 2
+    assert "--prompt-len: " in ran.err
+    assert not list(tmp_path.iterdir())
+
+
+class Disturbed(Scripted):
+    """Measures while a request of another client decodes."""
+
+    async def measure(self, bench: Bench) -> None:
+        async with AsyncClient(bench.target) as client, AsyncClient(bench.target) as other:
+            stream = other.generate([1] * 16, max_tokens=1500, ignore_eos=True)
+            await anext(stream)
+            await bench.settle(client, "pairs", timeout_s=1.0)
+            await stream.aclose()
+            await bench.settle(client, "the end")
+
+
+def test_what_is_measured_beside_requests_of_others_has_a_caveat(tmp_path: Path) -> None:
+    folder, progress = RunFolder.create(tmp_path, "scripted", {}), Quiet()
+    with local_cluster({}) as cluster:
+        outcome = run_experiment(Disturbed(({}, nothing)), folder, progress, target=cluster.target)
+    text = "pairs began on a busy service: 1 running and 0 queued requests were not the measurement's"
+    assert outcome.summary is not None
+    (caveat,) = outcome.summary["caveats"]
+    assert caveat.startswith(f"0: {text}")
+    assert folder.summary["caveats"] == [caveat]
+    assert text in html.unescape((folder.path / "report.html").read_text())
+    assert [stage for stage in progress.stages if stage.startswith(text)]
+
+
+def test_every_pair_of_workers_has_to_be_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_cluster({"transfer": {"transport": "tcp"}}) as cluster:
+        attached = Deployment(cluster.target)
+        status = attached.status()
+        assert status is not None
+        assert [link.worker_id for worker in status.workers for link in worker.links] == ["decode-0"]
+        cluster.start_worker(Role.DECODE, 1, transfer={"transport": "grpc_stream"})  # prefill-0 cannot reach it
+        with Client(cluster.target) as client:
+            deadline_s = time.monotonic() + 60
+            while all(worker.worker_id != "decode-1" for worker in client.status().workers):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+        monkeypatch.setattr(deployment, "_LINK_TIMEOUT_S", 1.0)
+        with pytest.raises(NotReady, match="has no link between prefill-0 and decode-1 after 1 s"):
+            attached.status()
+
+
+def test_the_command_runs_as_a_module() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "experiments.command", "report", "--help"], capture_output=True, text=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    assert "from its raw data" in " ".join(ran.stdout.split())
+
+
 def nothing() -> None:
     """Measure nothing."""
 
@@ -57,7 +190,8 @@ def test_a_signal_ends_the_run_and_keeps_what_was_measured(tmp_path: Path, numbe
     experiment = Scripted((None, nothing), (None, lambda: signal.raise_signal(number)))
     outcome = run_experiment(experiment, RunFolder.create(tmp_path, "scripted", {}), Quiet())
     assert outcome.interrupted
-    assert outcome.summary == {"cells": ["0"]}
+    assert outcome.summary is not None
+    assert outcome.summary["cells"] == ["0"]
     assert signal.getsignal(number) is before
 
 

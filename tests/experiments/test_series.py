@@ -13,6 +13,7 @@ import pytest
 from experiments import series
 from experiments.experiment import Bench, Cell, Experiment, Options
 from experiments.report.page import Report
+from experiments.request_row import RequestRow
 from experiments.run_folder import RunData
 from experiments.series import Series, SeriesPlan
 from pdserve.client.status import ServiceStatus
@@ -28,6 +29,7 @@ class Counting(Experiment):
     options_type: ClassVar[type[Options]] = Options
     problem: ClassVar[BaseException | None] = None
     measured: ClassVar[list[str]] = []
+    drawn: ClassVar[list[str]] = []
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
         return [Cell("a", {}, None), Cell("b", {}, None)]
@@ -36,12 +38,13 @@ class Counting(Experiment):
         if bench.cell.name == "b" and self.problem is not None:
             raise self.problem
         self.measured.append(f"{self.name}/{bench.cell.name}")
-        bench.record(None, arm="x", repeat=0, index=0)
+        bench.write(RequestRow(cell=bench.cell.name, arm="x", repeat=0, index=0))
 
     def summarise(self, run: RunData) -> dict[str, Any]:
         return {"cells": len(run.cells), "failed": ["it is wrong"] if self.name == "wrong" else []}
 
     def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        self.drawn.append(self.name)
         return Report(self.name, self.question, f"There are {summary['cells']} cells.")
 
 
@@ -71,6 +74,7 @@ def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series, "experiment_of", kinds.__getitem__)
     monkeypatch.setattr(series, "EXPERIMENTS", tuple(kinds.values()))
     monkeypatch.setattr(Counting, "measured", [])
+    monkeypatch.setattr(Counting, "drawn", [])
 
 
 def states(each: Series) -> dict[str, str]:
@@ -86,6 +90,7 @@ def test_a_series_goes_on_after_failures_and_is_resumed(tmp_path: Path, monkeypa
         "stopped": "interrupted",
         "counting": "not measured yet",
     }
+    assert Counting.drawn == ["wrong", "stopped"]  # once each
     page = (all_of_them.path / "index.html").read_text()
     assert "There are 2 cells." in page
     assert "There are 1 cells." in page  # what was measured before Ctrl-C
@@ -103,6 +108,12 @@ def test_a_series_goes_on_after_failures_and_is_resumed(tmp_path: Path, monkeypa
     for entry in again.states():
         assert f'href="{entry["folder"]}/report.html"' in page
         assert (again.path / entry["folder"] / "report.html").is_file()
+
+
+def test_two_series_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    paths = {Series.create(tmp_path, SeriesPlan(["counting"])).path for _ in range(3)}
+    assert len(paths) == 3
+    assert all((path / "series.json").is_file() for path in paths)
 
 
 def test_the_plan_is_kept(tmp_path: Path) -> None:

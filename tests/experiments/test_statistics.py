@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.statistics import Interval, abba, difference_interval, mean_interval, percentile
+from experiments.statistics import Interval, abba, difference_interval, interval_text, mean_interval, percentile
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 
@@ -86,3 +86,13 @@ def test_neither_arm_is_first_more_often() -> None:
     order = abba("a", "b", 8)
     assert [pair[0] for pair in order] == ["a", "b", "a", "b", "a", "b", "a", "b"]
     assert all(set(pair) == {"a", "b"} for pair in order)
+
+
+def test_an_interval_is_written_in_one_way() -> None:
+    interval = Interval(1.234, -0.5, 12.75, 5)
+    assert interval.text() == "+1.23 ms [-0.50, 12.75]"
+    assert interval.text("requests/s", ".1f") == "1.2 requests/s [-0.5, 12.8]"
+    assert interval_text(interval.to_dict(), "+.1f") == "+1.2 [-0.5, 12.8]"
+    assert interval_text(interval.to_dict(), ".0f", factor=100) == "123 [-50, 1275]"
+    assert interval_text(interval.to_dict(), str) == "1.234 [-0.5, 12.75]"
+    assert interval_text(None) == "–"
