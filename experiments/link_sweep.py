@@ -26,7 +26,7 @@ from pydantic import Field
 
 from experiments.deployment import Deployment
 from experiments.experiment import Bench, Cell, Experiment, Options
-from experiments.hosts import NamespaceDeployment
+from experiments.hosts import MTU, PAYLOAD_SHARE, NamespaceDeployment
 from experiments.mode_pairs import PD, PairSender, added_ms, chunk_tokens, differences_of, layout_facts, pairs_of
 from experiments.plots import link_sweep as plots
 from experiments.report.page import Report, TableBlock
@@ -47,8 +47,6 @@ KNEE_SHARE = 0.1
 """The knee is the rate below which more than this share of the prefill time is exposed."""
 REACHED = 0.8
 """A link that never moved more than this share of its shaped rate is slower than asked for."""
-PAYLOAD_SHARE = 1448 / 1514
-"""Of the bytes that tc counts in a full Ethernet frame, those that are payload of TCP."""
 
 _WARM_UP_PAIRS = 1
 _CALIBRATIONS = 6
@@ -479,8 +477,10 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["shaping"] == KERNEL:
         caveats.append(
-            "tc's token bucket lets a burst of a millisecond pass; the prediction counts 1448 bytes of payload in each "
-            "frame of 1514 bytes. Control messages have a cable of their own, which is not shaped."
+            f"tc's token bucket lets a burst of a millisecond pass, but at least two frames; the prediction counts "
+            f"{MTU - 52} bytes of payload in each frame of {MTU + 14} bytes. Shaping costs time of the sender's core, so "
+            "prefills that overlap with a transfer are slower than on hosts whose network card does the work. Control "
+            "messages have a cable of their own, which is not shaped."
         )
     if summary["shaping"] == AS_IT_IS:
         caveats.append(

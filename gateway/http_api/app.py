@@ -15,11 +15,15 @@ from gateway.http_api.failures import failure_of
 from gateway.http_api.generation import ChatExchange, CompletionExchange, Served
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.http_api.utilities import DetokenizeExchange, TokenizeExchange
+from gateway.metrics import CONTENT_TYPE
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownModel
 
 
-def make_app(served: Served, version: str, problem: Callable[[], PdserveError | None]) -> FastAPI:
-    """The application. ``problem`` gives the reason why requests cannot be served now."""
+def make_app(
+    served: Served, version: str, problem: Callable[[], PdserveError | None], metrics: Callable[[], bytes]
+) -> FastAPI:
+    """The application. ``problem`` gives the reason why requests cannot be served now, ``metrics`` all metrics in
+    Prometheus' text format."""
     app = FastAPI(
         title="pdserve",
         version=version,
@@ -66,6 +70,11 @@ def make_app(served: Served, version: str, problem: Callable[[], PdserveError | 
         if (reason := problem()) is not None:
             raise reason
         return Response(status_code=200)
+
+    @app.get("/metrics", tags=["operations"])
+    async def show_metrics() -> Response:
+        """Metrics for Prometheus; see docs/operations.md."""
+        return Response(metrics(), media_type=CONTENT_TYPE)
 
     @app.get("/version", tags=["operations"])
     async def show_version() -> dict[str, str]:

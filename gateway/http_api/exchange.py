@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -52,6 +53,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the call. A client that leaves cancels it."""
         self._send = send
+        self._traceparent = Headers(scope=scope).get("traceparent", "")
         answering = asyncio.create_task(self._answer(receive))
         try:
             await answering
@@ -61,7 +63,7 @@ class Exchange(Response):
 
     async def _answer(self, receive: Receive) -> None:
         try:
-            with self._inference.admission(None) as arrival:
+            with self._inference.admission(None, self._traceparent) as arrival:
                 body = await arrival.deadline.bound(self._read(receive), "the client was sending its body")
                 responding = asyncio.create_task(self.respond(body, arrival))
                 leaving = asyncio.create_task(_left(receive))

@@ -12,12 +12,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
+from pdserve.core.address import DEFAULT_PORT
 from pdserve.core.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
-DEFAULT_PORT = 50_051
 DEFAULT_HTTP_PORT = 8000
 
 PlacementPolicy = Literal["pack", "spread", "strict_spread"]
@@ -241,6 +241,11 @@ class GatewayConfig(_Section):
         "default port, else 0, so that several services of one host do not meet",
     )
     default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request, such as "
+        "http://localhost:4317; needs the extra otel",
+    )
 
     @property
     def served_http_port(self) -> int:

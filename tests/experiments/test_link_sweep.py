@@ -145,7 +145,7 @@ def test_the_prediction_goes_by_the_settings_of_the_service() -> None:
 def test_the_kernel_counts_headers_and_a_link_that_is_slower_is_told() -> None:
     kernel = cell_of(0.01, 0.0, "none", "kernel (tc)")
     (found,) = summary_of([kernel], rows_of(kernel.cell, 20.0))["cells"]
-    assert found["link_gbs"] == pytest.approx(0.00125 * 1448 / 1514, abs=1e-6)
+    assert found["link_gbs"] == pytest.approx(0.00125 * 8948 / 9014, abs=1e-6)
     fast = cell_of(100.0, 0.0, "none")
     (found,) = summary_of([fast], rows_of(fast.cell, 20.0))["cells"]
     assert not found["reached"]
