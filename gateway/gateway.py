@@ -22,6 +22,7 @@ from gateway.http_api.app import make_app
 from gateway.http_api.generation import Served
 from gateway.http_api.server import HttpServer
 from gateway.inference import Inference, Observer
+from gateway.live import LastRequests, live_view
 from gateway.metrics import Metrics, ServiceState
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
@@ -123,7 +124,8 @@ class Gateway:
                 {"version": version, "model": self._model},
             )
         )
-        observers: list[Observer] = [self._metrics]
+        self._last = LastRequests()
+        observers: list[Observer] = [self._metrics, self._last]
         self._tracing: Tracing | None = None
         if config.gateway.otlp_endpoint is not None:
             self._tracing = _tracing_to(config.gateway.otlp_endpoint, clock, version)
@@ -244,7 +246,14 @@ class Gateway:
         if not config.served_http_port:
             return None
         served = Served(self._inference, self._model, self._chat_template, self._max_message_bytes)
-        return HttpServer(make_app(served, self._version, lambda: self.problem, self._metrics.text), config.host, config.served_http_port)
+        return HttpServer(
+            make_app(served, self._version, lambda: self.problem, self._metrics.text, self._live_view),
+            config.host,
+            config.served_http_port,
+        )
+
+    def _live_view(self) -> dict[str, Any]:
+        return live_view(self._inference, self._report.message, self._last)
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:

@@ -25,6 +25,7 @@ from gateway.validation import (
 from pdserve.core.clock import Clock
 from pdserve.core.errors import NotReady, PdserveError
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.logs import bind_request
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, EventKind
@@ -67,6 +68,10 @@ class Completion:
     finish_reason: FinishReason
 
 
+class ClientLeft(Exception):
+    """The client closed the connection of a call."""
+
+
 class Observer(Protocol):
     """Is told of every request, for metrics or traces. Must not raise."""
 
@@ -79,11 +84,11 @@ class Observer(Protocol):
         ...
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        """A request ended with ``error``. Without an ``arrival``, it was not admitted."""
+        """A call ended with ``error``. Without an ``arrival``, it was not admitted."""
         ...
 
     def cancelled(self) -> None:
-        """A request's client cancelled it."""
+        """A call's client cancelled it."""
         ...
 
 
@@ -110,14 +115,16 @@ class Inference:
         self._clock = clock
         self._default_timeout_s = default_timeout_s
         self._observers = tuple(observers)
+        self.running: dict[str, RequestRecord] = {}
+        """Requests whose prompt has been read and that have not ended, by id, the oldest first."""
         self._in_use: set[str] = set()
         self._being_read = 0  # requests whose prompt is being tokenized or waits for it
 
     @contextmanager
     def admission(self, timeout_s: float | None, traceparent: str = "") -> Iterator[Arrival]:
         """Admit a call, which counts as in progress until the context ends, before its message is parsed.
-        ``timeout_s`` is the client's (None: the default). `NotReady` while draining, `CapacityExceeded` if the queue
-        is full."""
+        ``timeout_s`` is the client's (None: the default). Observers are told of the error or the `ClientLeft` that
+        ends the context. `NotReady` while draining, `CapacityExceeded` if the queue is full."""
         received_s = self._clock.now()
         try:
             if self.draining is not None:
@@ -126,10 +133,18 @@ class Inference:
         except PdserveError as error:
             self._note_failure(error, None)
             raise
+        timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
+        arrival = Arrival(received_s, Deadline(received_s + timeout_s, self._clock), traceparent)
         self.in_progress += 1
         try:
-            timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
-            yield Arrival(received_s, Deadline(received_s + timeout_s, self._clock), traceparent)
+            yield arrival
+        except PdserveError as error:
+            self._note_failure(error, arrival)
+            raise
+        except (asyncio.CancelledError, ClientLeft):
+            for observer in self._observers:
+                observer.cancelled()
+            raise
         finally:
             self.in_progress -= 1
 
@@ -152,26 +167,8 @@ class Inference:
         """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers.
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
-        try:
-            async with aclosing(self._generate(submission, arrival)) as outputs:
-                async for output in outputs:
-                    yield output
-        except PdserveError as error:
-            self._note_failure(error, arrival)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            for observer in self._observers:
-                observer.cancelled()
-            raise
-
-    def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
-        for observer in self._observers:
-            observer.failed(error, arrival)
-
-    async def _generate(
-        self, submission: Submission, arrival: Arrival
-    ) -> AsyncGenerator[OutputToken | Completion, None]:
         request_id = request_id_of(submission.request_id, self._in_use)
+        bind_request(request_id)
         self._in_use.add(request_id)
         try:
             self._being_read += 1
@@ -182,11 +179,17 @@ class Inference:
                 self._being_read -= 1
             record = RequestRecord(request, arrival.deadline)
             record.timeline.record(EventKind.RECEIVED, GATEWAY, arrival.received_s)
+            self.running[request_id] = record
             async with aclosing(self._tokens(record, arrival)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
+            self.running.pop(request_id, None)
             self._in_use.discard(request_id)
+
+    def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
+        for observer in self._observers:
+            observer.failed(error, arrival)
 
     def _limits_for(self, mode: Mode) -> Limits:
         limits = self._limits()
@@ -205,9 +208,7 @@ class Inference:
         sampling = seeded(fit_max_tokens(submission, len(prompt), limits))
         return Request(request_id, prompt, sampling, submission.mode, salt=submission.salt)
 
-    async def _tokens(
-        self, record: RequestRecord, arrival: Arrival
-    ) -> AsyncGenerator[OutputToken | Completion, None]:
+    async def _tokens(self, record: RequestRecord, arrival: Arrival) -> AsyncGenerator[OutputToken | Completion, None]:
         request, timeline, now = record.request, record.timeline, self._clock.now
         detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
         output = OutputText(detokenizer, request.sampling.stop)

@@ -16,7 +16,6 @@ from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.version import VERSION
 
 
-
 def _show_version(asked: bool) -> None:
     if asked:
         typer.echo(f"pdserve {VERSION}")
@@ -29,7 +28,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-
 
 
 @app.callback()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.http_api.failures import Failure, failure_of, invalid_body
-from gateway.inference import Arrival, Inference
+from gateway.inference import Arrival, ClientLeft, Inference
 from pdserve.core.awake_clock import wait_awake
 from pdserve.core.errors import BodyTooLarge, PdserveError
 
@@ -26,10 +26,6 @@ SEND_FAILURE_S = 5.0
 _ENCODER = msgspec.json.Encoder()
 
 B = TypeVar("B", bound=BaseModel)
-
-
-class ClientLeft(Exception):
-    """The client closed the connection."""
 
 
 class Exchange(Response):
@@ -70,7 +66,7 @@ class Exchange(Response):
                 try:
                     await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
                     if not responding.done():
-                        return
+                        raise ClientLeft
                     responding.result()
                 finally:
                     for task in (responding, leaving):

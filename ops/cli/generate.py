@@ -141,7 +141,11 @@ def _prompt(text: str | None, token_ids: str | None, file: Path | None) -> Promp
         try:
             if file is not None:
                 return file.read_text(encoding="utf-8")
-            return sys.stdin.buffer.read().decode() if text == "-" else str(text)
+            if text != "-":
+                return str(text)
+            if read := sys.stdin.buffer.read().decode():
+                return read
+            raise InvalidRequest("prompt: stdin is empty; give text, --file or --token-ids")
         except UnicodeDecodeError as error:
             raise InvalidRequest(f"prompt: {file or 'stdin'} is not UTF-8 ({error.reason})") from None
     try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DEFAULT_TARGET = "localhost:50051"
+_UNBOUNDED = 10_000
 _PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap wide tables
 
 TargetOption = Annotated[str, typer.Option("--target", help="host, host:port or URL of the service")]
@@ -119,7 +120,7 @@ def fitted(console: Console, make: Callable[[Collection[str]], Table], optional:
         if column is not None:
             left_out.append(column)
         table = make(left_out)
-        if console.measure(table).minimum <= console.width:
+        if console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum <= console.width:
             break
     return table
 

@@ -61,11 +61,11 @@ _LESS_OF_PAIRS = ("why this one", "address")
 
 
 def _workers(answer: ServiceStatus, without: Collection[str]) -> Table:
-    text, numbers = (
-        ("worker", "state", "address", "device"),
-        ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard"),
+    text = ("worker", "state", "address", "device")
+    numbers = ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard")
+    table = plain_table(
+        [name for name in text if name not in without], [name for name in numbers if name not in without]
     )
-    table = plain_table(*([name for name in names if name not in without] for names in (text, numbers)))
     for w in answer.workers:
         if w.state == "awaited":
             row = {"worker": w.worker_id, "state": "[yellow]awaited[/]", "address": "not there yet"}

@@ -31,8 +31,8 @@ from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 
 class AsyncClient:
-    """Client of the service at ``target`` (host, host:port or URL). Use it within one event loop; ``async with`` closes it. After
-    `close` every method raises `RequestAborted`."""
+    """Client of the service at ``target`` (host, host:port or URL). Use it within one event loop; ``async with`` closes
+    it. After `close` every method raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target_of(target)

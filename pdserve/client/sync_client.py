@@ -35,8 +35,8 @@ _RECHECK_S = 5.0
 
 
 class Client:
-    """Client of the service at ``target`` (host, host:port or URL). Threads may share it; ``with`` closes it. After `close` every
-    method raises `RequestAborted`."""
+    """Client of the service at ``target`` (host, host:port or URL). Threads may share it; ``with`` closes it. After
+    `close` every method raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target_of(target)

@@ -255,6 +255,15 @@ class GatewayConfig(_Section):
         return DEFAULT_HTTP_PORT if self.port == DEFAULT_PORT else 0
 
 
+class LoggingConfig(_Section):
+    """The logs of gateway, workers and engines. They contain no prompt and no output."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="the least level that is logged")
+    format: Literal["text", "json"] = Field(
+        "text", description="text: a line to read; json: an object per line, for a log collector"
+    )
+
+
 class PdserveConfig(_Section):
     """The whole file."""
 
@@ -264,6 +273,7 @@ class PdserveConfig(_Section):
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
     router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="what processes write to their logs")
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> PdserveConfig:
