@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from experiments import event_loop
 from ops.launch.detach import start_detached, stop_detached
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
@@ -62,12 +63,12 @@ class Deployment:
     def status(self) -> ServiceStatus | None:
         """The status of the current service; None if there is none. Waits until every prefill worker has a link to
         every decode worker, so that the links' ceilings are known; NotReady names pairs that get none."""
-        return None if self._target is None else asyncio.run(_linked_status(self._target))
+        return None if self._target is None else event_loop.run(_linked_status(self._target))
 
     def check(self) -> None:
         """Raise NotReady if the current service does not answer any more."""
         if self._target is not None:
-            asyncio.run(_status(self._target))
+            event_loop.run(_status(self._target))
 
     def stop(self) -> None:
         """End the service that was started, if there is one; if it has already ended, report that. After an

@@ -5,7 +5,6 @@ Measuring and judging are apart. `Experiment.measure` only records rows and fact
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from experiments import event_loop
 from experiments.deployment import Deployment
 from experiments.other_requests import BUSY, OtherRequests
 from experiments.report.page import Report
@@ -156,8 +156,8 @@ class Bench:
         return self.record(generation, **place)
 
     def run(self, measuring: Callable[[Bench], Any]) -> None:
-        """Run the coroutine function ``measuring`` in an event loop of its own."""
-        asyncio.run(measuring(self))
+        """Run the coroutine function ``measuring``."""
+        event_loop.run(measuring(self))
 
 
 class RunKind(ABC):

@@ -477,10 +477,10 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["shaping"] == KERNEL:
         caveats.append(
-            f"tc's token bucket lets a burst of a millisecond pass, but at least two frames; the prediction counts "
-            f"{MTU - 52} bytes of payload in each frame of {MTU + 14} bytes. Shaping costs time of the sender's core, so "
-            "prefills that overlap with a transfer are slower than on hosts whose network card does the work. Control "
-            "messages have a cable of their own, which is not shaped."
+            "tc's token bucket lets a burst of a millisecond pass, but at least two frames; the prediction counts "
+            f"{MTU - 52} bytes of payload in each frame of {MTU + 14} bytes. Shaping costs time of the sender's core, "
+            "so prefills that overlap with a transfer are slower than on hosts whose network card does the work. "
+            "Control messages have a cable of their own, which is not shaped."
         )
     if summary["shaping"] == AS_IT_IS:
         caveats.append(

@@ -4,7 +4,6 @@ parent."""
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import sys
 import threading
@@ -12,18 +11,20 @@ import threading
 from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
+from pdserve.core.logs import set_up_logging
 from pdserve.core.process import end_with_parent
 
 
 def main() -> None:
     """Serve until SIGTERM; exits with 1 and one line on stderr if it cannot start."""
     end_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
     try:
-        gateway = GatewayThread(PdserveConfig.parse(json.loads(sys.argv[1])), sys.argv[2], "0+no-ray")
+        config = PdserveConfig.parse(json.loads(sys.argv[1]))
+        set_up_logging(config.logging)
+        gateway = GatewayThread(config, sys.argv[2], "0+no-ray")
         gateway.start()
     except PdserveError as error:
         sys.exit(f"error: {error}")

@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,7 +21,9 @@ from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
 from gateway.http_api.app import make_app
 from gateway.http_api.generation import Served
 from gateway.http_api.server import HttpServer
-from gateway.inference import Inference
+from gateway.inference import Inference, Observer
+from gateway.live import LastRequests, live_view
+from gateway.metrics import Metrics, ServiceState
 from gateway.registry_service import RegistryService
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
@@ -31,13 +33,16 @@ from pdserve.core.address import join_address
 from pdserve.core.awake_clock import RunningAwakeClock
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import PdserveConfig
-from pdserve.core.errors import LaunchError, NotReady, PdserveError
+from pdserve.core.errors import ConfigError, LaunchError, NotReady, PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
 from pdserve.pb import worker_pb2_grpc
 from router.placement import WaitMode
 from router.registry import WorkerRegistry
 from router.router import Router
+
+if TYPE_CHECKING:
+    from gateway.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +116,23 @@ class Gateway:
         )
         tokenizer = load_tokenizer(model_folder)
         self._max_message_bytes = max_message_bytes(config.engine.max_model_len or context_length, tokenizer)
-        self._inference = Inference(self.router, tokenizer, report.limits, clock, config.gateway.default_timeout_s)
+        self._metrics = Metrics(
+            ServiceState(
+                lambda: self.registry.workers,
+                lambda: (self.router.queued, self.router.running),
+                lambda: self.problem is None,
+                {"version": version, "model": self._model},
+            )
+        )
+        self._last = LastRequests()
+        observers: list[Observer] = [self._metrics, self._last]
+        self._tracing: Tracing | None = None
+        if config.gateway.otlp_endpoint is not None:
+            self._tracing = _tracing_to(config.gateway.otlp_endpoint, clock, version)
+            observers.append(self._tracing)
+        self._inference = Inference(
+            self.router, tokenizer, report.limits, clock, config.gateway.default_timeout_s, observers
+        )
         self._port = 0
         self._http: HttpServer | None = None
         self._checks: Any = None
@@ -217,13 +238,22 @@ class Gateway:
             await internal.stop(None)
             self._servers = []
         await self._directory.close()
+        if self._tracing is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._tracing.close)
 
     def _make_http(self) -> HttpServer | None:
         config = self._config.gateway
         if not config.served_http_port:
             return None
         served = Served(self._inference, self._model, self._chat_template, self._max_message_bytes)
-        return HttpServer(make_app(served, self._version, lambda: self.problem), config.host, config.served_http_port)
+        return HttpServer(
+            make_app(served, self._version, lambda: self.problem, self._metrics.text, self._live_view),
+            config.host,
+            config.served_http_port,
+        )
+
+    def _live_view(self) -> dict[str, Any]:
+        return live_view(self._inference, self._report.message, self._last)
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:
@@ -258,6 +288,17 @@ def _logging_failures(doing: str) -> Iterator[None]:
         yield
     except Exception:
         log.exception("unexpected error while %s", doing)
+
+
+def _tracing_to(endpoint: str, clock: Clock, version: str) -> Tracing:
+    """Tracing to a collector. `ConfigError` where OpenTelemetry is not installed."""
+    try:
+        from gateway.tracing import tracing_to
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"gateway.otlp_endpoint: {error.name} is missing; install pdserve with the extra otel"
+        ) from None
+    return tracing_to(endpoint, clock, version)
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:

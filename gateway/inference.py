@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from gateway.output_text import OutputText
 from gateway.submission import Submission
@@ -21,8 +23,9 @@ from gateway.validation import (
     seeded,
 )
 from pdserve.core.clock import Clock
-from pdserve.core.errors import NotReady
+from pdserve.core.errors import NotReady, PdserveError
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.logs import bind_request
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, EventKind
@@ -34,10 +37,12 @@ _EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A call that was admitted: when it came, on the gateway's clock, and by when it has to end."""
+    """A call that was admitted: when it came, on the gateway's clock, by when it has to end, and the client's
+    ``traceparent`` (W3C Trace Context; empty without one)."""
 
     received_s: float
     deadline: Deadline
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,30 @@ class Completion:
     finish_reason: FinishReason
 
 
+class ClientLeft(Exception):
+    """The client closed the connection of a call."""
+
+
+class Observer(Protocol):
+    """Is told of every request, for metrics or traces. Must not raise."""
+
+    def gap(self, seconds: float) -> None:
+        """A token came ``seconds`` after the one before."""
+        ...
+
+    def finished(self, completion: Completion, arrival: Arrival) -> None:
+        """A request ended with an answer."""
+        ...
+
+    def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
+        """A call ended with ``error``. Without an ``arrival``, it was not admitted."""
+        ...
+
+    def cancelled(self) -> None:
+        """A call's client cancelled it."""
+        ...
+
+
 class Inference:
     """``limits`` gives the workers' limits (None: none has registered yet). ``default_timeout_s`` is the deadline of
     calls that bring none."""
@@ -74,6 +103,7 @@ class Inference:
         limits: Callable[[], Limits | None],
         clock: Clock,
         default_timeout_s: float,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.draining: NotReady | None = None
@@ -84,28 +114,43 @@ class Inference:
         self._limits = limits
         self._clock = clock
         self._default_timeout_s = default_timeout_s
+        self._observers = tuple(observers)
+        self.running: dict[str, RequestRecord] = {}
+        """Requests whose prompt has been read and that have not ended, by id, the oldest first."""
         self._in_use: set[str] = set()
         self._being_read = 0  # requests whose prompt is being tokenized or waits for it
 
     @contextmanager
-    def admission(self, timeout_s: float | None) -> Iterator[Arrival]:
+    def admission(self, timeout_s: float | None, traceparent: str = "") -> Iterator[Arrival]:
         """Admit a call, which counts as in progress until the context ends, before its message is parsed.
-        ``timeout_s`` is the client's (None: the default). `NotReady` while draining, `CapacityExceeded` if the queue
-        is full."""
+        ``timeout_s`` is the client's (None: the default). Observers are told of the error or the `ClientLeft` that
+        ends the context. `NotReady` while draining, `CapacityExceeded` if the queue is full."""
         received_s = self._clock.now()
-        if self.draining is not None:
-            raise NotReady(*self.draining.args)
-        self._router.arrived(self._being_read)
+        try:
+            if self.draining is not None:
+                raise NotReady(*self.draining.args)
+            self._router.arrived(self._being_read)
+        except PdserveError as error:
+            self._note_failure(error, None)
+            raise
+        timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
+        arrival = Arrival(received_s, Deadline(received_s + timeout_s, self._clock), traceparent)
         self.in_progress += 1
         try:
-            timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
-            yield Arrival(received_s, Deadline(received_s + timeout_s, self._clock))
+            yield arrival
+        except PdserveError as error:
+            self._note_failure(error, arrival)
+            raise
+        except (asyncio.CancelledError, ClientLeft):
+            for observer in self._observers:
+                observer.cancelled()
+            raise
         finally:
             self.in_progress -= 1
 
     def within(self, arrival: Arrival, timeout_s: float) -> Arrival:
         """``arrival`` with the deadline that the client has set."""
-        return Arrival(arrival.received_s, Deadline(arrival.received_s + timeout_s, self._clock))
+        return replace(arrival, deadline=Deadline(arrival.received_s + timeout_s, self._clock))
 
     @property
     def known_limits(self) -> Limits | None:
@@ -123,6 +168,7 @@ class Inference:
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
         request_id = request_id_of(submission.request_id, self._in_use)
+        bind_request(request_id)
         self._in_use.add(request_id)
         try:
             self._being_read += 1
@@ -133,11 +179,17 @@ class Inference:
                 self._being_read -= 1
             record = RequestRecord(request, arrival.deadline)
             record.timeline.record(EventKind.RECEIVED, GATEWAY, arrival.received_s)
-            async with aclosing(self._tokens(record)) as outputs:
+            self.running[request_id] = record
+            async with aclosing(self._tokens(record, arrival)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
+            self.running.pop(request_id, None)
             self._in_use.discard(request_id)
+
+    def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
+        for observer in self._observers:
+            observer.failed(error, arrival)
 
     def _limits_for(self, mode: Mode) -> Limits:
         limits = self._limits()
@@ -156,7 +208,7 @@ class Inference:
         sampling = seeded(fit_max_tokens(submission, len(prompt), limits))
         return Request(request_id, prompt, sampling, submission.mode, salt=submission.salt)
 
-    async def _tokens(self, record: RequestRecord) -> AsyncGenerator[OutputToken | Completion, None]:
+    async def _tokens(self, record: RequestRecord, arrival: Arrival) -> AsyncGenerator[OutputToken | Completion, None]:
         request, timeline, now = record.request, record.timeline, self._clock.now
         detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
         output = OutputText(detokenizer, request.sampling.stop)
@@ -164,7 +216,7 @@ class Inference:
         timeline.record(EventKind.TOKENIZED, GATEWAY, now())
         generation = self._router.generate(record)
         async with aclosing(generation):
-            index = 0
+            index, before_s = 0, 0.0
             async for token in generation:
                 text = output.add(token.token_id)
                 if token.finish_reason is not None:
@@ -172,8 +224,13 @@ class Inference:
                     text += output.end()
                 if output.stopped:
                     finish_reason = FinishReason.STOP
+                now_s = now()
                 if index < len(_EMITTED):
-                    timeline.record(_EMITTED[index], GATEWAY, now())
+                    timeline.record(_EMITTED[index], GATEWAY, now_s)
+                if index:
+                    for observer in self._observers:
+                        observer.gap(now_s - before_s)
+                before_s = now_s
                 last = output.stopped or token.finish_reason is not None
                 yield OutputToken(record, token.token_id, text, index, last, token.logprobs)
                 index += 1
@@ -181,4 +238,7 @@ class Inference:
                     await generation.stop()
                     break
         timeline.record(EventKind.FINISHED, GATEWAY, now())
-        yield Completion(record, generation.result, output, finish_reason)
+        completion = Completion(record, generation.result, output, finish_reason)
+        for observer in self._observers:
+            observer.finished(completion, arrival)
+        yield completion

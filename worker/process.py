@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
+from pdserve.core.logs import set_up_logging
 from pdserve.core.process import end_with_parent
 from pdserve.core.worker import WorkerInfo
 from worker import messages
@@ -116,7 +117,7 @@ class WorkerProcess:
     `wait_ready` will not be called. ``notes`` are messages for the user."""
 
     def __init__(self, spec: WorkerSpec, roles: Mapping[type[messages.Work], Role], *, restarted: bool = False) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        set_up_logging(spec.config.logging)
         spec, self._claim = claim_cores(spec)
         self.notes = sharing_notes(spec, self._claim.others)
         for note in self.notes:

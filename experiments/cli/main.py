@@ -5,20 +5,39 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from experiments.cli import bench, compare, experiment, plot
-from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, up
+from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, top, up
 from ops.cli import list as list_command
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
+from pdserve.version import VERSION
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pdserve {VERSION}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="pdserve",
-    help="Serve an LLM on Ray with prefill and decode on separate workers, and see the hand-off's cost per request.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def pdserve(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Serve an LLM on Ray with prefill and decode on separate workers, and see the hand-off's cost per request."""
+
 
 app.command("up")(up.up)
 app.command("down")(up.down)
@@ -26,6 +45,7 @@ app.command("scale")(scale.scale)
 app.command("list")(list_command.list_services)
 app.command("logs")(logs.logs)
 app.command("status")(status.status)
+app.command("top")(top.top)
 app.command("generate")(generate.generate)
 app.command("bench", context_settings=bench.MORE_ARGUMENTS)(bench.bench)
 app.add_typer(experiment.app, name="experiment")

@@ -54,7 +54,7 @@ class InferenceServicer:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
         has_begun = False
         try:
-            with self._inference.admission(context.time_remaining()) as arrival:
+            with self._inference.admission(context.time_remaining(), _traceparent(context)) as arrival:
                 outputs = self._inference.generate(submission_of(data), arrival)
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -85,3 +85,11 @@ class InferenceServicer:
         if isinstance(failure, CapacityExceeded | NotReady) and failure.retry_after_s is not None:
             metadata.append((RETRY_AFTER_KEY, f"{failure.retry_after_s * 1e3:.0f}"))
         await context.abort(status_of(failure), message, tuple(metadata))
+
+
+def _traceparent(context: Context) -> str:
+    """The client's trace context; empty without one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str):
+            return value
+    return ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -15,11 +16,22 @@ from gateway.http_api.failures import failure_of
 from gateway.http_api.generation import ChatExchange, CompletionExchange, Served
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.http_api.utilities import DetokenizeExchange, TokenizeExchange
+from gateway.metrics import CONTENT_TYPE
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownModel
 
+_CONTENT = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+"""The live page loads nothing but its own data."""
 
-def make_app(served: Served, version: str, problem: Callable[[], PdserveError | None]) -> FastAPI:
-    """The application. ``problem`` gives the reason why requests cannot be served now."""
+
+def make_app(
+    served: Served,
+    version: str,
+    problem: Callable[[], PdserveError | None],
+    metrics: Callable[[], bytes],
+    live: Callable[[], dict[str, Any]],
+) -> FastAPI:
+    """The application. ``problem`` gives the reason why requests cannot be served now, ``metrics`` all metrics in
+    Prometheus' text format, ``live`` what the live page shows."""
     app = FastAPI(
         title="pdserve",
         version=version,
@@ -28,6 +40,7 @@ def make_app(served: Served, version: str, problem: Callable[[], PdserveError | 
         redoc_url=None,
     )
     created_s = int(time.time())
+    page = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
     @app.post("/v1/completions", tags=["OpenAI"], **_described(CompletionBody, streams=True))
     async def complete(request: Request) -> Response:
@@ -66,6 +79,21 @@ def make_app(served: Served, version: str, problem: Callable[[], PdserveError | 
         if (reason := problem()) is not None:
             raise reason
         return Response(status_code=200)
+
+    @app.get("/metrics", tags=["operations"])
+    async def show_metrics() -> Response:
+        """Metrics for Prometheus; see docs/operations.md."""
+        return Response(metrics(), media_type=CONTENT_TYPE)
+
+    @app.get("/", include_in_schema=False)
+    async def live_page() -> Response:
+        """A page that shows the service while it runs."""
+        return HTMLResponse(page, headers={"content-security-policy": _CONTENT})
+
+    @app.get("/live.json", tags=["operations"])
+    async def live_json() -> dict[str, Any]:
+        """What the page at / shows: workers, links, running requests, and breakdowns of the last ones."""
+        return live()
 
     @app.get("/version", tags=["operations"])
     async def show_version() -> dict[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption, print_json, stdout_console
+from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def generate(
-    text: Annotated[str | None, typer.Argument(help="the prompt (or give --token-ids)")] = None,
+    text: Annotated[
+        str | None, typer.Argument(help="the prompt; '-', or nothing in a pipe: from stdin", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="the prompt is this file's text")] = None,
     token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
     target: TargetOption = DEFAULT_TARGET,
     mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode on separate workers) or colocated")] = "auto",
@@ -52,10 +56,12 @@ def generate(
     timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
     salt: Annotated[str | None, typer.Option(help="share cached KV with requests of the same salt only")] = None,
     as_json: JsonOption = False,
+    text_only: Annotated[bool, typer.Option("--text-only", help="print the text, and no waterfall")] = False,
     png: Annotated[Path | None, typer.Option(help="also save the waterfall as a picture")] = None,
 ) -> None:
-    """Generate text, streamed as it arrives, then show where the time to first token went."""
-    prompt = _prompt(text, token_ids)
+    """Generate text, streamed as it arrives, then show where the time to first token went. Where stdout is no terminal,
+    the latter goes to stderr, so that a pipe gets the text alone."""
+    prompt = _prompt(text, token_ids, file)
     if png is not None:
         from ops.waterfall.picture import check_picture
 
@@ -83,13 +89,8 @@ def generate(
         print_json(generation.to_dict())
     else:
         generation = _stream(target, prompt, options, show=True)
-        from ops.waterfall.terminal import waterfall
-
-        console = stdout_console()
-        console.print()
-        if logprobs is not None:
-            console.print(_logprobs_table(generation.tokens))
-        console.print(waterfall(generation))
+        if not text_only:
+            _explain(generation, logprobs is not None)
     if png is not None:
         from ops.waterfall.bars import longest
         from ops.waterfall.picture import save_waterfalls
@@ -101,9 +102,20 @@ def generate(
             typer.echo(f"saved {png}", err=True)
 
 
-def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
-    import sys
+def _explain(generation: Generation, logprobs: bool) -> None:
+    from ops.waterfall.terminal import waterfall
 
+    console = stdout_console()
+    if console.is_terminal:
+        console.print()
+    else:
+        console = stderr_console()
+    if logprobs:
+        console.print(_logprobs_table(generation.tokens))
+    console.print(waterfall(generation))
+
+
+def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
     from pdserve.client.sync_client import Client
 
     with Client(target) as client, client.generate(prompt, **options) as stream:
@@ -118,14 +130,24 @@ def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -
         return stream.result()
 
 
-def _prompt(text: str | None, token_ids: str | None) -> Prompt:
+def _prompt(text: str | None, token_ids: str | None, file: Path | None) -> Prompt:
     from pdserve.core.errors import InvalidRequest
 
-    if (text is None) == (token_ids is None):
-        raise InvalidRequest("prompt: give either text or --token-ids")
+    if text is None and token_ids is None and file is None and not sys.stdin.isatty():
+        text = "-"
+    if sum(given is not None for given in (text, token_ids, file)) != 1:
+        raise InvalidRequest("prompt: give one of text, --file and --token-ids")
     if token_ids is None:
-        assert text is not None
-        return text
+        try:
+            if file is not None:
+                return file.read_text(encoding="utf-8")
+            if text != "-":
+                return str(text)
+            if read := sys.stdin.buffer.read().decode():
+                return read
+            raise InvalidRequest("prompt: stdin is empty; give text, --file or --token-ids")
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"prompt: {file or 'stdin'} is not UTF-8 ({error.reason})") from None
     try:
         return [int(part) for part in token_ids.split(",")] if token_ids.strip() else []
     except ValueError:

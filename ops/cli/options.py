@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DEFAULT_TARGET = "localhost:50051"
+_UNBOUNDED = 10_000
 _PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap wide tables
 
-TargetOption = Annotated[str, typer.Option("--target", help="host:port of the service")]
+TargetOption = Annotated[str, typer.Option("--target", help="host, host:port or URL of the service")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on one line instead")]
 
 _ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")]
@@ -109,6 +110,19 @@ def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
             status.update(stage)
 
         yield report
+
+
+def fitted(console: Console, make: Callable[[Collection[str]], Table], optional: Sequence[str]) -> Table:
+    """The table that ``make`` gives without some columns, so that it fits the console: columns of ``optional`` are left
+    out one after the other, the first one first."""
+    left_out: list[str] = []
+    for column in (None, *optional):
+        if column is not None:
+            left_out.append(column)
+        table = make(left_out)
+        if console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum <= console.width:
+            break
+    return table
 
 
 def plain_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ops.cli.options import (
     DEFAULT_TARGET,
     JsonOption,
     TargetOption,
+    fitted,
     plain_table,
     print_json,
     print_note,
@@ -42,9 +44,9 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
         f"model {answer.model} ({answer.dtype}{converted}, context {answer.context_length}) · KV "
         f"{human_bytes(answer.kv_bytes_per_token)} a token, {answer.block_size} tokens a block"
     )
-    console.print(_workers(answer))
+    console.print(fitted(console, lambda without: _workers(answer, without), _LESS_OF_WORKERS))
     if any(worker.links for worker in answer.workers):
-        console.print(_pairs(answer))
+        console.print(fitted(console, lambda without: _pairs(answer, without), _LESS_OF_PAIRS))
     for note in answer.notes:
         print_note(console, note)
     for worker in answer.workers:
@@ -53,42 +55,59 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
             console.print(f"[yellow]{worker.worker_id} refused KV messages: {refused}[/]")
 
 
-def _workers(answer: ServiceStatus) -> Table:
+_LESS_OF_WORKERS = ("heard", "restarts", "preempted", "cached", "device", "hits", "address", "wait", "run")
+_LESS_OF_PAIRS = ("why this one", "address")
+"""Columns that narrow terminals do without, in that order."""
+
+
+def _workers(answer: ServiceStatus, without: Collection[str]) -> Table:
+    text = ("worker", "state", "address", "device")
+    numbers = ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard")
     table = plain_table(
-        ("worker", "state", "address", "device"),
-        ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard"),
+        [name for name in text if name not in without], [name for name in numbers if name not in without]
     )
     for w in answer.workers:
         if w.state == "awaited":
-            table.add_row(w.worker_id, "[yellow]awaited[/]", "not there yet")
-            continue
-        cores = w.cores if w.device == "cpu" else w.cuda_visible_devices
-        table.add_row(
-            w.worker_id, f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]", _where(w),
-            f"{w.device} {cores}".strip(), f"{w.free_blocks}/{w.num_blocks}",
-            str(w.cached_blocks), _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
-            str(w.running), str(w.waiting), str(w.preemptions), str(w.engine_restarts), f"{w.heartbeat_age_s:.1f} s",
-        )  # fmt: skip
+            row = {"worker": w.worker_id, "state": "[yellow]awaited[/]", "address": "not there yet"}
+        else:
+            cores = w.cores if w.device == "cpu" else w.cuda_visible_devices
+            row = {
+                "worker": w.worker_id,
+                "state": f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]",
+                "address": _where(w),
+                "device": f"{w.device} {cores}".strip(),
+                "free blocks": f"{w.free_blocks}/{w.num_blocks}",
+                "cached": str(w.cached_blocks),
+                "hits": _hits(w.prompt_tokens_cached, w.prompt_tokens_looked_up),
+                "run": str(w.running),
+                "wait": str(w.waiting),
+                "preempted": str(w.preemptions),
+                "restarts": str(w.engine_restarts),
+                "heard": f"{w.heartbeat_age_s:.1f} s",
+            }
+        table.add_row(*(row.get(str(column.header), "") for column in table.columns))
     return table
 
 
-def _pairs(answer: ServiceStatus) -> Table:
-    table = plain_table(("KV from", "to", "transport", "address"), ("link",))
-    table.add_column("why this one")
+def _pairs(answer: ServiceStatus, without: Collection[str]) -> Table:
+    table = plain_table([name for name in ("KV from", "to", "transport", "address") if name not in without], ("link",))
+    if "why this one" not in without:
+        table.add_column("why this one")
     workers = {worker.worker_id: worker for worker in answer.workers}
     for worker in answer.workers:
         for link in worker.links:
             peer = workers.get(link.worker_id)
             address = peer.kv_addresses.get(link.transport, "") if peer else ""
             on_host = "/" in address  # a socket name, without a port
-            table.add_row(
-                f"{worker.worker_id} on {worker.node}",
-                f"{link.worker_id} on {peer.node}" if peer else link.worker_id,
-                link.transport or "–",
-                "within the host" if on_host else address,
-                f"{link.ceiling_gbs:.3g} GB/s" if link.ceiling_gbs else "not measured",
-                link.reason or "connected just now",
-            )
+            row = {
+                "KV from": f"{worker.worker_id} on {worker.node}",
+                "to": f"{link.worker_id} on {peer.node}" if peer else link.worker_id,
+                "transport": link.transport or "–",
+                "address": "within the host" if on_host else address,
+                "link": f"{link.ceiling_gbs:.3g} GB/s" if link.ceiling_gbs else "not measured",
+                "why this one": link.reason or "connected just now",
+            }
+            table.add_row(*(row[str(column.header)] for column in table.columns))
     return table
 
 

@@ -32,10 +32,17 @@ def up(
         )
 
     with console.status("starting") as status:
+
+        def show(stage: str) -> None:
+            if console.is_terminal:
+                status.update(stage)
+            else:
+                console.print(f"  {stage}")
+
         if detach:
             from ops.launch.detach import start_detached
 
-            announce(start_detached(settings, status.update, note))
+            announce(start_detached(settings, show, note))
             return
         from ops.launch.shutdown import StartCancelled
         from ops.launch.supervisor import supervise

@@ -12,6 +12,7 @@ import ray
 from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
+from pdserve.core.logs import set_up_logging
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 
@@ -24,7 +25,7 @@ class GatewayActor:
     and nothing else if that reports an error."""
 
     def __init__(self, config: dict[str, Any], registry_address: str, service: str) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        set_up_logging(PdserveConfig.parse(config).logging)
         self._error: PdserveError | None = None
         try:
             self._gateway = GatewayThread(PdserveConfig.parse(config), registry_address, VERSION, service)

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, find
+from pdserve.core.address import split_address, target_of
 from pdserve.core.errors import LaunchError
 
 Phase = Literal["starting", "ready", "restarting", "stopping"]
@@ -42,11 +43,8 @@ def writable_state() -> Iterator[Path]:
 
 
 def port_of(target: str) -> int:
-    """The port in ``host:port``; LaunchError if there is none."""
-    port = target.rpartition(":")[2]
-    if not port.isdigit():
-        raise LaunchError(f"--target: {target!r} is not host:port")
-    return int(port)
+    """The port of a target; `InvalidRequest` if it is none."""
+    return split_address(target_of(target))[1]
 
 
 @dataclass(frozen=True, slots=True)

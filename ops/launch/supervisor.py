@@ -24,6 +24,7 @@ from ops.launch.shutdown import ServiceShutdown, StartCancelled
 from ops.launch.state import ServiceState, clear_dead_services
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
+from pdserve.core.logs import set_up_logging
 from pdserve.core.worker import Role
 
 if TYPE_CHECKING:
@@ -242,7 +243,8 @@ class _Supervisor:
 def main() -> None:
     """Entry point of the detached supervisor."""
     config_json, report_fd, log_path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = PdserveConfig.parse(json.loads(config_json))
+    set_up_logging(config.logging)
     pipe = None
     if RESTART_VARIABLE not in os.environ:  # else the parent got its answer before the restart
         os.set_inheritable(report_fd, False)
@@ -264,7 +266,7 @@ def main() -> None:
 
     try:
         supervise(
-            PdserveConfig.parse(json.loads(config_json)),
+            config,
             lambda stage: send({"stage": stage}),
             on_ready,
             log_path,

@@ -22,21 +22,22 @@ from pdserve.client.channel import (
     error_from_status,
     unreachable,
 )
-from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
+from pdserve.client.request import GenerateOptions, Prompt, build_request, metadata_of, timeout_of
 from pdserve.client.status import ServiceStatus
+from pdserve.core.address import target_of
 from pdserve.core.errors import NotReady
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 
 class AsyncClient:
-    """Client of the service at ``target`` (host:port). Use it within one event loop; ``async with`` closes it. After
-    `close` every method raises `RequestAborted`."""
+    """Client of the service at ``target`` (host, host:port or URL). Use it within one event loop; ``async with`` closes
+    it. After `close` every method raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target
+        self.target = target_of(target)
         self._closed = False
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS)
         self._stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(self._channel)  # type: ignore[assignment]
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -44,11 +45,11 @@ class AsyncClient:
         """Start a generation from text or token ids. Raises `InvalidRequest` at once if a field is wrong; all other
         errors are raised by the stream."""
         request = build_request(prompt, options)
-        timeout_s = timeout_of(options)
+        timeout_s, metadata = timeout_of(options), metadata_of(options)
 
         def start() -> Call:
             with self._while_open():
-                return self._stub.Generate(request, timeout=timeout_s)
+                return self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
 
         async def connect() -> None:
             await self.connect(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))

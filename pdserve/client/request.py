@@ -23,8 +23,8 @@ class GenerateOptions(TypedDict, total=False):
     """Options of `generate`. Omitted options (or None) take the service's defaults.
 
     ``timeout_s`` is the request's deadline, ``mode`` is auto, pd or colocated. ``salt`` (at most 256 characters, empty
-    by default) separates cached KV: requests share it only within one salt. The others are those of
-    `SamplingParams`."""
+    by default) separates cached KV: requests share it only within one salt. ``traceparent`` is the caller's W3C trace
+    context; the service's spans then belong to its trace. The others are those of `SamplingParams`."""
 
     max_tokens: int | None
     temperature: float | None
@@ -44,6 +44,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     timeout_s: float | None
     salt: str | None
+    traceparent: str | None
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -63,6 +64,16 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         request.token_ids.ids.extend(_token_ids("prompt", prompt))
     _fill_sampling(request.sampling, options)
     return request
+
+
+def metadata_of(options: GenerateOptions) -> tuple[tuple[str, str], ...]:
+    """The call's metadata; `InvalidRequest` if the trace context cannot be sent."""
+    traceparent = options.get("traceparent")
+    if not traceparent:
+        return ()
+    if not (isinstance(traceparent, str) and traceparent.isascii() and traceparent.isprintable()):
+        raise InvalidRequest(f"traceparent: {traceparent!r} is not a W3C trace context")
+    return (("traceparent", traceparent),)
 
 
 def timeout_of(options: GenerateOptions) -> float | None:

@@ -22,9 +22,10 @@ from pdserve.client.channel import (
     is_reset,
     unreachable,
 )
-from pdserve.client.request import GenerateOptions, Prompt, build_request, timeout_of
+from pdserve.client.request import GenerateOptions, Prompt, build_request, metadata_of, timeout_of
 from pdserve.client.status import ServiceStatus
 from pdserve.client.sync_stream import Call, Stream
+from pdserve.core.address import target_of
 from pdserve.core.errors import NotReady, PdserveError
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc as pb_grpc
@@ -34,15 +35,15 @@ _RECHECK_S = 5.0
 
 
 class Client:
-    """Client of the service at ``target`` (host:port). Threads may share it; ``with`` closes it. After `close` every
-    method raises `RequestAborted`."""
+    """Client of the service at ``target`` (host, host:port or URL). Threads may share it; ``with`` closes it. After
+    `close` every method raises `RequestAborted`."""
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target
+        self.target = target_of(target)
         self._closed = False
         self._connecting = threading.Lock()
         self._connected_s = -math.inf
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(self.target, options=CHANNEL_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -50,11 +51,11 @@ class Client:
         """Start a generation from text or token ids. Raises `InvalidRequest` at once if a field is wrong; all other
         errors are raised by the stream."""
         request = build_request(prompt, options)
-        timeout_s = timeout_of(options)
+        timeout_s, metadata = timeout_of(options), metadata_of(options)
 
         def start() -> Call:
             with self._while_open():
-                return self._stub.Generate(request, timeout=timeout_s)
+                return self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
 
         def connect() -> None:
             self._connect_once(min(CONNECT_TIMEOUT_S, timeout_s or CONNECT_TIMEOUT_S))

@@ -12,12 +12,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
+from pdserve.core.address import DEFAULT_PORT
 from pdserve.core.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
-DEFAULT_PORT = 50_051
 DEFAULT_HTTP_PORT = 8000
 
 PlacementPolicy = Literal["pack", "spread", "strict_spread"]
@@ -241,6 +241,11 @@ class GatewayConfig(_Section):
         "default port, else 0, so that several services of one host do not meet",
     )
     default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request, such as "
+        "http://localhost:4317; needs the extra otel",
+    )
 
     @property
     def served_http_port(self) -> int:
@@ -248,6 +253,15 @@ class GatewayConfig(_Section):
         if self.http_port is not None:
             return self.http_port
         return DEFAULT_HTTP_PORT if self.port == DEFAULT_PORT else 0
+
+
+class LoggingConfig(_Section):
+    """The logs of gateway, workers and engines. They contain no prompt and no output."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="the least level that is logged")
+    format: Literal["text", "json"] = Field(
+        "text", description="text: a line to read; json: an object per line, for a log collector"
+    )
 
 
 class PdserveConfig(_Section):
@@ -259,6 +273,7 @@ class PdserveConfig(_Section):
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
     router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="what processes write to their logs")
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> PdserveConfig:

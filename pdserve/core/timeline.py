@@ -215,6 +215,13 @@ class Timeline:
         stages_ms[UNATTRIBUTED] = total_ms - sum(stages_ms.values())
         return Breakdown(figure, total_ms, stages_ms, error_s * 1e3)
 
+    def spans(self, figure: Figure) -> list[tuple[Stage, EventKind, EventKind]]:
+        """The spans of a figure's stages that happened: the stage, and the events at which the span began and
+        ended."""
+        return [
+            (stage, *ends) for stage in STAGES[figure] for span in stage.spans if (ends := self._ends(span)) is not None
+        ]
+
     def _ends(self, span: Span) -> tuple[EventKind, EventKind] | None:
         start = next((kind for kind in span.starts if self.has(kind)), None)
         return None if start is None or not self.has(span.end) else (start, span.end)

@@ -128,6 +128,11 @@ class Service:
             await self.beat(worker_id)
         await self.gateway.wait_serving(30.0)
 
+    def peers_of(self, worker_id: str) -> set[str]:
+        """The workers that a worker has links to, as the gateway knows it."""
+        worker = self.gateway.registry.get(worker_id)
+        return set() if worker is None else {peer for peer, _ in worker.linked}
+
     async def generate(self, **fields: Any) -> tuple[list[pb.Token], pb.Completion]:
         """A whole stream, its shape checked: tokens, then one completion."""
         messages = [m async for m in self.stub.Generate(pb.GenerateRequest(**fields), timeout=10)]

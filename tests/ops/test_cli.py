@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 from ops.cli.config import documented_defaults
 from ops.waterfall.picture import FORMATS
 from pdserve.core.config import PdserveConfig
+from pdserve.version import VERSION
 from tests.command_line import PDSERVE
 from tests.pdserve.core.test_dtypes import AVX2, ZEN4
 from tests.pdserve.scripted_service import ScriptedService
@@ -29,10 +31,9 @@ def test_generate_streams_then_explains(service: ScriptedService, pdserve: Any, 
         *("--mode", "pd", "--top-k", "5", "--top-p", "0.5", "--temperature", "0.5", "--png", str(png)),
     )
     assert ran.code == 0, ran.err
-    text, _, rest = ran.out.partition("\n")
-    assert len(text.split()) == 3
-    assert "ttft_decode" in rest
-    assert "= expected" in rest
+    assert len(ran.out.split()) == 3  # stdout is no terminal, so it has the text alone
+    assert "ttft_decode" in ran.err
+    assert "= expected" in ran.err
     assert png.read_bytes().startswith(b"\x89PNG")
     sampling = service.servicer.requests[0].sampling
     assert list(sampling.stop) == ["A", "B"]
@@ -51,9 +52,61 @@ def test_generate_takes_all_sampling_options_and_shows_logprobs(service: Scripte
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert dict(sampling.logit_bias) == {7: -100.0, 8: 2.5}
     for shown in ("logprob", "-0.500", "60.7%", '"t1" 13.5%'):
-        assert shown in ran.out
+        assert shown in ran.err
     plain = pdserve("generate", "hello", "--target", service.target, "--logprobs", "0", "--json").json
     assert plain["logprobs"][0] == {"token_id": plain["token_ids"][0], "logprob": -0.5, "top": []}
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_prompts_from_stdin_and_files(
+    service: ScriptedService, pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.txt").write_text("from a file ü")
+    rest = ("--target", service.target, "--max-tokens", "2", "--text-only")
+    typed(monkeypatch, b"from stdin")
+    assert pdserve("generate", *rest).code == 0
+    typed(monkeypatch, b"from stdin")
+    assert pdserve("generate", "-", *rest).code == 0
+    ran = pdserve("generate", "--file", str(tmp_path / "prompt.txt"), *rest)
+    assert (ran.code, ran.err, len(ran.out.split())) == (0, "", 2)
+    assert [request.text for request in service.servicer.requests] == ["from stdin", "from stdin", "from a file ü"]
+    typed(monkeypatch, b"\xff")
+    assert pdserve("generate", *rest).err == "error: prompt: stdin is not UTF-8 (invalid start byte)\n"
+    ran = pdserve("generate", "text", "--token-ids", "1", *rest)
+    assert (ran.code, ran.err) == (2, "error: prompt: give one of text, --file and --token-ids\n")
+
+
+def test_targets_as_users_write_them(service: ScriptedService, pdserve: Any) -> None:
+    for target in (service.target, f"http://{service.target}/", f" {service.target}"):
+        assert pdserve("status", "--target", target, "--json").json["ready"]
+    ran = pdserve("status", "--target", "http://host:1/path")
+    assert (ran.code, ran.err) == (2, "error: target: 'http://host:1/path' is not host:port\n")
+
+
+def test_the_version_and_short_help(pdserve: Any) -> None:
+    assert pdserve("--version").out == f"pdserve {VERSION}\n"
+    assert "Usage" in pdserve("-h").out
+    assert "Usage" in pdserve("status", "-h").out
+
+
+def test_top_shows_a_look_below_the_other_in_a_pipe(service: ScriptedService, pdserve: Any) -> None:
+    ran = pdserve("top", "--target", service.target, "--count", "2", "--interval-s", "0.1")
+    assert ran.code == 0, ran.err
+    assert ran.out.count("tokens to do") == 2
+    assert ran.out.count("ready at") == 2
+
+
+def test_tables_fit_narrow_terminals(service: ScriptedService, pdserve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (60, 80, 120):
+        monkeypatch.setattr("ops.cli.options._PIPE_WIDTH", width)
+        for command in (("status",), ("top", "--count", "1")):
+            lines = pdserve(*command, "--target", service.target).out.splitlines()
+            assert max(map(len, lines)) <= width
+            assert not any("…" in line for line in lines)
+            assert any(line.startswith("worker") and "state" in line for line in lines)
 
 
 def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pdserve: Any) -> None:
@@ -83,8 +136,10 @@ def test_generate_json_is_one_line_and_nothing_else(service: ScriptedService, pd
     ],
 )
 def test_mistakes_are_one_line(
-    service: ScriptedService, pdserve: Any, arguments: list[str], code: int, message: str
-) -> None:
+    service: ScriptedService, pdserve: Any, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], code: int, message: str,
+) -> None:  # fmt: skip
+    typed(monkeypatch, b"")
     ran = pdserve(*arguments, "--target", service.target)
     assert ran.code == code
     assert message in ran.err
@@ -145,8 +200,8 @@ def test_a_full_disk_is_one_line(service: ScriptedService, pdserve: Any, tmp_pat
     path.symlink_to("/dev/full")
     ran = pdserve("generate", "hello", "--target", service.target, "--png", str(path))
     assert ran.code == 1
-    assert "ttft_decode" in ran.out  # what was asked for is shown all the same
-    assert ran.err == f"error: the picture '{path}' cannot be written: No space left on device\n"
+    assert "ttft_decode" in ran.err  # what was asked for is shown all the same
+    assert ran.err.endswith(f"\nerror: the picture '{path}' cannot be written: No space left on device\n")
     with open("/dev/full", "w") as full:
         config = subprocess.run([*PDSERVE, "config"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert config.returncode == 1
@@ -192,7 +247,7 @@ def test_status(service: ScriptedService, pdserve: Any) -> None:
 def test_generate_passes_the_salt_on(service: ScriptedService, pdserve: Any) -> None:
     ran = pdserve("generate", "x", "--salt", "tenant", "--target", service.target)
     assert ran.code == 0, ran.err
-    assert "prefix cache: nothing found" in ran.out
+    assert "prefix cache: nothing found" in ran.err
     assert pdserve("generate", "x", "--target", service.target, "--json").json["prefill_cached_tokens"] == 0
     assert [request.salt for request in service.servicer.requests] == ["tenant", ""]
 
