@@ -65,9 +65,11 @@ async def test_vllm_bench_serve(patient: Http, chat_folder: Path, tmp_path: Path
 @pytest.mark.timeout(TIMEOUT_S + 30)
 async def test_guidellm(patient: Http, chat_folder: Path, tmp_path: Path) -> None:
     await run(
-        "guidellm", "benchmark", "run", "--target", patient.url, "--model", "fake", "--processor", str(chat_folder),
-        "--profile", "synchronous", "--max-requests", str(REQUESTS), "--data", "prompt_tokens=8,output_tokens=5",
-        "--output-dir", str(tmp_path), "--outputs", "json", folder=tmp_path,
+        "guidellm", "run", "--backend", f"kind=openai_http,target={patient.url},model=fake",
+        "--tokenizer", f"kind=huggingface_auto,model={chat_folder}", "--profile", "kind=synchronous",
+        "--constraint", f"kind=max_requests,count={REQUESTS}", "--disable-console",
+        "--data", "kind=synthetic_text,prompt_tokens=8,output_tokens=5",
+        "--output", f"kind=json,path={tmp_path / 'report.json'}", folder=tmp_path,
     )  # fmt: skip
     (benchmark,) = report(tmp_path, "*.json")["benchmarks"]
     assert benchmark["metrics"]["request_totals"]["successful"] == REQUESTS
