@@ -24,6 +24,7 @@ from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
+from pdserve.client.target import AccessOptions, Target
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, PdserveError
 from pdserve.version import VERSION
 
@@ -100,7 +101,7 @@ class Bench:
     def __init__(
         self,
         cell: Cell,
-        target: str,
+        target: str | Target,
         record: Callable[[RequestRow], None],
         advance: Callable[[int], None],
         *,
@@ -194,13 +195,14 @@ class RunKind(ABC):
         self,
         target: str | None,
         *,
+        access: AccessOptions,
         config: Path | None,
         settings: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> Deployment:
         """Where the services of the cells run: on this host, or the one at ``target``. ``config`` and ``settings``
-        (dotted keys) are theirs."""
-        return Deployment(target, config=config, settings=settings, report=report)
+        (dotted keys) are theirs, ``access`` is how to reach them."""
+        return Deployment(target, access=access, config=config, settings=settings, report=report)
 
     @abstractmethod
     def summarise(self, run: RunData) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from experiments.statistics import Interval, interval_text, mean_interval
 from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
+from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import Figure
@@ -126,16 +127,17 @@ class LinkSweep(Experiment):
         self,
         target: str | None,
         *,
+        access: AccessOptions,
         config: Path | None,
         settings: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> Deployment:
         """Services on this host, or on two hosts made of namespaces."""
         if self.options.hosts == "local":
-            return super().deployment(target, config=config, settings=settings, report=report)
+            return super().deployment(target, access=access, config=config, settings=settings, report=report)
         if target is not None:
             raise InvalidRequest("--hosts: namespaces starts services itself, and --target names a running one")
-        self._namespaces = NamespaceDeployment(config=config, settings=settings, report=report)
+        self._namespaces = NamespaceDeployment(access=access, config=config, settings=settings, report=report)
         return self._namespaces
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.model.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
+from gateway.grpc_api.authentication import Authentication
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
 from gateway.http_api.app import make_app
 from gateway.http_api.generation import Served
@@ -25,7 +26,9 @@ from gateway.inference import Inference, Observer
 from gateway.live import LastRequests, live_view
 from gateway.metrics import Metrics, ServiceState
 from gateway.registry_service import RegistryService
+from gateway.security import security_of
 from gateway.status_report import StatusReport
+from gateway.tls import ServerTls
 from gateway.tokenizer import load_tokenizer
 from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
@@ -36,6 +39,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, NotReady, PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
+from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import worker_pb2_grpc
 from router.placement import WaitMode
 from router.registry import WorkerRegistry
@@ -71,7 +75,7 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
 class Gateway:
     """``connect`` opens the control connection to a worker that has registered. ``registry_address`` is the internal
     ``host:port`` that workers report to (port 0: any). ``context_length`` is the model's. `ModelError` if the folder's
-    tokenizer is broken."""
+    tokenizer is broken, `ConfigError` if a file for TLS or tokens is, or the service would be reachable unprotected."""
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class Gateway:
         clock = clock or MonotonicClock()
         self._config = config
         self._service = service
+        self._security = security = security_of(config.gateway, clock)
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
@@ -131,7 +136,13 @@ class Gateway:
             self._tracing = _tracing_to(config.gateway.otlp_endpoint, clock, version)
             observers.append(self._tracing)
         self._inference = Inference(
-            self.router, tokenizer, report.limits, clock, config.gateway.default_timeout_s, observers
+            self.router,
+            tokenizer,
+            report.limits,
+            security.callers,
+            clock,
+            config.gateway.default_timeout_s,
+            observers,
         )
         self._port = 0
         self._http: HttpServer | None = None
@@ -169,19 +180,20 @@ class Gateway:
     async def start(self) -> None:
         """Listen on all ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
-        public = grpc.aio.server(options=_options(self._max_message_bytes))
+        authentication = Authentication(self._inference.identify)
+        public = grpc.aio.server(options=_options(self._max_message_bytes), interceptors=(authentication,))
         internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
         # The type stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        InferenceServicer(self._inference, self._report.message).add_to(public)
+        InferenceServicer(self._inference, self._report.public).add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
         worker_pb2_grpc.add_RegistryServicer_to_server(
             RegistryService(self._directory, uuid.uuid4().hex, self._service), internal
         )
-        self._port = _listen(public, config.host, config.port, "gateway.port")
+        self._port = _listen(public, config.host, config.port, "gateway.port", self._security.tls)
         self._registry_port = _listen(internal, self._registry_host, self._registry_port, "the workers' registry port")
         self._http = self._make_http()
         await internal.start()
@@ -216,6 +228,10 @@ class Gateway:
             self._report.expected.pop(worker_id, None)
         await self._directory.retire(worker_ids, drain_s)
 
+    def status(self) -> pb.GetStatusResponse:
+        """The status for operators, with the addresses and processes of the service."""
+        return self._report.message()
+
     def drain(self) -> int:
         """Refuse new requests (UNAVAILABLE). Returns the number of requests in progress, which go on, with retries,
         until `stop`."""
@@ -246,11 +262,8 @@ class Gateway:
         if not config.served_http_port:
             return None
         served = Served(self._inference, self._model, self._chat_template, self._max_message_bytes)
-        return HttpServer(
-            make_app(served, self._version, lambda: self.problem, self._metrics.text, self._live_view),
-            config.host,
-            config.served_http_port,
-        )
+        app = make_app(served, self._version, lambda: self.problem, self._metrics.text, self._live_view)
+        return HttpServer(app, config.host, config.served_http_port, self._security.tls)
 
     def _live_view(self) -> dict[str, Any]:
         return live_view(self._inference, self._report.message, self._last)
@@ -301,9 +314,12 @@ def _tracing_to(endpoint: str, clock: Clock, version: str) -> Tracing:
     return tracing_to(endpoint, clock, version)
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
+def _listen(server: grpc.aio.Server, host: str, port: int, what: str, tls: ServerTls | None = None) -> int:
+    address = join_address(host, port)
     try:
-        return server.add_insecure_port(join_address(host, port))
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.grpc_credentials())
     except RuntimeError:
         raise LaunchError(
             f"{what}: {port} is in use on {host} (or {host} is not this host's); choose another"

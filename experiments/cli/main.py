@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from experiments.cli import bench, compare, experiment, plot
-from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, top, up
+from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, token, top, up
 from ops.cli import list as list_command
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.version import VERSION
@@ -55,6 +55,7 @@ app.command("plot")(plot.plot)
 app.command("demo")(demo.demo)
 app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)
+app.add_typer(token.app, name="token")
 app.command("doctor")(doctor.doctor)
 
 

@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from gateway.http_api.authentication import HEALTH_PATH, PAGE_PATH, Authentication
 from gateway.http_api.failures import failure_of
 from gateway.http_api.generation import ChatExchange, CompletionExchange, Served
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -39,6 +40,7 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.add_middleware(Authentication, identify=served.inference.identify)
     created_s = int(time.time())
     page = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
@@ -73,7 +75,7 @@ def make_app(
         """The text of token ids."""
         return DetokenizeExchange(served)
 
-    @app.get("/health", tags=["operations"], responses={503: {"description": "not ready; the body says why"}})
+    @app.get(HEALTH_PATH, tags=["operations"], responses={503: {"description": "not ready; the body says why"}})
     async def health() -> Response:
         """Status 200 if requests are served."""
         if (reason := problem()) is not None:
@@ -85,7 +87,7 @@ def make_app(
         """Metrics for Prometheus; see docs/operations.md."""
         return Response(metrics(), media_type=CONTENT_TYPE)
 
-    @app.get("/", include_in_schema=False)
+    @app.get(PAGE_PATH, include_in_schema=False)
     async def live_page() -> Response:
         """A page that shows the service while it runs."""
         return HTMLResponse(page, headers={"content-security-policy": _CONTENT})
@@ -118,8 +120,8 @@ def make_app(
 def _described(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """What the OpenAPI document says of a route whose body the route itself reads."""
     content = {"application/json": {"schema": body.model_json_schema()}}
-    errors = {400: "a field is wrong", 404: "another model", 409: "the request id is in use", 413: "too large",
-              429: "no room; see Retry-After", 503: "not ready", 504: "the deadline passed"}  # fmt: skip
+    errors = {400: "a field is wrong", 401: "no valid token", 404: "another model", 409: "the request id is in use",
+              413: "too large", 429: "see Retry-After", 503: "not ready", 504: "the deadline passed"}  # fmt: skip
     answers: dict[int | str, dict[str, Any]] = {code: {"description": text} for code, text in errors.items()}
     kinds: dict[str, Any] = {"application/json": {}, **({"text/event-stream": {}} if streams else {})}
     answers[200] = {"description": "the answer", "content": kinds}

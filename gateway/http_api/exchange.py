@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.http_api.authentication import caller_of
 from gateway.http_api.failures import Failure, failure_of, invalid_body
 from gateway.inference import Arrival, ClientLeft, Inference
 from pdserve.core.awake_clock import wait_awake
@@ -49,6 +50,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the call. A client that leaves cancels it."""
         self._send = send
+        self._caller = caller_of(scope)
         self._traceparent = Headers(scope=scope).get("traceparent", "")
         answering = asyncio.create_task(self._answer(receive))
         try:
@@ -59,7 +61,7 @@ class Exchange(Response):
 
     async def _answer(self, receive: Receive) -> None:
         try:
-            with self._inference.admission(None, self._traceparent) as arrival:
+            with self._inference.admission(self._caller, None, self._traceparent) as arrival:
                 body = await arrival.deadline.bound(self._read(receive), "the client was sending its body")
                 responding = asyncio.create_task(self.respond(body, arrival))
                 leaving = asyncio.create_task(_left(receive))

@@ -24,6 +24,7 @@ from pdserve.core.errors import (
     PdserveError,
     RequestAborted,
     TransferError,
+    Unauthenticated,
     UnknownModel,
     WorkerLost,
     to_wire,
@@ -31,6 +32,7 @@ from pdserve.core.errors import (
 
 STATUSES: Mapping[type[BaseException], int] = {
     InvalidRequest: 400,
+    Unauthenticated: 401,
     UnknownModel: 404,
     DuplicateRequest: 409,
     BodyTooLarge: 413,
@@ -47,8 +49,7 @@ STATUSES: Mapping[type[BaseException], int] = {
     PdserveError: 500,
 }
 
-_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 409: "invalid_request_error",
-          413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
+_TYPES = dict.fromkeys((400, 401, 404, 409, 413), "invalid_request_error") | {429: "rate_limit_error"}
 _TYPE_NAMES = frozenset({"str", "list[str]", "list[TextPart]", "constrained-str", "[key]"})
 """How pydantic names the members of a union, and the key of an object, among the places of an error."""
 _FIELD = re.compile(r"([a-z][\w.]*): ")
@@ -87,6 +88,8 @@ def failure_of(error: BaseException) -> Failure:
         "code": kind,
     }
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return Failure(status, {"error": described}, headers)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, TargetOption, fitted, plain_table, stdout_console
+from ops.cli.options import TargetOption, fitted, plain_table, stdout_console, with_access
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -25,7 +26,9 @@ _LESS = ("preempted", "tokens to do", "hits", "KV blocks", "wait")
 """Columns that narrow terminals do without, in that order."""
 
 
+@with_access
 def top(
+    access: AccessOptions,
     target: TargetOption = DEFAULT_TARGET,
     interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, help="seconds between two looks")] = 1.0,
     count: Annotated[int, typer.Option("--count", min=0, help="end after this many looks; 0: with Ctrl-C")] = 0,
@@ -39,7 +42,10 @@ def top(
     console = stdout_console()
     history: deque[ServiceStatus] = deque(maxlen=HISTORY)
     left = count or -1
-    with Client(target) as client, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with (
+        Client(target, **access) as client,
+        Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
+    ):
         while left:
             history.append(client.status())
             left -= 1
@@ -112,7 +118,7 @@ def _workers(history: Sequence[ServiceStatus], without: Collection[str]) -> Tabl
 def _hits(now: ServiceWorker, before: ServiceWorker | None) -> str:
     """The share of prompt tokens found in the prefix cache since ``before``."""
     cached, looked_up = now.prompt_tokens_cached, now.prompt_tokens_looked_up
-    if before is not None and before is not now and before.engine_pid == now.engine_pid:
+    if before is not None and before is not now and before.prompt_tokens_looked_up <= looked_up:  # else it restarted
         cached, looked_up = cached - before.prompt_tokens_cached, looked_up - before.prompt_tokens_looked_up
     return f"{100 * cached / looked_up:.0f} %" if looked_up else "–"
 

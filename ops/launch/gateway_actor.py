@@ -58,6 +58,10 @@ class GatewayActor:
         """Send these workers no more requests; returns when they have finished, or after ``drain_s`` seconds."""
         self._gateway.retire(worker_ids, drain_s)
 
+    def status(self) -> bytes:
+        """The status for operators, a `GetStatusResponse`."""
+        return self._gateway.status().SerializeToString()
+
     def drain(self) -> int:
         """Refuse new requests; returns the number of requests in progress."""
         return self._gateway.drain()

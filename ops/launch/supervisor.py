@@ -21,7 +21,7 @@ import psutil
 
 from ops.launch.discovery import prepare_environment
 from ops.launch.shutdown import ServiceShutdown, StartCancelled
-from ops.launch.state import ServiceState, clear_dead_services
+from ops.launch.state import ServiceState, clear_dead_services, target_here
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.logs import set_up_logging
@@ -114,7 +114,6 @@ class _Supervisor:
         self._service, self._shutdown, self._restart = service, shutdown, restart
         self._noting = threading.Lock()
         config = service.config
-        host = config.gateway.host
         self._state = ServiceState(
             pid=os.getpid(),
             create_time=psutil.Process().create_time(),
@@ -123,7 +122,7 @@ class _Supervisor:
             ray_folder=service.ray_folder,
             socket=new_socket(),
             start_timeout_s=config.cluster.start_timeout_s,
-            target=f"{'localhost' if host in ('', '0.0.0.0', '::') else host}:{service.port}",
+            target=target_here(config.gateway, service.port),
             model=service.model,
             workers=f"{config.cluster.prefill}P{config.cluster.decode}D",
             phase="starting",

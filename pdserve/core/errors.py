@@ -8,6 +8,7 @@
     │   ├── DuplicateRequest  another request in progress has the same request id
     │   ├── UnknownModel      another model is served
     │   └── BodyTooLarge      the body of an HTTP request exceeds the limit of messages
+    ├── Unauthenticated       the call has no token that the service knows; do not retry with the same one
     ├── CapacityExceeded      the request does not fit, or the queue is full; retry later or ask for less
     ├── NotReady              no worker can take the request yet; retry later
     ├── DeadlineExceeded      the request's own deadline passed; raise it or reduce the load
@@ -65,6 +66,10 @@ class UnknownModel(InvalidRequest):
 
 class BodyTooLarge(InvalidRequest):
     """The body of an HTTP request exceeds the limit of messages."""
+
+
+class Unauthenticated(PdserveError):
+    """The call has no token, or one that the service does not know or that has expired."""
 
 
 class CapacityExceeded(PdserveError):
