@@ -30,6 +30,7 @@ from experiments.deployment import Deployment
 from pdserve.client.sync_client import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, LaunchError
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 from worker.spec import WorkerSpec
@@ -183,6 +184,7 @@ class NamespaceDeployment(Deployment):
         self._hosts: TwoHosts | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: Path | None = None
+        self._secret = ServiceSecret.new()
 
     def rate(self, gbps: float | None) -> None:
         """Shape the cable while the service runs."""
@@ -237,7 +239,7 @@ class NamespaceDeployment(Deployment):
         with (self._logs / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 [*inside, sys.executable, "-P", "-m", module, *arguments],
-                env={**os.environ, "PATH": _PATH},
+                env={**os.environ, "PATH": _PATH, **self._secret.environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

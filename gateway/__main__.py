@@ -1,5 +1,5 @@
-"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS` runs a gateway without Ray. It ends on SIGTERM and with its
-parent."""
+"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS` runs a gateway without Ray. The service's secret comes from the
+environment. It ends on SIGTERM and with its parent."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.process import end_with_parent
+from pdserve.core.secret import ServiceSecret
 
 
 def main() -> None:
@@ -23,7 +24,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
     try:
-        gateway = GatewayThread(PdserveConfig.parse(json.loads(sys.argv[1])), sys.argv[2], "0+no-ray")
+        secret = ServiceSecret.from_environment()
+        gateway = GatewayThread(PdserveConfig.parse(json.loads(sys.argv[1])), sys.argv[2], "0+no-ray", secret)
         gateway.start()
     except PdserveError as error:
         sys.exit(f"error: {error}")

@@ -8,12 +8,14 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from engine.model.source import resolve_model
 from gateway.gateway import Gateway
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from worker.client import WorkerClient
 
@@ -22,10 +24,12 @@ DRAIN_TIMEOUT_S = 5.0
 
 
 class GatewayThread:
-    """A gateway on a thread of this process. ModelError if the model cannot be read. Methods raise LaunchError if the
-    gateway does not answer."""
+    """A gateway of the service with this ``secret``, on a thread of this process. ModelError if the model cannot be
+    read. Methods raise LaunchError if the gateway does not answer."""
 
-    def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:
+    def __init__(
+        self, config: PdserveConfig, registry_address: str, version: str, secret: ServiceSecret, service: str = ""
+    ) -> None:
         model = resolve_model(config.model.path)
         self._gateway = Gateway(
             config,
@@ -33,7 +37,8 @@ class GatewayThread:
             model_folder=model.folder,
             context_length=model.shape.max_position_embeddings,
             checkpoint_dtype=model.shape.dtype,
-            connect=WorkerClient.connect,
+            connect=partial(WorkerClient.connect, secret=secret),
+            secret=secret,
             registry_address=registry_address,
             version=version,
             service=service,
