@@ -32,6 +32,7 @@ from pdserve.client.sync_client import Client
 from pdserve.client.target import AccessOptions, Target
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, LaunchError
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 from worker.spec import WorkerSpec
@@ -186,6 +187,7 @@ class NamespaceDeployment(Deployment):
         self._hosts: TwoHosts | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: Path | None = None
+        self._environment = {"PATH": _PATH, **ServiceSecret.new().environment()}
 
     def rate(self, gbps: float | None) -> None:
         """Shape the cable while the service runs."""
@@ -240,7 +242,7 @@ class NamespaceDeployment(Deployment):
         with (self._logs / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 [*inside, sys.executable, "-P", "-m", module, *arguments],
-                env={**os.environ, "PATH": _PATH},
+                env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,6 +1,6 @@
-"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS [OPERATOR_SOCKET]` runs a gateway without Ray. It ends on SIGTERM and
-with its parent. On the Unix socket, in a folder that only operators can enter, it gives the status with all addresses
-and processes."""
+"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS [OPERATOR_SOCKET]` runs a gateway without Ray. The service's secret
+comes from the environment. It ends on SIGTERM and with its parent. On the Unix socket, in a folder that only operators
+can enter, it gives the status with all addresses and processes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.logs import set_up_logging
 from pdserve.core.process import end_with_parent
+from pdserve.core.secret import ServiceSecret
 
 
 def main() -> None:
@@ -27,9 +28,10 @@ def main() -> None:
         signal.signal(number, lambda signum, frame: stop.set())
     config_json, registry_address, *sockets = sys.argv[1:]
     try:
+        secret = ServiceSecret.from_environment()
         config = PdserveConfig.parse(json.loads(config_json))
         set_up_logging(config.logging)
-        gateway = GatewayThread(config, registry_address, "0+no-ray")
+        gateway = GatewayThread(config, registry_address, "0+no-ray", secret)
         gateway.start()
     except PdserveError as error:
         sys.exit(f"error: {error}")

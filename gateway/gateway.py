@@ -38,12 +38,15 @@ from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, NotReady, PdserveError
 from pdserve.core.request import Mode
+from pdserve.core.secret import ServiceSecret
+from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
-from pdserve.pb import worker_pb2_grpc
 from router.placement import WaitMode
 from router.registry import WorkerRegistry
 from router.router import Router
+from worker.authentication import REGISTRY, proven_server
+from worker.messages import MAX_BEAT_BYTES
 
 if TYPE_CHECKING:
     from gateway.tracing import Tracing
@@ -55,8 +58,6 @@ STOPPING = "the service is being stopped; send the request to another one"
 
 MAX_PENDING_CALLS = 1_000_000
 MAX_PENDING_S = 3600
-INTERNAL_MESSAGE_BYTES = 2**20
-"""Size limit of one heartbeat."""
 
 
 def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
@@ -73,9 +74,10 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
 
 
 class Gateway:
-    """``connect`` opens the control connection to a worker that has registered. ``registry_address`` is the internal
-    ``host:port`` that workers report to (port 0: any). ``context_length`` is the model's. `ModelError` if the folder's
-    tokenizer is broken, `ConfigError` if a file for TLS or tokens is, or the service would be reachable unprotected."""
+    """``connect`` opens the control connection to a worker that has registered. Only workers that know ``secret`` can
+    register. ``registry_address`` is the internal ``host:port`` that workers report to (port 0: any).
+    ``context_length`` is the model's. `ModelError` if the folder's tokenizer is broken, `ConfigError` if a file for TLS
+    or tokens is, or the service would be reachable unprotected."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Gateway:
         context_length: int,
         checkpoint_dtype: str = "",
         connect: Connect,
+        secret: ServiceSecret,
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
         service: str = "",
@@ -93,7 +96,7 @@ class Gateway:
     ) -> None:
         clock = clock or MonotonicClock()
         self._config = config
-        self._service = service
+        self._service, self._secret = service, secret
         self._security = security = security_of(config.gateway, clock)
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
@@ -182,7 +185,9 @@ class Gateway:
         config = self._config.gateway
         authentication = Authentication(self._inference.identify)
         public = grpc.aio.server(options=_options(self._max_message_bytes), interceptors=(authentication,))
-        internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
+        proofs = StreamListener(self._secret, REGISTRY.purpose, "")
+        registry = RegistryService(self._directory, uuid.uuid4().hex, self._service)
+        internal = proven_server(REGISTRY, proofs, registry.serve, MAX_BEAT_BYTES)
         # The type stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -190,11 +195,9 @@ class Gateway:
         InferenceServicer(self._inference, self._report.public).add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
-        worker_pb2_grpc.add_RegistryServicer_to_server(
-            RegistryService(self._directory, uuid.uuid4().hex, self._service), internal
-        )
         self._port = _listen(public, config.host, config.port, "gateway.port", self._security.tls)
         self._registry_port = _listen(internal, self._registry_host, self._registry_port, "the workers' registry port")
+        proofs.address = self.registry_address
         self._http = self._make_http()
         await internal.start()
         await public.start()

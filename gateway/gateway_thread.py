@@ -8,12 +8,14 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from engine.model.source import resolve_model
 from gateway.gateway import Gateway
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from worker.client import WorkerClient
@@ -25,10 +27,12 @@ T = TypeVar("T")
 
 
 class GatewayThread:
-    """A gateway on a thread of this process. ModelError if the model cannot be read. Methods raise LaunchError if the
-    gateway does not answer."""
+    """A gateway of the service with this ``secret``, on a thread of this process. ModelError if the model cannot be
+    read. Methods raise LaunchError if the gateway does not answer."""
 
-    def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:
+    def __init__(
+        self, config: PdserveConfig, registry_address: str, version: str, secret: ServiceSecret, service: str = ""
+    ) -> None:
         model = resolve_model(config.model.path)
         self._gateway = Gateway(
             config,
@@ -36,7 +40,8 @@ class GatewayThread:
             model_folder=model.folder,
             context_length=model.shape.max_position_embeddings,
             checkpoint_dtype=model.shape.dtype,
-            connect=WorkerClient.connect,
+            connect=partial(WorkerClient.connect, secret=secret),
+            secret=secret,
             registry_address=registry_address,
             version=version,
             service=service,

@@ -25,6 +25,7 @@ import psutil
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from tests.planted import delays
 from worker.spec import WorkerSpec
@@ -97,6 +98,7 @@ class LocalCluster:
         self.config = PdserveConfig.parse(
             {**settings, "gateway": {**gateway, **settings.get("gateway", {})}, "cluster": cluster}
         )
+        self.secret = ServiceSecret.new()
         self.registry = f"127.0.0.1:{free_port()}"
         self.target = f"127.0.0.1:{self.config.gateway.port}"
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")  # only for this user
@@ -146,7 +148,12 @@ class LocalCluster:
     def _spawn(self, name: str, module: str, *arguments: str) -> None:
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
-            env={**os.environ, **delays.environment(self._delays_ms or {}), "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                **delays.environment(self._delays_ms or {}),
+                **self.secret.environment(),
+                "PYTHONPATH": str(ROOT),
+            },
             stdin=subprocess.DEVNULL,
             preexec_fn=self._in_worker.get(name),
         )

@@ -13,6 +13,7 @@ from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.logs import set_up_logging
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 
@@ -22,13 +23,15 @@ RESTART_PAUSE_S = 1.0
 @ray.remote
 class GatewayActor:
     """Restarted by Ray when its process dies; workers then find it by their next heartbeat. Call `wait_started` first,
-    and nothing else if that reports an error."""
+    and nothing else if that reports an error. ``secret`` is the service's in hexadecimal."""
 
-    def __init__(self, config: dict[str, Any], registry_address: str, service: str) -> None:
+    def __init__(self, config: dict[str, Any], registry_address: str, service: str, secret: str) -> None:
         set_up_logging(PdserveConfig.parse(config).logging)
         self._error: PdserveError | None = None
         try:
-            self._gateway = GatewayThread(PdserveConfig.parse(config), registry_address, VERSION, service)
+            self._gateway = GatewayThread(
+                PdserveConfig.parse(config), registry_address, VERSION, ServiceSecret.from_hex(secret), service
+            )
             self._gateway.start()
         except PdserveError as error:
             self._error = error

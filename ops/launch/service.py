@@ -30,6 +30,7 @@ from ops.launch.shutdown import StartCancelled
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 
@@ -67,6 +68,7 @@ class Service:
         self._members: Members | None = None
         self._gateway: Any = None
         self._id = uuid.uuid4().hex
+        self._secret = ServiceSecret.new()
         self._changing = threading.Lock()
         self._cancelled = threading.Event()
         self._draining = 0  # requests in progress at the gateway's last answer
@@ -298,7 +300,7 @@ class Service:
         gateway: Any = GatewayActor
         self._gateway = gateway.options(
             num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here
-        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address, self._id)
+        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address, self._id, self._secret.hex())
 
     def _start_workers(self) -> None:
         model = self._source
@@ -316,6 +318,7 @@ class Service:
             bundles,
             registry_address=self._registry_address,
             service=self._id,
+            secret=self._secret,
             port_base=port_base(cluster),
             host="127.0.0.1" if self.owns_ray else "",
         )

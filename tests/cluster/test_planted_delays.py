@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,24 +39,14 @@ class FarHosts(NamespaceDeployment):
             ahead = ["unshare", "--time", "--monotonic", str(AHEAD_S[name]), "--fork", "--kill-child=TERM"]
             inside = [*inside, *ahead]
         if self.delays_ms is not None:
+            self._environment |= {**delays.environment(self.delays_ms), "PYTHONPATH": str(ROOT)}
             if module == "gateway":
                 module = "tests.planted.gateway"
             else:
                 spec = replace(WorkerSpec.from_wire(json.loads(arguments[0])), engine_module=delays.ENGINE_MODULE)
                 arguments = (json.dumps(spec.to_wire()),)
                 module = "tests.planted.decode_worker" if module == "decode_worker" else module
-        assert self._logs is not None
-        with (self._logs / f"{name}.log").open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [*inside, sys.executable, "-P", "-m", module, *arguments],
-                env={
-                    **os.environ, **delays.environment(self.delays_ms or {}), "PATH": hosts._PATH, "PYTHONPATH": str(ROOT),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        super()._spawn(name, inside, module, *arguments)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from gateway.grpc_api.inference_servicer import SERVICE
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb
+from tests.loopback import SECRET
 
 if TYPE_CHECKING:
     from tests.fake_worker import FakeWorker
@@ -162,7 +163,7 @@ async def test_a_port_in_use_is_named(start_service: StartService) -> None:
 
     port = service.gateway.port
     config = PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": port}})
-    second = Gateway(config, model_name="x", model_folder=None, context_length=256, connect=never)
+    second = Gateway(config, model_name="x", model_folder=None, context_length=256, connect=never, secret=SECRET)
     with pytest.raises(LaunchError, match=rf"^gateway\.port: {port} is in use"):
         await second.start()
     await second.stop()
@@ -172,6 +173,7 @@ async def test_a_port_in_use_is_named(start_service: StartService) -> None:
         model_folder=None,
         context_length=256,
         connect=never,
+        secret=SECRET,
         registry_address=service.gateway.registry_address,
     )
     with pytest.raises(LaunchError, match="registry port"):
