@@ -229,7 +229,8 @@ async def test_a_stranger_gets_nothing_from_a_grpc_stream() -> None:
 
 
 def test_messages_of_strangers_are_not_read_by_grpc() -> None:
-    """gRPC itself would hold all of a message, up to 4 GiB, however small its limit."""
+    """gRPC itself would hold all of a message, up to 4 GiB, however small its limit. What is in the socket's buffer it
+    reads at once, before it sees that the sender ignores flow control: mostly 1 MiB, under load more."""
     end = End("receiver", ["grpc_stream"])
     try:
         ((_, address),) = end.about["endpoints"]
@@ -238,7 +239,7 @@ def test_messages_of_strangers_are_not_read_by_grpc() -> None:
         peak = PeakMemory(end._process.pid)
         for method in (EXCHANGE, meet) * 3:
             flood(address, method, 64 * 2**20)
-        assert peak.growth_bytes() < 2 * 2**20
+        assert peak.growth_bytes() < 32 * 2**20
         assert until(lambda: end.call("refused")["refused"] == {"unproven": 7})
     finally:
         end.close()

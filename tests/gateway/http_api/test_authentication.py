@@ -123,7 +123,7 @@ ROUTES = [
     ("GET", "/version"),
     ("GET", "/openapi.json"),
     ("GET", "/health/"),
-    ("GET", "//health"),
+    ("GET", "/%2Fhealth"),
     ("GET", "/no/such/route"),
 ]
 
