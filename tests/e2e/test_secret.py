@@ -67,7 +67,7 @@ async def test_what_strangers_did_before_there_was_a_secret(cluster: LocalCluste
     own, and fill decode's prefix cache with KV of their own: none of it happens, and requests get the right tokens."""
     with Client(cluster.target) as client:
         expected = client.generate(PROMPT, max_tokens=8, mode="pd").result().token_ids
-        before = client.status()
+        before = cluster.inside()
         decode = next(worker for worker in before.workers if worker.worker_id == "decode-0")
         prompt, sampling = (1,) * 1000, SamplingParams(4, ignore_eos=True)
         peer = fake_info("test", Role.PREFILL).peer
@@ -110,7 +110,7 @@ async def test_what_strangers_did_before_there_was_a_secret(cluster: LocalCluste
 def test_floods_of_strangers_are_not_held(cluster: LocalCluster) -> None:
     """gRPC knows no limit for a message that is being read, so nothing of theirs is read."""
     with Client(cluster.target) as client:
-        status = client.status()
+        status = cluster.inside()
         (decode,) = (worker for worker in status.workers if worker.worker_id == "decode-0")
         for pid, address, service in (
             (decode.pid, decode.address, CONTROL),
