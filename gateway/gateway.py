@@ -18,6 +18,8 @@ from grpc_reflection.v1alpha import reflection
 from engine.model.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
+from gateway.grpc_api.keepalive import keepalive_options
+from gateway.grpc_api.malformed import RefuseMalformed
 from gateway.http_api.app import make_app
 from gateway.http_api.generation import Served
 from gateway.http_api.server import HttpServer
@@ -167,7 +169,8 @@ class Gateway:
     async def start(self) -> None:
         """Listen on all ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
-        public = grpc.aio.server(options=_options(self._max_message_bytes))
+        options = [*_options(self._max_message_bytes), *keepalive_options()]
+        public = grpc.aio.server(options=options, interceptors=[RefuseMalformed()])
         internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
         # The type stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
