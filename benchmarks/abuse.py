@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.abuse_client import KINDS
 from ops.launch.detach import start_detached, stop_detached
+from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import CapacityExceeded, PdserveError
@@ -137,7 +138,7 @@ def _bursts(console: Console) -> dict[str, Any]:
         settings = PdserveConfig.load(None, {"model.path": "tiny", "gateway.port": 0, "router.max_queue": max_queue})
         port = start_detached(settings, lambda stage: None)
         try:
-            figures = result[str(max_queue)] = asyncio.run(_burst(f"localhost:{port}"))
+            figures = result[str(max_queue)] = asyncio.run(_burst(port))
         finally:
             stop_detached(port)
         table.add_row(str(max_queue), *(str(figures[name]) for name in figures if name != "errors"))
@@ -147,9 +148,10 @@ def _bursts(console: Console) -> dict[str, Any]:
     return result
 
 
-async def _burst(target: str) -> dict[str, Any]:
-    clients = [AsyncClient(target) for _ in range(CONNECTIONS)]
-    gateway = psutil.Process((await clients[0].status()).pid)
+async def _burst(port: int) -> dict[str, Any]:
+    clients = [AsyncClient(f"localhost:{port}") for _ in range(CONNECTIONS)]
+    async with AsyncClient(ServiceState.read(port).operator) as operator:
+        gateway = psutil.Process((await operator.status()).pid)
     for client in clients:  # all connections exist, and the gateway has its buffers
         await asyncio.gather(*(client.generate(PROMPT, max_tokens=2).result() for _ in range(16)))
     before = gateway.memory_info().rss

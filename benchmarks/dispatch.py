@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ops.launch.detach import start_detached, stop_detached
+from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client, Generation
+from pdserve.core.address import target_of
 from pdserve.core.config import PdserveConfig
 
 PAIRS = 200
@@ -56,7 +58,7 @@ def idle(target: str, pairs: int = PAIRS) -> dict[str, float]:
     added: dict[str, list[float]] = {"ttft": [], "ttft_decode": []}
     alone: list[Generation] = []
     with Client(target) as client:
-        processes = _processes(client)
+        processes = _processes(target)
         before_s = tokens = 0.0
         for number in range(-10, pairs):  # the first ones are warm-up
             if number == 0:
@@ -85,9 +87,12 @@ def idle(target: str, pairs: int = PAIRS) -> dict[str, float]:
     }
 
 
-def _processes(client: Client) -> list[psutil.Process]:
-    """Gateway and worker processes, without the engines."""
-    status = client.status()
+def _processes(target: str) -> list[psutil.Process]:
+    """Gateway and worker processes of a service of this user on this host, without the engines."""
+    state = ServiceState.at(target_of(target).address)
+    assert state is not None, f"{target} is no service of yours on this host"
+    with Client(state.operator) as operator:
+        status = operator.status()
     return [psutil.Process(pid) for pid in (status.pid, *(worker.pid for worker in status.workers))]
 
 
@@ -100,8 +105,7 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 
 async def streaming(target: str, streams: int = 8, tokens: int = 400) -> dict[str, float]:
     """CPU time of gateway and worker processes per token while several requests stream."""
-    with Client(target) as client:
-        processes = _processes(client)
+    processes = _processes(target)
     async with AsyncClient(target) as client_:
         draw = random.Random(2)
 

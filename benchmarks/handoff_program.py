@@ -19,6 +19,7 @@ from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
+from pdserve.core.secret import ServiceSecret
 
 SHAPE_VARIABLE = "PDSERVE_BENCH_SHAPE"
 _SHAPES = {"135m": (30, 3, 64), "8b": (32, 8, 128)}  # layers, KV heads, head size
@@ -75,7 +76,8 @@ class HandoffEndpoint(LoopEndpoint):
 
     async def _open(self) -> tuple[KVEndpoint, ...]:
         pool = self.buffer.pool
-        transports = [create_transport(self.transport_name, pool.memory, timeout_s=TIMEOUT_S)]
+        secret = ServiceSecret.from_environment()
+        transports = [create_transport(self.transport_name, pool.memory, secret, timeout_s=TIMEOUT_S)]
         if self.role == "source":
             self._sender = KVSender(
                 pool,

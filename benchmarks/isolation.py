@@ -19,11 +19,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import grpc
 import numpy as np
 
 import worker.incarnation
@@ -33,11 +33,11 @@ from engine.process.client import EngineClient
 from pdserve.core.config import PdserveConfig
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
-from pdserve.pb import worker_pb2 as pb
-from pdserve.pb import worker_pb2_grpc
+from worker.authentication import CONTROL, Stream, open_stream, stream_channel
 from worker.cores import leave_engine_cores
-from worker.messages import TO_GATEWAY, Outputs, Ping, Run, to_frame
+from worker.messages import MAX_CONTROL_BYTES, TO_GATEWAY, Outputs, Ping, Run, encode
 from worker.process import WorkerThread
 from worker.spec import WorkerSpec
 
@@ -79,9 +79,11 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         cores=tuple(cores[:1]),
         config=PdserveConfig.parse({"model": {"path": model, "dtype": "bfloat16"}}),
     )
+    secret = ServiceSecret.new()
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.isolation", "worker", json.dumps(spec.to_wire())],
         cwd=ROOT,
+        env={**os.environ, **secret.environment()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -95,7 +97,7 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         mine = os.sched_getaffinity(0)
         os.sched_setaffinity(0, set(cores[1:]))
         try:
-            windows, pings = asyncio.run(_drive(address, turns, turn_s))
+            windows, pings = asyncio.run(_drive(address, secret, turns, turn_s))
         finally:
             os.sched_setaffinity(0, mine)
         steps: list[tuple[float, float]] = json.loads(process.communicate(timeout=30)[0])
@@ -128,19 +130,20 @@ def _steps_within(steps: Sequence[tuple[float, float]], windows: Sequence[tuple[
     ]
 
 
-async def _drive(address: str, turns: int, turn_s: float) -> tuple[list[tuple[float, float]], int]:
+async def _drive(
+    address: str, secret: ServiceSecret, turns: int, turn_s: float
+) -> tuple[list[tuple[float, float]], int]:
     """The turns' windows (in the order of `_KINDS`) in the host's monotonic seconds, and the pings answered."""
     windows: list[tuple[float, float]] = []
     pings = 0
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = worker_pb2_grpc.WorkerControlStub(channel)
-        request = asyncio.create_task(_decode_for_ever(stub))
+    async with stream_channel(address, MAX_CONTROL_BYTES) as channel:
+        request = asyncio.create_task(_decode_for_ever(partial(open_stream, channel, CONTROL, secret, address)))
         await asyncio.sleep(2.0)
         for kind in _KINDS * turns:
             begin_s = time.monotonic()
             end_s = begin_s + SETTLE_S + turn_s
             if kind == "hammered":
-                hammers = [asyncio.create_task(_hammer(address, end_s)) for _ in range(STREAMS)]
+                hammers = [asyncio.create_task(_hammer(address, secret, end_s)) for _ in range(STREAMS)]
                 pings += sum(await asyncio.gather(*hammers))
             elif kind == "busy":
                 await asyncio.to_thread(_compute, end_s)
@@ -161,33 +164,32 @@ def _compute(until_s: float) -> None:
         numbers = np.sqrt(numbers + 1)
 
 
-async def _decode_for_ever(stub: Any) -> None:
-    async def calls() -> AsyncIterator[pb.Frame]:
+async def _decode_for_ever(open_with: Callable[[AsyncIterator[bytes]], Awaitable[Stream]]) -> None:
+    async def calls() -> AsyncIterator[bytes]:
         sampling = SamplingParams(max_tokens=8000, seed=0, ignore_eos=True)
-        yield to_frame(Run(Request("long", (1,) * 64, sampling, timeout_s=3600.0, attempt_id="long")))
+        yield encode(Run(Request("long", (1,) * 64, sampling, timeout_s=3600.0, attempt_id="long")))
         await asyncio.Event().wait()
 
-    async for frame in stub.Control(calls()):
-        message = TO_GATEWAY.decode(frame)
+    async for data in await open_with(calls()):
+        message = TO_GATEWAY.decode(data)
         if isinstance(message, Outputs) and message.failures:
             raise RuntimeError(message.failures[0][1].message)
 
 
-async def _hammer(address: str, until_s: float) -> int:
+async def _hammer(address: str, secret: ServiceSecret, until_s: float) -> int:
     """Send pings over one stream until the given time; returns the number of answers."""
     answered = 0
     room = asyncio.Semaphore(PINGS_IN_FLIGHT)
 
-    async def calls() -> AsyncIterator[pb.Frame]:
+    async def calls() -> AsyncIterator[bytes]:
         for call_id in itertools.count(1):
             await room.acquire()
             if time.monotonic() > until_s:
                 return
-            yield to_frame(Ping(call_id))
+            yield encode(Ping(call_id))
 
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = worker_pb2_grpc.WorkerControlStub(channel)
-        async for _ in stub.Control(calls()):
+    async with stream_channel(address, MAX_CONTROL_BYTES) as channel:
+        async for _ in await open_stream(channel, CONTROL, secret, address, calls()):
             answered += 1
             room.release()
     return answered
@@ -209,7 +211,7 @@ def _serve(spec: WorkerSpec) -> None:
     logging.basicConfig(level=logging.ERROR)  # suppresses warnings about the missing gateway
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     leave_engine_cores(spec)
-    thread = WorkerThread(spec, ROLES)
+    thread = WorkerThread(spec, ROLES, ServiceSecret.from_environment())
     sys.stdout.write(thread.wait_ready(_START_S).control_address + "\n")
     sys.stdout.flush()
     sys.stdin.read()

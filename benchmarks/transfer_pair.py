@@ -7,6 +7,7 @@ from benchmarks.handoff_program import SHAPE_VARIABLE, layout_of
 from experiments.pairs.child_process import ChildProcess
 from experiments.pairs.loop_endpoint import TRANSPORT_VARIABLE
 from experiments.pairs.process_pair import TIMEOUT_S, ProcessPair
+from pdserve.core.secret import ServiceSecret
 
 
 class HandoffPair(ProcessPair):
@@ -19,7 +20,8 @@ class HandoffPair(ProcessPair):
         super().__init__()
         self.probe = probe
         self.name = f"{shape} blocks over {transport}"
-        self.environment = {TRANSPORT_VARIABLE: transport, SHAPE_VARIABLE: shape}
+        settings = {TRANSPORT_VARIABLE: transport, SHAPE_VARIABLE: shape}
+        self.environment = {**settings, **ServiceSecret.new().environment()}
         self.layout = layout_of(shape)
 
     def unchecked(self, num_bytes: int) -> float:

@@ -9,9 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from experiments import event_loop
 from ops.launch.detach import start_detached, stop_detached
+from ops.launch.state import target_here
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
+from pdserve.client.target import AccessOptions, Target
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 
@@ -22,23 +25,30 @@ _NAMED_PAIRS = 4
 
 class Deployment:
     """One service at a time, as a context manager, which ends the service that it started. Given a ``target``, it never
-    starts or ends one. ``config`` and ``settings`` (dotted keys) apply to every service it starts."""
+    starts or ends one. ``config`` and ``settings`` (dotted keys) apply to every service it starts, ``access`` is how to
+    reach one."""
 
     def __init__(
         self,
         target: str | None = None,
         *,
+        access: AccessOptions | None = None,
         config: Path | None = None,
         settings: Mapping[str, Any] | None = None,
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self.attached = target is not None
-        self._target = target
+        self._access = AccessOptions() if access is None else access
+        self._target = None if target is None else self.reached(target)
         self._config, self._base, self._report = config, dict(settings or {}), report
         self._port: int | None = None
         self._settings: dict[str, Any] | None = None
 
-    def provide(self, settings: Mapping[str, Any]) -> str:
+    def reached(self, target: str) -> Target:
+        """The service at ``target``, with the access that was given."""
+        return Target.of(target, **self._access)
+
+    def provide(self, settings: Mapping[str, Any]) -> Target:
         """The target of a service with these settings. Takes down the current one if it has others. Blocks until the
         new one is ready; raises the error that kept it from starting."""
         if self._target is not None and self.attached:
@@ -62,12 +72,12 @@ class Deployment:
     def status(self) -> ServiceStatus | None:
         """The status of the current service; None if there is none. Waits until every prefill worker has a link to
         every decode worker, so that the links' ceilings are known; NotReady names pairs that get none."""
-        return None if self._target is None else asyncio.run(_linked_status(self._target))
+        return None if self._target is None else event_loop.run(_linked_status(self._target))
 
     def check(self) -> None:
         """Raise NotReady if the current service does not answer any more."""
         if self._target is not None:
-            asyncio.run(_status(self._target))
+            event_loop.run(_status(self._target))
 
     def stop(self) -> None:
         """End the service that was started, if there is one; if it has already ended, report that. After an
@@ -79,10 +89,11 @@ class Deployment:
                 self._report(str(error))
             self._target = self._settings = None
 
-    def _start(self, settings: Mapping[str, Any]) -> str:
+    def _start(self, settings: Mapping[str, Any]) -> Target:
         """Start a service with these settings on top of the configuration; its target once it is ready."""
-        self._port = start_detached(PdserveConfig.load(self._config, {"gateway.port": 0, **settings}))
-        return f"localhost:{self._port}"
+        config = PdserveConfig.load(self._config, {"gateway.port": 0, **settings})
+        self._port = start_detached(config)
+        return self.reached(target_here(config.gateway, self._port))
 
     def _end(self) -> None:
         """End what `_start` started, if anything."""
@@ -107,12 +118,12 @@ class Deployment:
             raise
 
 
-async def _status(target: str) -> ServiceStatus:
+async def _status(target: Target) -> ServiceStatus:
     async with AsyncClient(target) as client:
         return await client.status()
 
 
-async def _linked_status(target: str) -> ServiceStatus:
+async def _linked_status(target: Target) -> ServiceStatus:
     deadline_s = time.monotonic() + _LINK_TIMEOUT_S
     async with AsyncClient(target) as client:
         while missing := _missing_links(status := await client.status()):

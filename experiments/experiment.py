@@ -5,7 +5,6 @@ Measuring and judging are apart. `Experiment.measure` only records rows and fact
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from experiments import event_loop
 from experiments.deployment import Deployment
 from experiments.other_requests import BUSY, OtherRequests
 from experiments.report.page import Report
@@ -24,6 +24,7 @@ from ops.settled import settled
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
 from pdserve.client.status import ServiceStatus
+from pdserve.client.target import AccessOptions, Target
 from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, PdserveError
 from pdserve.version import VERSION
 
@@ -100,7 +101,7 @@ class Bench:
     def __init__(
         self,
         cell: Cell,
-        target: str,
+        target: str | Target,
         record: Callable[[RequestRow], None],
         advance: Callable[[int], None],
         *,
@@ -156,8 +157,8 @@ class Bench:
         return self.record(generation, **place)
 
     def run(self, measuring: Callable[[Bench], Any]) -> None:
-        """Run the coroutine function ``measuring`` in an event loop of its own."""
-        asyncio.run(measuring(self))
+        """Run the coroutine function ``measuring``."""
+        event_loop.run(measuring(self))
 
 
 class RunKind(ABC):
@@ -194,13 +195,14 @@ class RunKind(ABC):
         self,
         target: str | None,
         *,
+        access: AccessOptions,
         config: Path | None,
         settings: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> Deployment:
         """Where the services of the cells run: on this host, or the one at ``target``. ``config`` and ``settings``
-        (dotted keys) are theirs."""
-        return Deployment(target, config=config, settings=settings, report=report)
+        (dotted keys) are theirs, ``access`` is how to reach them."""
+        return Deployment(target, access=access, config=config, settings=settings, report=report)
 
     @abstractmethod
     def summarise(self, run: RunData) -> dict[str, Any]:

@@ -27,9 +27,12 @@ from typing import Any
 import psutil
 
 from experiments.deployment import Deployment
+from ops.launch.state import target_here
 from pdserve.client.sync_client import Client
+from pdserve.client.target import AccessOptions, Target
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import InvalidRequest, LaunchError
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 from worker.spec import WorkerSpec
@@ -173,16 +176,18 @@ class NamespaceDeployment(Deployment):
     def __init__(
         self,
         *,
+        access: AccessOptions | None = None,
         config: Path | None = None,
         settings: Mapping[str, Any] | None = None,
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
         if problem := missing():
             raise InvalidRequest(f"--hosts namespaces: {problem}")
-        super().__init__(config=config, settings=settings, report=report)
+        super().__init__(access=access, config=config, settings=settings, report=report)
         self._hosts: TwoHosts | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: Path | None = None
+        self._environment = {"PATH": _PATH, **ServiceSecret.new().environment()}
 
     def rate(self, gbps: float | None) -> None:
         """Shape the cable while the service runs."""
@@ -196,7 +201,7 @@ class NamespaceDeployment(Deployment):
         if hosts is not None:
             hosts.close()
 
-    def _start(self, settings: Mapping[str, Any]) -> str:
+    def _start(self, settings: Mapping[str, Any]) -> Target:
         if self._hosts is None:
             self._hosts = TwoHosts()
         hosts = self._hosts
@@ -228,7 +233,7 @@ class NamespaceDeployment(Deployment):
                 config=config,
             )
             self._spawn(spec.worker_id, hosts.command(role), f"{role}_worker", json.dumps(spec.to_wire()))
-        target = f"127.0.0.1:{port}"
+        target = self.reached(target_here(config.gateway, port))
         self._wait_ready(target, config.cluster.start_timeout_s)
         return target
 
@@ -237,14 +242,14 @@ class NamespaceDeployment(Deployment):
         with (self._logs / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 [*inside, sys.executable, "-P", "-m", module, *arguments],
-                env={**os.environ, "PATH": _PATH},
+                env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is this process's
             )
 
-    def _wait_ready(self, target: str, timeout_s: float) -> None:
+    def _wait_ready(self, target: Target, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         with Client(target) as client:
             while not (client.ready(1.0) and any(worker.links for worker in client.status().workers)):

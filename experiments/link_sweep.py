@@ -37,6 +37,7 @@ from experiments.statistics import Interval, interval_text, mean_interval
 from ops.doctor.handoff_prediction import HandoffPart, HandoffPlan, LinkRate, Overlap, hiding_gbs, predict
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.status import ServiceStatus
+from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.timeline import Figure
@@ -126,16 +127,17 @@ class LinkSweep(Experiment):
         self,
         target: str | None,
         *,
+        access: AccessOptions,
         config: Path | None,
         settings: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> Deployment:
         """Services on this host, or on two hosts made of namespaces."""
         if self.options.hosts == "local":
-            return super().deployment(target, config=config, settings=settings, report=report)
+            return super().deployment(target, access=access, config=config, settings=settings, report=report)
         if target is not None:
             raise InvalidRequest("--hosts: namespaces starts services itself, and --target names a running one")
-        self._namespaces = NamespaceDeployment(config=config, settings=settings, report=report)
+        self._namespaces = NamespaceDeployment(access=access, config=config, settings=settings, report=report)
         return self._namespaces
 
     def cells(self, attached: ServiceStatus | None) -> list[Cell]:
@@ -477,10 +479,10 @@ def _caveats(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["shaping"] == KERNEL:
         caveats.append(
-            f"tc's token bucket lets a burst of a millisecond pass, but at least two frames; the prediction counts "
-            f"{MTU - 52} bytes of payload in each frame of {MTU + 14} bytes. Shaping costs time of the sender's core, so "
-            "prefills that overlap with a transfer are slower than on hosts whose network card does the work. Control "
-            "messages have a cable of their own, which is not shaped."
+            "tc's token bucket lets a burst of a millisecond pass, but at least two frames; the prediction counts "
+            f"{MTU - 52} bytes of payload in each frame of {MTU + 14} bytes. Shaping costs time of the sender's core, "
+            "so prefills that overlap with a transfer are slower than on hosts whose network card does the work. "
+            "Control messages have a cable of their own, which is not shaped."
         )
     if summary["shaping"] == AS_IT_IS:
         caveats.append(

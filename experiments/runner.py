@@ -20,6 +20,7 @@ from experiments.report.page import Report
 from experiments.run_folder import FinishedCell, RunData, RunFolder
 from experiments.warm_up import NOT_REACHED, not_reached_texts
 from pdserve.client.status import ServiceStatus
+from pdserve.client.target import AccessOptions, Target
 from pdserve.core.errors import InvalidRequest
 
 
@@ -55,15 +56,17 @@ def run_experiment(
     progress: Progress,
     *,
     target: str | None = None,
+    access: AccessOptions | None = None,
     config: Path | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Measure all cells that ``folder`` does not have yet, then write summary and report. ``target``: the running
     service to measure; without it services are started with ``config`` and ``settings`` (dotted keys) and ended again.
+    ``access`` is how to reach them, and not kept in the folder.
     Ctrl-C, SIGTERM and SIGHUP end the run in the middle of its cell; finished cells are kept and reported. A service
     that does not answer any more ends the run with NotReady; its cell is not finished."""
     interrupted = False
-    with _signals_interrupt(), _deployment(experiment, target, config, settings, progress.stage) as deployment:
+    with _signals_interrupt(), _deployment(experiment, target, access, config, settings, progress.stage) as deployment:
         cells = _planned(experiment, deployment)
         finished = _resumed(cells, folder, progress)
         missing = [cell for cell in cells if cell.name not in finished]
@@ -112,12 +115,13 @@ def new_folder(
     root: Path,
     *,
     target: str | None = None,
+    access: AccessOptions | None = None,
     config: Path | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> RunFolder:
     """The folder of a new run in ``root``; its ``config.yaml`` has all that `run_experiment` is to be called with.
     Checks first whether the options can work, and raises what is wrong with them before anything is written."""
-    with _deployment(experiment, target, config, settings, lambda stage: None) as deployment:
+    with _deployment(experiment, target, access, config, settings, lambda stage: None) as deployment:
         _planned(experiment, deployment)
     service = {"target": target, "config": None if config is None else str(config), "settings": dict(settings or {})}
     return RunFolder.create(root, experiment.name, {**experiment.options.model_dump(mode="json"), **service})
@@ -126,12 +130,13 @@ def new_folder(
 def _deployment(
     experiment: Experiment,
     target: str | None,
+    access: AccessOptions | None,
     config: Path | None,
     settings: Mapping[str, Any] | None,
     report: Callable[[str], None],
 ) -> Deployment:
     base = {"model.path": experiment.options.model, **(settings or {})}
-    return experiment.deployment(target, config=config, settings=base, report=report)
+    return experiment.deployment(target, access=access or AccessOptions(), config=config, settings=base, report=report)
 
 
 def _planned(experiment: Experiment, deployment: Deployment) -> list[Cell]:
@@ -179,7 +184,7 @@ def _run_cell(
     experiment: Experiment, cell: Cell, folder: RunFolder, deployment: Deployment, progress: Progress
 ) -> None:
     facts: dict[str, Any] = {}
-    target = ""
+    target: str | Target = ""
     if cell.service is not None:
         target = deployment.provide(cell.service)
         status = deployment.status()

@@ -17,6 +17,7 @@ from experiments.experiment import Experiment
 from experiments.report.page import PAGE, save_index
 from experiments.run_folder import RunFolder, stamped
 from experiments.runner import Outcome, Progress, new_folder, run_experiment
+from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest, PdserveError
 
 SERIES = "series.json"
@@ -89,15 +90,17 @@ class Series:
         """Name, state, answer and folder of every experiment."""
         return [msgspec.to_builtins(entry) for entry in self._saved.entries]
 
-    def run(self, progress: Callable[[str], AbstractContextManager[Progress]]) -> bool:
+    def run(
+        self, progress: Callable[[str], AbstractContextManager[Progress]], access: AccessOptions | None = None
+    ) -> bool:
         """Run what is not finished, in order. An experiment that fails is noted, and the next one begins. Returns
-        whether Ctrl-C ended the series; everything measured until then is kept."""
+        whether Ctrl-C ended the series; everything measured until then is kept. ``access`` is how to reach services."""
         for entry in self._saved.entries:
             if entry.state == FINISHED:
                 continue
             try:
                 with progress(entry.name) as shown:
-                    interrupted = self._run(entry, shown)
+                    interrupted = self._run(entry, shown, access)
             except KeyboardInterrupt:
                 entry.state, interrupted = INTERRUPTED, True
             except (PdserveError, OSError) as error:
@@ -107,12 +110,13 @@ class Series:
                 return True
         return False
 
-    def _run(self, entry: Entry, progress: Progress) -> bool:
+    def _run(self, entry: Entry, progress: Progress, access: AccessOptions | None) -> bool:
         """Run an experiment; returns whether it was interrupted."""
         plan = self._saved.plan
         kind = experiment_of(entry.name)
         service: dict[str, Any] = {
             "target": plan.target,
+            "access": access,
             "config": None if plan.config is None else Path(plan.config),
             "settings": plan.settings,
         }

@@ -1,33 +1,44 @@
-"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS` runs a gateway without Ray. It ends on SIGTERM and with its
-parent."""
+"""`python -m gateway CONFIG_JSON REGISTRY_ADDRESS [OPERATOR_SOCKET]` runs a gateway without Ray. The service's secret
+comes from the environment. It ends on SIGTERM and with its parent. On the Unix socket, in a folder that only operators
+can enter, it gives the status with all addresses and processes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from gateway.gateway_thread import GatewayThread
+from gateway.grpc_api.operator_view import serve_operators
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
+from pdserve.core.logs import set_up_logging
 from pdserve.core.process import end_with_parent
+from pdserve.core.secret import ServiceSecret
 
 
 def main() -> None:
     """Serve until SIGTERM; exits with 1 and one line on stderr if it cannot start."""
     end_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
+    config_json, registry_address, *sockets = sys.argv[1:]
     try:
-        gateway = GatewayThread(PdserveConfig.parse(json.loads(sys.argv[1])), sys.argv[2], "0+no-ray")
+        secret = ServiceSecret.from_environment()
+        config = PdserveConfig.parse(json.loads(config_json))
+        set_up_logging(config.logging)
+        gateway = GatewayThread(config, registry_address, "0+no-ray", secret)
         gateway.start()
     except PdserveError as error:
         sys.exit(f"error: {error}")
-    stop.wait()
+    with contextlib.ExitStack() as serving:
+        for socket in sockets:
+            serving.callback(serve_operators(gateway.status, Path(socket)).stop, None)
+        stop.wait()
     gateway.stop()
 
 

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.model.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
+from gateway.grpc_api.authentication import Authentication
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
 from gateway.grpc_api.keepalive import keepalive_options
 from gateway.grpc_api.malformed import RefuseMalformed
@@ -24,9 +25,12 @@ from gateway.http_api.app import make_app
 from gateway.http_api.generation import Served
 from gateway.http_api.server import HttpServer
 from gateway.inference import Inference, Observer
+from gateway.live import LastRequests, live_view
 from gateway.metrics import Metrics, ServiceState
 from gateway.registry_service import RegistryService
+from gateway.security import security_of
 from gateway.status_report import StatusReport
+from gateway.tls import ServerTls
 from gateway.tokenizer import load_tokenizer
 from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
@@ -36,11 +40,15 @@ from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, NotReady, PdserveError
 from pdserve.core.request import Mode
+from pdserve.core.secret import ServiceSecret
+from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import Role
-from pdserve.pb import worker_pb2_grpc
+from pdserve.pb import inference_pb2 as pb
 from router.placement import WaitMode
 from router.registry import WorkerRegistry
 from router.router import Router
+from worker.authentication import REGISTRY, proven_server
+from worker.messages import MAX_BEAT_BYTES
 
 if TYPE_CHECKING:
     from gateway.tracing import Tracing
@@ -52,8 +60,6 @@ STOPPING = "the service is being stopped; send the request to another one"
 
 MAX_PENDING_CALLS = 1_000_000
 MAX_PENDING_S = 3600
-INTERNAL_MESSAGE_BYTES = 2**20
-"""Size limit of one heartbeat."""
 
 
 def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
@@ -70,9 +76,10 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
 
 
 class Gateway:
-    """``connect`` opens the control connection to a worker that has registered. ``registry_address`` is the internal
-    ``host:port`` that workers report to (port 0: any). ``context_length`` is the model's. `ModelError` if the folder's
-    tokenizer is broken."""
+    """``connect`` opens the control connection to a worker that has registered. Only workers that know ``secret`` can
+    register. ``registry_address`` is the internal ``host:port`` that workers report to (port 0: any).
+    ``context_length`` is the model's. `ModelError` if the folder's tokenizer is broken, `ConfigError` if a file for TLS
+    or tokens is, or the service would be reachable unprotected."""
 
     def __init__(
         self,
@@ -83,6 +90,7 @@ class Gateway:
         context_length: int,
         checkpoint_dtype: str = "",
         connect: Connect,
+        secret: ServiceSecret,
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
         service: str = "",
@@ -90,7 +98,8 @@ class Gateway:
     ) -> None:
         clock = clock or MonotonicClock()
         self._config = config
-        self._service = service
+        self._service, self._secret = service, secret
+        self._security = security = security_of(config.gateway, clock)
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
@@ -125,13 +134,20 @@ class Gateway:
                 {"version": version, "model": self._model},
             )
         )
-        observers: list[Observer] = [self._metrics]
+        self._last = LastRequests()
+        observers: list[Observer] = [self._metrics, self._last]
         self._tracing: Tracing | None = None
         if config.gateway.otlp_endpoint is not None:
             self._tracing = _tracing_to(config.gateway.otlp_endpoint, clock, version)
             observers.append(self._tracing)
         self._inference = Inference(
-            self.router, tokenizer, report.limits, clock, config.gateway.default_timeout_s, observers
+            self.router,
+            tokenizer,
+            report.limits,
+            security.callers,
+            clock,
+            config.gateway.default_timeout_s,
+            observers,
         )
         self._port = 0
         self._http: HttpServer | None = None
@@ -169,21 +185,23 @@ class Gateway:
     async def start(self) -> None:
         """Listen on all ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
-        options = [*_options(self._max_message_bytes), *keepalive_options()]
-        public = grpc.aio.server(options=options, interceptors=[RefuseMalformed()])
-        internal = grpc.aio.server(options=_options(INTERNAL_MESSAGE_BYTES))
+        public = grpc.aio.server(
+            options=[*_options(self._max_message_bytes), *keepalive_options()],
+            interceptors=[Authentication(self._inference.identify), RefuseMalformed()],
+        )
+        proofs = StreamListener(self._secret, REGISTRY.purpose, "")
+        registry = RegistryService(self._directory, uuid.uuid4().hex, self._service)
+        internal = proven_server(REGISTRY, proofs, registry.serve, MAX_BEAT_BYTES)
         # The type stubs know the threaded servicer only.
         checks = self._checks = health.aio.HealthServicer()
         await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        InferenceServicer(self._inference, self._report.message).add_to(public)
+        InferenceServicer(self._inference, self._report.public).add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
-        worker_pb2_grpc.add_RegistryServicer_to_server(
-            RegistryService(self._directory, uuid.uuid4().hex, self._service), internal
-        )
-        self._port = _listen(public, config.host, config.port, "gateway.port")
+        self._port = _listen(public, config.host, config.port, "gateway.port", self._security.tls)
         self._registry_port = _listen(internal, self._registry_host, self._registry_port, "the workers' registry port")
+        proofs.address = self.registry_address
         self._http = self._make_http()
         await internal.start()
         await public.start()
@@ -217,6 +235,10 @@ class Gateway:
             self._report.expected.pop(worker_id, None)
         await self._directory.retire(worker_ids, drain_s)
 
+    def status(self) -> pb.GetStatusResponse:
+        """The status for operators, with the addresses and processes of the service."""
+        return self._report.message()
+
     def drain(self) -> int:
         """Refuse new requests (UNAVAILABLE). Returns the number of requests in progress, which go on, with retries,
         until `stop`."""
@@ -247,7 +269,11 @@ class Gateway:
         if not config.served_http_port:
             return None
         served = Served(self._inference, self._model, self._chat_template, self._max_message_bytes)
-        return HttpServer(make_app(served, self._version, lambda: self.problem, self._metrics.text), config.host, config.served_http_port)
+        app = make_app(served, self._version, lambda: self.problem, self._metrics.text, self._live_view)
+        return HttpServer(app, config.host, config.served_http_port, self._security.tls)
+
+    def _live_view(self) -> dict[str, Any]:
+        return live_view(self._inference, self._report.message, self._last)
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:
@@ -295,9 +321,12 @@ def _tracing_to(endpoint: str, clock: Clock, version: str) -> Tracing:
     return tracing_to(endpoint, clock, version)
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
+def _listen(server: grpc.aio.Server, host: str, port: int, what: str, tls: ServerTls | None = None) -> int:
+    address = join_address(host, port)
     try:
-        return server.add_insecure_port(join_address(host, port))
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.grpc_credentials())
     except RuntimeError:
         raise LaunchError(
             f"{what}: {port} is in use on {host} (or {host} is not this host's); choose another"

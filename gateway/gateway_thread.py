@@ -7,25 +7,32 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Collection, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from engine.model.source import resolve_model
 from gateway.gateway import Gateway
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
+from pdserve.pb import inference_pb2 as pb
 from worker.client import WorkerClient
 
 START_TIMEOUT_S = 30.0
-DRAIN_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
 
 
 class GatewayThread:
-    """A gateway on a thread of this process. ModelError if the model cannot be read. Methods raise LaunchError if the
-    gateway does not answer."""
+    """A gateway of the service with this ``secret``, on a thread of this process. ModelError if the model cannot be
+    read. Methods raise LaunchError if the gateway does not answer."""
 
-    def __init__(self, config: PdserveConfig, registry_address: str, version: str, service: str = "") -> None:
+    def __init__(
+        self, config: PdserveConfig, registry_address: str, version: str, secret: ServiceSecret, service: str = ""
+    ) -> None:
         model = resolve_model(config.model.path)
         self._gateway = Gateway(
             config,
@@ -33,7 +40,8 @@ class GatewayThread:
             model_folder=model.folder,
             context_length=model.shape.max_position_embeddings,
             checkpoint_dtype=model.shape.dtype,
-            connect=WorkerClient.connect,
+            connect=partial(WorkerClient.connect, secret=secret),
+            secret=secret,
             registry_address=registry_address,
             version=version,
             service=service,
@@ -60,12 +68,11 @@ class GatewayThread:
 
     def drain(self) -> int:
         """See `Gateway.drain`."""
-        future: concurrent.futures.Future[int] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(lambda: future.set_result(self._gateway.drain()))
-        try:
-            return future.result(DRAIN_TIMEOUT_S)
-        except concurrent.futures.TimeoutError:
-            raise LaunchError(f"the gateway did not answer within {DRAIN_TIMEOUT_S:.0f} s") from None
+        return self._ask(self._gateway.drain)
+
+    def status(self) -> pb.GetStatusResponse:
+        """See `Gateway.status`."""
+        return self._ask(self._gateway.status)
 
     def stop(self, grace_s: float = 1.0) -> None:
         """See `Gateway.stop`."""
@@ -75,6 +82,15 @@ class GatewayThread:
             self._on_loop(self._gateway.stop(grace_s), grace_s + 5.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """The answer of the gateway, which is asked on its thread."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(lambda: future.set_result(question()))
+        try:
+            return future.result(ANSWER_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            raise LaunchError(f"the gateway did not answer within {ANSWER_TIMEOUT_S:.0f} s") from None
 
     def _on_loop(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -8,7 +8,9 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
+from gateway.quota import Permit
 from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
@@ -25,6 +27,7 @@ from gateway.validation import (
 from pdserve.core.clock import Clock
 from pdserve.core.errors import NotReady, PdserveError
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.logs import bind_request
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, EventKind
@@ -36,9 +39,11 @@ _EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A call that was admitted: when it came, on the gateway's clock, by when it has to end, and the client's
-    ``traceparent`` (W3C Trace Context; empty without one)."""
+    """A call that was admitted: whose it is, when it came, on the gateway's clock, by when it has to end, and the
+    client's ``traceparent`` (W3C Trace Context; empty without one)."""
 
+    caller: Caller
+    permit: Permit
     received_s: float
     deadline: Deadline
     traceparent: str = ""
@@ -67,6 +72,10 @@ class Completion:
     finish_reason: FinishReason
 
 
+class ClientLeft(Exception):
+    """The client closed the connection of a call."""
+
+
 class Observer(Protocol):
     """Is told of every request, for metrics or traces. Must not raise."""
 
@@ -79,11 +88,11 @@ class Observer(Protocol):
         ...
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
-        """A request ended with ``error``. Without an ``arrival``, it was not admitted."""
+        """A call ended with ``error``. Without an ``arrival``, it was not admitted."""
         ...
 
     def cancelled(self) -> None:
-        """A request's client cancelled it."""
+        """A call's client cancelled it."""
         ...
 
 
@@ -96,6 +105,7 @@ class Inference:
         router: Router,
         tokenizer: Tokenizer | None,
         limits: Callable[[], Limits | None],
+        callers: Callers,
         clock: Clock,
         default_timeout_s: float,
         observers: Sequence[Observer] = (),
@@ -107,31 +117,60 @@ class Inference:
         """Calls that have been admitted and have not ended."""
         self._router = router
         self._limits = limits
+        self._callers = callers
         self._clock = clock
         self._default_timeout_s = default_timeout_s
         self._observers = tuple(observers)
+        self.running: dict[str, RequestRecord] = {}
+        """Requests whose prompt has been read and that have not ended, by id, the oldest first."""
         self._in_use: set[str] = set()
         self._being_read = 0  # requests whose prompt is being tokenized or waits for it
 
+    def identify(self, authorization: str) -> Caller:
+        """Who makes a call with this value of the header ``authorization`` (empty: there is none). `Unauthenticated` if
+        it has no valid token and needs one."""
+        try:
+            return self._callers.identify(authorization)
+        except PdserveError as error:
+            self._note_failure(error, None)
+            raise
+
     @contextmanager
-    def admission(self, timeout_s: float | None, traceparent: str = "") -> Iterator[Arrival]:
+    def admission(self, caller: Caller, timeout_s: float | None, traceparent: str = "") -> Iterator[Arrival]:
         """Admit a call, which counts as in progress until the context ends, before its message is parsed.
-        ``timeout_s`` is the client's (None: the default). `NotReady` while draining, `CapacityExceeded` if the queue
-        is full."""
+        ``timeout_s`` is the client's (None: the default). Observers are told of the error or the `ClientLeft` that
+        ends the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
+        limit."""
         received_s = self._clock.now()
+        permit = Permit(caller.quota)
         try:
             if self.draining is not None:
                 raise NotReady(*self.draining.args)
             self._router.arrived(self._being_read)
+            permit.take(1)
         except PdserveError as error:
             self._note_failure(error, None)
             raise
+        timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
+        arrival = Arrival(caller, permit, received_s, Deadline(received_s + timeout_s, self._clock), traceparent)
         self.in_progress += 1
         try:
-            timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
-            yield Arrival(received_s, Deadline(received_s + timeout_s, self._clock), traceparent)
+            yield arrival
+        except PdserveError as error:
+            self._note_failure(error, arrival)
+            raise
+        except (asyncio.CancelledError, ClientLeft):
+            for observer in self._observers:
+                observer.cancelled()
+            raise
         finally:
             self.in_progress -= 1
+            permit.end()
+
+    def admit_outputs(self, arrival: Arrival, count: int) -> None:
+        """Have the ``count`` outputs of a call count as so many requests of its caller. `CapacityExceeded` if they
+        exceed a limit."""
+        arrival.permit.take(count - 1)  # the call itself counts as the first
 
     def within(self, arrival: Arrival, timeout_s: float) -> Arrival:
         """``arrival`` with the deadline that the client has set."""
@@ -152,41 +191,29 @@ class Inference:
         """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers.
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
-        try:
-            async with aclosing(self._generate(submission, arrival)) as outputs:
-                async for output in outputs:
-                    yield output
-        except PdserveError as error:
-            self._note_failure(error, arrival)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            for observer in self._observers:
-                observer.cancelled()
-            raise
-
-    def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
-        for observer in self._observers:
-            observer.failed(error, arrival)
-
-    async def _generate(
-        self, submission: Submission, arrival: Arrival
-    ) -> AsyncGenerator[OutputToken | Completion, None]:
         request_id = request_id_of(submission.request_id, self._in_use)
+        bind_request(request_id)
         self._in_use.add(request_id)
         try:
             self._being_read += 1
             try:
-                reading = self._read(submission, request_id)
+                reading = self._read(submission, request_id, arrival)
                 request = await arrival.deadline.bound(reading, "its prompt was tokenized")
             finally:
                 self._being_read -= 1
             record = RequestRecord(request, arrival.deadline)
             record.timeline.record(EventKind.RECEIVED, GATEWAY, arrival.received_s)
+            self.running[request_id] = record
             async with aclosing(self._tokens(record, arrival)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
+            self.running.pop(request_id, None)
             self._in_use.discard(request_id)
+
+    def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
+        for observer in self._observers:
+            observer.failed(error, arrival)
 
     def _limits_for(self, mode: Mode) -> Limits:
         limits = self._limits()
@@ -195,7 +222,7 @@ class Inference:
             raise self._router.registry.unavailable(run_mode) or NotReady("no worker has registered; try again")
         return limits
 
-    async def _read(self, submission: Submission, request_id: str) -> Request:
+    async def _read(self, submission: Submission, request_id: str, arrival: Arrival) -> Request:
         check_salt(submission.salt)
         check_sampling(submission.sampling, self.tokenizer)
         limits = self._limits_for(submission.mode)
@@ -203,11 +230,11 @@ class Inference:
         check_logit_bias(submission.sampling, limits.vocab_size)
         prompt = await prompt_of(submission, self.tokenizer, limits)
         sampling = seeded(fit_max_tokens(submission, len(prompt), limits))
-        return Request(request_id, prompt, sampling, submission.mode, salt=submission.salt)
+        arrival.caller.quota.spend_prompt(len(prompt))
+        salt = arrival.caller.salt_of(submission.salt)
+        return Request(request_id, prompt, sampling, submission.mode, salt=salt)
 
-    async def _tokens(
-        self, record: RequestRecord, arrival: Arrival
-    ) -> AsyncGenerator[OutputToken | Completion, None]:
+    async def _tokens(self, record: RequestRecord, arrival: Arrival) -> AsyncGenerator[OutputToken | Completion, None]:
         request, timeline, now = record.request, record.timeline, self._clock.now
         detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
         output = OutputText(detokenizer, request.sampling.stop)
@@ -217,6 +244,7 @@ class Inference:
         async with aclosing(generation):
             index, before_s = 0, 0.0
             async for token in generation:
+                arrival.caller.quota.spend(1)
                 text = output.add(token.token_id)
                 if token.finish_reason is not None:
                     finish_reason = token.finish_reason

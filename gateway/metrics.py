@@ -5,9 +5,9 @@ from 100 µs, because the stages of a small model are that short. docs/operation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,8 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import TransferProof
 from pdserve.core.timeline import EventKind, Figure
 from router.registered_worker import RegisteredWorker
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a time series beside every counter that nobody reads
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -58,7 +60,9 @@ class Metrics:
         self._ready = latency("kv_request_to_ready", "From a request's arrival at decode to its KV", *_PAIR)
         self._kv_bytes = counter("kv_bytes", "KV bytes that arrived and were verified", *_PAIR)
         self._kv_retried = counter("kv_bytes_retried", "KV bytes that had to be sent again", *_PAIR)
-        self._kv_blocks = counter("kv_blocks", "KV blocks sent, and blocks skipped because decode had them", *_PAIR, "what")
+        self._kv_blocks = counter(
+            "kv_blocks", "KV blocks sent, and blocks skipped because decode had them", *_PAIR, "what"
+        )
 
     def gap(self, seconds: float) -> None:
         """A token came ``seconds`` after the one before."""
@@ -118,7 +122,7 @@ class ServiceState(Collector):
 
     def __init__(
         self,
-        workers: Callable[[], list[RegisteredWorker]],
+        workers: Callable[[], Sequence[RegisteredWorker]],
         load: Callable[[], tuple[int, int]],
         ready: Callable[[], bool],
         about: dict[str, str],
@@ -164,9 +168,7 @@ class ServiceState(Collector):
             "prompt_tokens_looked_up", "Prompt tokens looked up in the prefix cache",
             lambda w: w.load.prompt_tokens_looked_up,
         )  # fmt: skip
-        yield counter(
-            "prompt_tokens_cached", "Of these, tokens that were found", lambda w: w.load.prompt_tokens_cached
-        )
+        yield counter("prompt_tokens_cached", "Of these, tokens that were found", lambda w: w.load.prompt_tokens_cached)
         refused = CounterMetricFamily(
             "pdserve_worker_kv_refused", "KV messages that the worker refused", labels=(*labels, "reason")
         )

@@ -55,8 +55,20 @@ class StatusReport:
             )
         return self._limits
 
+    def public(self) -> pb.GetStatusResponse:
+        """The current status without internals of the service: addresses that only its own parts connect to, and
+        process ids."""
+        status = self.message()
+        status.ClearField("pid")
+        for worker in status.workers:
+            worker.ClearField("address")
+            worker.ClearField("kv_addresses")
+            worker.ClearField("pid")
+            worker.ClearField("engine_pid")
+        return status
+
     def message(self) -> pb.GetStatusResponse:
-        """The current status."""
+        """The current status, for operators."""
         registered = {worker.worker_id for worker in self._registry.workers}
         awaited = [
             pb.WorkerStatus(worker_id=worker_id, role=role, state="awaited")

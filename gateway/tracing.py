@@ -1,7 +1,7 @@
 """OpenTelemetry traces: a span for every request, and within it one for each stage of its breakdown.
 
-The spans are made when the request has ended, from the events of its timeline, on the gateway's clock. So tracing costs a
-running request nothing, and a span is exactly as long as the stage in the breakdown."""
+The spans are made when the request has ended, from the events of its timeline, on the gateway's clock. So tracing costs
+a running request nothing, and a span is exactly as long as the stage in the breakdown."""
 
 from __future__ import annotations
 

@@ -2,15 +2,15 @@
 into the other's.
 
     KVReceiver's side                                      KVSender's side
-    listen() → endpoint                ←── handshake ───   connect(endpoint) → KVLink
+    listen() → endpoint                ←─── proofs ─────   connect(endpoint) → KVLink
     accept() → KVLink
     link.recv() → Message              ←─── messages ───   link.send(header, await link.payload(regions))
     await link.fetch(regions)          ←── the regions ─
     link.send(header)                  ──── answers ───→   link.recv() → Message
 
-A transport knows the memory of its worker's pool, and knows nothing about requests or blocks. A one-sided transport
-announces where a payload lies, and the receiver fetches it from the sender's memory. With a streaming transport, the
-bytes follow the announcement.
+A transport knows the memory of its worker's pool and the service's secret, and nothing about requests or blocks. A
+one-sided transport announces where a payload lies, and the receiver fetches it from the sender's memory. With a
+streaming transport, the bytes follow the announcement.
 """
 
 from __future__ import annotations
@@ -142,6 +142,11 @@ class KVTransport(ABC):
     note = ""
     """What users have to know about its links. It follows the reason for which a pair uses the transport."""
 
+    @property
+    @abstractmethod
+    def unproven(self) -> int:
+        """How many peers were refused because they did not prove that they know the service's secret."""
+
     @abstractmethod
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept links on ``host``, an address that peers can reach, and ``port`` (0: any free port; ignored by
@@ -149,11 +154,13 @@ class KVTransport(ABC):
 
     @abstractmethod
     async def accept(self) -> KVLink:
-        """Wait for the next link that a peer opens. PeerLost when this transport is closed."""
+        """Wait for the next link that a peer opens, which has proven that it knows the service's secret. PeerLost when
+        this transport is closed."""
 
     @abstractmethod
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """Open a link. TransferTimeout or PeerLost if the peer does not answer in time."""
+        """Open a link, and prove to each other that both ends know the service's secret. TransferTimeout or PeerLost if
+        the peer does not answer in time, TransferRefused if it does not know the secret."""
 
     def obstacle(self, endpoint: KVEndpoint) -> str | None:
         """The reason why `connect` cannot reach the endpoint, if that is known without trying."""

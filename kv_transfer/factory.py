@@ -11,6 +11,7 @@ from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from kv_transfer.transports.shaped import SHAPEABLE, Shape, ShapedTransport
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.secret import ServiceSecret
 
 TRANSPORTS = ("shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
 
@@ -88,39 +89,41 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
     )
 
 
-def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0, shape: Shape | None = None) -> KVTransport:
-    """Create the transport ``name`` (from `offered_transports`) for a worker whose pool lies in ``memory``.
-    ``timeout_s`` bounds a send that makes no progress. ``shape``: that of its links, if they are to be shaped.
-    ConfigError if the transport cannot be used here."""
+def create_transport(
+    name: str, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0, shape: Shape | None = None
+) -> KVTransport:
+    """Create the transport ``name`` (from `offered_transports`) for a worker of the service with this ``secret`` whose
+    pool lies in ``memory``. ``timeout_s`` bounds a send that makes no progress. ``shape``: that of its links, if they
+    are to be shaped. ConfigError if the transport cannot be used here."""
     if shape is not None:
         offered_transports(name, device="cuda" if memory.on_device else "cpu", shaped=True)
-        return ShapedTransport(create_transport(name, memory, timeout_s=timeout_s), shape)
+        return ShapedTransport(create_transport(name, memory, secret, timeout_s=timeout_s), shape)
     # Imported here, because each transport needs its own libraries.
     if name == "shm" and isinstance(memory, HostMemory):
         from kv_transfer.transports.shm import ShmTransport
 
-        return ShmTransport(memory, timeout_s=timeout_s)
+        return ShmTransport(memory, secret, timeout_s=timeout_s)
     if name == "cuda_ipc" and isinstance(memory, DeviceMemory):
         from kv_transfer.transports.cuda_ipc import CudaIpcTransport, gpu_of
 
-        return CudaIpcTransport(memory, gpu_of(memory), timeout_s=timeout_s)
+        return CudaIpcTransport(memory, secret, gpu_of(memory), timeout_s=timeout_s)
     if name == "tcp":
         from kv_transfer.transports.tcp import TcpTransport
 
-        return TcpTransport(memory, timeout_s=timeout_s)
+        return TcpTransport(memory, secret, timeout_s=timeout_s)
     if name == "grpc_stream":
         from kv_transfer.transports.grpc_stream import GrpcStreamTransport
 
-        return GrpcStreamTransport(memory, timeout_s=timeout_s)
+        return GrpcStreamTransport(memory, secret, timeout_s=timeout_s)
     if name == "torch_dist":
         from kv_transfer.transports.torch_dist import TorchDistTransport
 
         offered_transports(name, device="cuda" if memory.on_device else "cpu")
-        return TorchDistTransport(memory, backend="nccl" if memory.on_device else "gloo", timeout_s=timeout_s)
+        return TorchDistTransport(memory, secret, backend="nccl" if memory.on_device else "gloo", timeout_s=timeout_s)
     if name == "nixl":
         from kv_transfer.transports.nixl import NixlTransport
 
-        return NixlTransport(memory, timeout_s=timeout_s)
+        return NixlTransport(memory, secret, timeout_s=timeout_s)
     raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(TRANSPORTS)}")
 
 

@@ -1,5 +1,5 @@
-"""The handshake on a new link: before any request, the two workers compare layouts and incarnations, and measure the
-link. `kv_transfer.link_rate` defines what is measured.
+"""The handshake on a new link, whose transport has proven both ends: before any request, the two workers compare
+layouts and incarnations, and measure the link. `kv_transfer.link_rate` defines what is measured.
 
 `introduce`, `measure`, `survey`, `greet` and `dismiss` have no time limit: put a timeout around them.
 """

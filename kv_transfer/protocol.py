@@ -168,8 +168,9 @@ Header = Hello | HelloOk | Probe | Probed | Rated | Announce | Open | Blocks | A
 
 
 class Reason(StrEnum):
-    """Why a receiver refuses a message; the keys of its counters."""
+    """Why a receiver refuses a message, or (unproven) its transport a peer; the keys of its counters."""
 
+    UNPROVEN = "unproven"
     MALFORMED = "malformed"
     LAYOUT = "layout"
     STALE_EPOCH = "stale_epoch"

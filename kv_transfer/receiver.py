@@ -81,8 +81,9 @@ class KVReceiver:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """How many messages were refused, by `Reason`."""
-        return dict(self._refused)
+        """How many messages, and peers that did not know the service's secret, were refused, by `Reason`."""
+        unproven = sum(transport.unproven for transport in self._transports)
+        return {**self._refused, **({Reason.UNPROVEN: unproven} if unproven else {})}
 
     async def start(self, host: str, port: int = 0) -> tuple[KVEndpoint, ...]:
         """Listen on ``host`` with every transport, and serve every link. The i-th transport uses ``port`` + i if it

@@ -1,4 +1,5 @@
-"""Bounds on strangers: peers that have connected and not introduced themselves yet."""
+"""Bounds on strangers: peers that have connected, and have not proven that they know the service's secret, or not
+introduced themselves yet."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+
+from pdserve.core.limited_log import LimitedLog
 
 INTRODUCTION_S = 5.0
 """How long a peer has to introduce itself after its connection was accepted."""
@@ -15,7 +18,7 @@ PATIENCE_S = 1.0
 """A stranger is not closed in favour of another one before this time. Workers introduce themselves within
 milliseconds."""
 MAX_HELLO_BYTES = 16 * 2**10
-"""The largest header that a stranger may send. It may send no payload."""
+"""The largest header that a stranger may send, once it is proven. It may send no payload."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class Stranger:
         """Close the connection, after which the stranger leaves."""
         if not self.turned_away and self.cut is not None:
             self.turned_away = True
-            _log.warning("a peer's connection was closed: %s (%s)", why, self._strangers.name)
+            self._strangers.complain(why)
             self.cut(why)
 
     def leave(self) -> None:
@@ -59,6 +62,7 @@ class Strangers:
         self._limit, self._introduction_s = limit, introduction_s
         self._present: dict[Stranger, None] = {}  # the oldest first
         self._left = asyncio.Event()
+        self._complaints = LimitedLog(_log)
 
     def __len__(self) -> int:
         return len(self._present)
@@ -78,6 +82,10 @@ class Strangers:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._left.wait()
+
+    def complain(self, why: str) -> None:
+        """Log that a stranger's connection was closed, for this reason. A flood of them is not logged."""
+        self._complaints.warning(f"a peer's connection was closed: {why} ({self.name})")
 
     def enter(self) -> Stranger:
         """Add a stranger. The caller has waited for `room`."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PdserveError,
         RequestAborted,
         TransferError,
+        Unauthenticated,
         WorkerLost,
     )
     from pdserve.core.request import Mode
@@ -66,6 +67,7 @@ _HOME = {
     "TopLogprob": "pdserve.client.generation",
     "TransferDetails": "pdserve.client.generation",
     "TransferError": "pdserve.core.errors",
+    "Unauthenticated": "pdserve.core.errors",
     "WorkerLost": "pdserve.core.errors",
 }
 
@@ -97,6 +99,7 @@ __all__ = [
     "TopLogprob",
     "TransferDetails",
     "TransferError",
+    "Unauthenticated",
     "WorkerLost",
 ]
 

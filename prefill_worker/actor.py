@@ -14,9 +14,10 @@ from worker.process import ActorBody
 class PrefillWorkerActor(ActorBody):
     """Everything but Ray is in `worker.process` and below."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], secret: str) -> None:
         super().__init__(
             spec,
+            secret,
             ROLES,
             node=ray.util.get_node_ip_address(),
             restarted=ray.get_runtime_context().was_current_actor_reconstructed,

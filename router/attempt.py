@@ -109,6 +109,11 @@ class Attempt:
         self._assignment.end()
 
     @property
+    def attempt_id(self) -> str:
+        """Its id on the workers."""
+        return self._request.attempt_id
+
+    @property
     def age_s(self) -> float:
         """Seconds since its workers were chosen."""
         return self._clock.now() - self._placed_s

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from pdserve.core.clock import Clock
 from pdserve.core.config import KVFailurePolicy, RouterConfig
 from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError
+from pdserve.core.logs import bind_request
 from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
 from router.arrivals import Arrivals
@@ -148,6 +149,7 @@ class Generation:
                     router._arrivals,
                     router._config.first_token == "decode",
                 )
+                bind_request(request_id, attempt.attempt_id)
                 try:
                     async with attempt, aclosing(attempt.tokens()) as tokens:
                         async for token in tokens:

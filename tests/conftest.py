@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.certificates import certificates
+
+__all__ = ["certificates"]
+
 # Small models are computed quicker by one thread than by two that wait for each other, above all on a busy machine.
 # Engines set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ import psutil
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
 from pdserve.core.config import PdserveConfig
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from tests.planted import delays
 from worker.spec import WorkerSpec
@@ -77,7 +79,8 @@ def _claimed(port: int) -> socket.socket | None:
 
 class LocalCluster:
     """Gateway and workers, ended by id in `close`. ``settings`` are sections of the configuration file; ``in_worker``
-    runs in the named process before it becomes a worker. ``delays_ms`` are planted by stage (`tests.planted`)."""
+    runs in the named process before it becomes a worker. ``delays_ms`` are planted by stage (`tests.planted`).
+    ``token`` is what the gateway asks for, if it does."""
 
     def __init__(
         self,
@@ -88,18 +91,24 @@ class LocalCluster:
         in_worker: Mapping[str, Callable[[], None]] | None = None,
         device: str = "cpu",
         delays_ms: Mapping[str, float] | None = None,
+        token: str = "",
     ) -> None:
         gateway = {"host": "127.0.0.1", "port": free_port()}
         cluster = {"prefill": prefill, "decode": decode, "device": device, "oversubscribe": True}
         self.config = PdserveConfig.parse(
             {**settings, "gateway": {**gateway, **settings.get("gateway", {})}, "cluster": cluster}
         )
+        self.secret = ServiceSecret.new()
         self.registry = f"127.0.0.1:{free_port()}"
         self.target = f"127.0.0.1:{self.config.gateway.port}"
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")  # only for this user
+        self.operator = f"unix:{self._folder.name}/operator"
+        """Where the gateway tells addresses and processes."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._device = device
         self._in_worker = dict(in_worker or {})
         self._delays_ms = delays_ms
+        self._token = token
         self._num_slots = prefill + decode
         self.start_gateway()
         names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
@@ -109,7 +118,9 @@ class LocalCluster:
     def start_gateway(self) -> None:
         """Start the gateway (again)."""
         module = "gateway" if self._delays_ms is None else "tests.planted.gateway"
-        self._spawn("gateway", module, self.config.model_dump_json(), self.registry)
+        self._spawn(
+            "gateway", module, self.config.model_dump_json(), self.registry, self.operator.removeprefix("unix:")
+        )
 
     def start_worker(self, role: Role, index: int, **changes: Any) -> None:
         """Start a worker (again); ``changes`` replace sections of its configuration."""
@@ -137,7 +148,12 @@ class LocalCluster:
     def _spawn(self, name: str, module: str, *arguments: str) -> None:
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
-            env={**os.environ, **delays.environment(self._delays_ms or {}), "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                **delays.environment(self._delays_ms or {}),
+                **self.secret.environment(),
+                "PYTHONPATH": str(ROOT),
+            },
             stdin=subprocess.DEVNULL,
             preexec_fn=self._in_worker.get(name),
         )
@@ -146,7 +162,7 @@ class LocalCluster:
         """Return once every worker that runs is ready, and each prefill worker connected to each decode worker;
         AssertionError at once if a process ended instead."""
         deadline_s = time.monotonic() + timeout_s
-        with Client(self.target) as client:
+        with Client(self.target, token=self._token) as client:
             while not (client.ready(1.0) and self._all_met(client.status())):
                 ended = [name for name, process in self.processes.items() if process.poll() is not None]
                 assert not ended, f"{ended} ended while starting"
@@ -167,10 +183,15 @@ class LocalCluster:
         if signum == signal.SIGKILL:
             self.processes[name].wait(10)
 
+    def inside(self) -> ServiceStatus:
+        """The status with the addresses and processes of workers."""
+        with Client(self.operator) as client:
+            return client.status()
+
     def wait_idle(self, timeout_s: float = 60.0) -> ServiceStatus:
         """The status once no block is in use; the last one if that does not happen in time."""
         deadline_s = time.monotonic() + timeout_s
-        with Client(self.target) as client:
+        with Client(self.target, token=self._token) as client:
             while True:
                 status = client.status()
                 if leaked_blocks(status) == 0 or time.monotonic() > deadline_s:
@@ -192,6 +213,7 @@ class LocalCluster:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()
+        self._folder.cleanup()
         _, alive = psutil.wait_procs(family, timeout=5)
         for process in alive:
             process.kill()
@@ -230,10 +252,11 @@ def local_cluster(
     in_worker: Mapping[str, Callable[[], None]] | None = None,
     device: str = "cpu",
     delays_ms: Mapping[str, float] | None = None,
+    token: str = "",
 ) -> Iterator[LocalCluster]:
     """A `LocalCluster` that is ready, and gone afterwards."""
     cluster = LocalCluster(
-        settings, prefill=prefill, decode=decode, in_worker=in_worker, device=device, delays_ms=delays_ms
+        settings, prefill=prefill, decode=decode, in_worker=in_worker, device=device, delays_ms=delays_ms, token=token
     )
     try:
         cluster.wait_ready()

@@ -13,7 +13,10 @@ from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.secret import ServiceSecret
 
+SECRET = ServiceSecret(bytes(range(32)))
+"""Of the services that tests make."""
 SHAPED = "shaped "
 SHAPE = Shape(gbps=16.0, round_trip_ms=4.0)
 """Of transports whose names begin with `SHAPED`."""
@@ -57,6 +60,7 @@ class LoopbackTransport(KVTransport):
     """Finds its peers in a table of this process. ``timeout_s`` bounds one send."""
 
     name = "loopback"
+    unproven = 0
 
     def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
         self._memory, self._timeout_s = memory, timeout_s
@@ -103,10 +107,17 @@ class LoopbackTransport(KVTransport):
         self._links.clear()
 
 
-def create_transport(name: str, memory: Memory, *, timeout_s: float = 10.0, shape: Shape | None = None) -> KVTransport:
+def create_transport(
+    name: str,
+    memory: Memory,
+    secret: ServiceSecret = SECRET,
+    *,
+    timeout_s: float = 10.0,
+    shape: Shape | None = None,
+) -> KVTransport:
     """As `kv_transfer.factory.create_transport`, which does not know ``loopback`` and ``shaped NAME``."""
     if name == "loopback":
         return LoopbackTransport(memory, timeout_s=timeout_s)
     if name.startswith(SHAPED):
-        return factory.create_transport(name.removeprefix(SHAPED), memory, timeout_s=timeout_s, shape=SHAPE)
-    return factory.create_transport(name, memory, timeout_s=timeout_s, shape=shape)
+        return factory.create_transport(name.removeprefix(SHAPED), memory, secret, timeout_s=timeout_s, shape=SHAPE)
+    return factory.create_transport(name, memory, secret, timeout_s=timeout_s, shape=shape)

@@ -16,12 +16,11 @@ from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
 from pdserve.core.handoff import KVPeer
 from pdserve.core.request import Request
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.timeline import ClockOffset
 from pdserve.core.worker import TokenOutput, WorkerInfo
-from pdserve.pb import worker_pb2 as pb
-from pdserve.pb import worker_pb2_grpc
+from worker.authentication import CONTROL, open_stream, stream_channel
 from worker.messages import (
-    CONTROL_OPTIONS,
     MAX_CONTROL_BYTES,
     TO_GATEWAY,
     Abort,
@@ -33,7 +32,7 @@ from worker.messages import (
     Reply,
     Run,
     Work,
-    to_frame,
+    encode,
 )
 
 log = logging.getLogger(__name__)
@@ -49,15 +48,16 @@ Item = TokenOutput | PdserveError
 class WorkerClient:
     """A connected worker, created by `connect`. It cannot be used again after `aclose` or the worker's death."""
 
-    def __init__(self, info: WorkerInfo, *, clock: Clock | None = None) -> None:
+    def __init__(self, info: WorkerInfo, secret: ServiceSecret, *, clock: Clock | None = None) -> None:
         self.info = info
+        self._secret = secret
         self.clock = ClockOffset(0.0, 0.0)
         self._time = clock or MonotonicClock()
-        self._channel: grpc.aio.Channel = grpc.aio.insecure_channel(info.control_address, options=CONTROL_OPTIONS)
+        self._channel = stream_channel(info.control_address, MAX_CONTROL_BYTES)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[Item]] = {}
-        self._outgoing: asyncio.Queue[pb.Frame | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._samples: deque[ClockOffset] = deque(maxlen=PING_WINDOW)
         self._tasks: list[asyncio.Task[None]] = []
         self._lost = False
@@ -67,13 +67,14 @@ class WorkerClient:
     async def connect(
         cls,
         info: WorkerInfo,
+        secret: ServiceSecret,
         *,
         clock: Clock | None = None,
         timeout_s: float = 5.0,
     ) -> WorkerClient:
         """Open the control stream and measure the clock offset. WorkerLost or DeadlineExceeded if the worker does not
-        answer within ``timeout_s``."""
-        client = cls(info, clock=clock)
+        answer within ``timeout_s``, WorkerLost if it does not know the service's ``secret``."""
+        client = cls(info, secret, clock=clock)
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
             await client._call(Ping(client._next_id()), timeout_s)
@@ -124,7 +125,7 @@ class WorkerClient:
     def beat_now(self) -> None:
         """Have the worker send its next heartbeat at once. Never raises."""
         with contextlib.suppress(WorkerLost):
-            self._send(to_frame(BeatNow()))
+            self._send(encode(BeatNow()))
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class WorkerClient:
         queue: asyncio.Queue[Item] = asyncio.Queue()
         self._queues[attempt_id] = queue
         try:
-            self._send(to_frame(work))
+            self._send(encode(work))
             while True:
                 item = await queue.get()
                 if isinstance(item, PdserveError):
@@ -149,20 +150,20 @@ class WorkerClient:
     def _next_id(self) -> int:
         return next(self._call_ids)
 
-    def _send(self, frame: pb.Frame) -> None:
+    def _send(self, message: bytes) -> None:
         if self._lost:
             raise WorkerLost(f"worker {self.info.worker_id} is lost")
-        if (size := len(frame.data)) > MAX_CONTROL_BYTES:
+        if (size := len(message)) > MAX_CONTROL_BYTES:
             # Sent, it would break the stream and fail all other requests on this worker.
             raise InvalidRequest(
                 f"request: {size} bytes are more than a control stream carries ({MAX_CONTROL_BYTES}); send a shorter "
                 "prompt or fewer stop ids and biases"
             )
-        self._outgoing.put_nowait(frame)
+        self._outgoing.put_nowait(message)
 
     async def _call(self, call: Call, timeout_s: float) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._send(to_frame(call))
+        self._send(encode(call))
         self._calls[call.call_id] = future
         try:
             if not await wait_awake(future, timeout_s):
@@ -176,10 +177,10 @@ class WorkerClient:
     async def _talk(self) -> None:
         reason = "its control stream ended"
         try:
-            stub: worker_pb2_grpc.WorkerControlAsyncStub = worker_pb2_grpc.WorkerControlStub(self._channel)  # type: ignore[assignment]
-            stream = stub.Control(self._requests())
-            async for frame in stream:
-                message = TO_GATEWAY.decode(frame)
+            address = self.info.control_address
+            stream = await open_stream(self._channel, CONTROL, self._secret, address, self._requests())
+            async for data in stream:
+                message = TO_GATEWAY.decode(data)
                 if isinstance(message, Reply):
                     self._on_reply(message)
                     continue
@@ -189,15 +190,17 @@ class WorkerClient:
                     self._deliver(attempt_id, failure.error())
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
+        except PdserveError as error:
+            reason = str(error)
         except Exception as error:
-            log.exception("unreadable message from worker %s", self.info.worker_id)
+            log.exception("unexpected error on the control stream of worker %s", self.info.worker_id)
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._lose(reason)
 
-    async def _requests(self) -> AsyncIterator[pb.Frame]:
-        while (frame := await self._outgoing.get()) is not None:
-            yield frame
+    async def _requests(self) -> AsyncIterator[bytes]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
 
     def _on_reply(self, reply: Reply) -> None:
         future = self._calls.pop(reply.call_id, None)

@@ -1,5 +1,5 @@
-"""Reports a worker to the gateway periodically. Registration and heartbeat are the same call, so a restarted gateway
-knows all workers after one heartbeat interval.
+"""Reports a worker to the gateway periodically, over one long-lived stream. Registration and heartbeat are the same
+message, so a restarted gateway knows all workers after one heartbeat interval.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from typing import Protocol
 import grpc
 
 from pdserve.core.errors import PdserveError
-from pdserve.pb import worker_pb2_grpc
-from worker.messages import BEAT_ANSWERS, CONTROL_OPTIONS, Beat, BeatAnswer, to_frame
+from pdserve.core.secret import ServiceSecret
+from worker.authentication import REGISTRY, Stream, open_stream, stream_channel
+from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
 log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 2.0
+"""How long the gateway has to answer a heartbeat, or longer if heartbeats are less frequent."""
 
 
 class ReportingWorker(Protocol):
@@ -31,11 +35,19 @@ class ReportingWorker(Protocol):
 
 
 class Heartbeat:
-    """Calls the registry at ``registry_address`` every ``interval_s`` seconds, and at once after `wake`."""
+    """Reports to the registry at ``registry_address`` every ``interval_s`` seconds, and at once after `wake`. A gateway
+    that does not know the service's ``secret`` gets no report."""
 
-    def __init__(self, worker: ReportingWorker, worker_id: str, registry_address: str, interval_s: float) -> None:
+    def __init__(
+        self,
+        worker: ReportingWorker,
+        worker_id: str,
+        registry_address: str,
+        interval_s: float,
+        secret: ServiceSecret,
+    ) -> None:
         self._worker, self._worker_id = worker, worker_id
-        self._registry_address, self._interval_s = registry_address, interval_s
+        self._registry_address, self._interval_s, self._secret = registry_address, interval_s, secret
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -58,23 +70,33 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         worker, interval_s = self._worker, self._interval_s
+        timeout_s = max(interval_s, ANSWER_TIMEOUT_S)
         failing = False
-        async with grpc.aio.insecure_channel(self._registry_address, options=CONTROL_OPTIONS) as channel:
-            registry: worker_pb2_grpc.RegistryAsyncStub = worker_pb2_grpc.RegistryStub(channel)  # type: ignore[assignment]
+        stream: Stream | None = None
+        async with stream_channel(self._registry_address, MAX_BEAT_BYTES) as channel:
             while True:
                 self._wake.clear()  # the report may lack changes that happen from here on
                 try:
-                    answer = await registry.Heartbeat(
-                        to_frame(worker.report()),
-                        timeout=max(interval_s, 2.0),
-                        wait_for_ready=True,
-                    )
+                    async with asyncio.timeout(timeout_s):
+                        if stream is None or stream.done():
+                            stream = await self._open(channel, timeout_s)
+                        await stream.write(encode(worker.report()))
+                        answer = await stream.read()
+                    if not isinstance(answer, bytes):
+                        raise PdserveError("it ended the stream")
                     failing = False
                     worker.on_answer(BEAT_ANSWERS.decode(answer))
-                except (grpc.aio.AioRpcError, PdserveError) as error:
+                except (grpc.aio.AioRpcError, PdserveError, TimeoutError) as error:
+                    if stream is not None:
+                        stream.cancel()
+                        stream = None
                     if not failing:
                         why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                        log.warning("%s: the gateway does not answer: %s", self._worker_id, why)
+                        log.warning("%s: the gateway does not answer: %s", self._worker_id, why or "it took too long")
                     failing = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), interval_s)
+
+    async def _open(self, channel: grpc.aio.Channel, timeout_s: float) -> Stream:
+        address = self._registry_address
+        return await open_stream(channel, REGISTRY, self._secret, address, timeout_s=timeout_s, wait_for_ready=True)

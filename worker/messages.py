@@ -1,7 +1,6 @@
-"""The control protocol: the messages between gateway and worker on the control stream, the heartbeats, and the options
-of the gRPC channels that carry them.
+"""The control protocol: the messages between gateway and worker on the control stream, and the heartbeats.
 
-Each message is a struct that is sent as msgpack in a gRPC `Frame` and decoded strictly.
+Each message is a struct that is sent as msgpack and decoded strictly. `worker.authentication` has the streams.
 """
 
 from __future__ import annotations
@@ -14,26 +13,11 @@ from pdserve.core.errors import PdserveError, from_wire, to_wire
 from pdserve.core.handoff import KVPeer, PeerLink
 from pdserve.core.request import Request
 from pdserve.core.worker import Links, TokenOutput, WorkerInfo, WorkerLoad
-from pdserve.pb import worker_pb2 as pb
 
 MAX_CONTROL_BYTES = 64 * 2**20
 """Size limit of one message. Validated requests and the outputs of one step are far smaller."""
-
-CONTROL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
-    ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
-)
-"""Options of channels and servers: no proxies, quick reconnects, and detection of dead peers."""
+MAX_BEAT_BYTES = 2**20
+"""Size limit of one heartbeat, and of its answer."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -166,26 +150,26 @@ M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def to_frame(message: Message) -> pb.Frame:
-    """Encode a message."""
-    return pb.Frame(data=_encoder.encode(message))
+def encode(message: Message) -> bytes:
+    """The wire form of a message."""
+    return _encoder.encode(message)
 
 
-class FrameDecoder(Generic[M]):
+class MessageDecoder(Generic[M]):
     """Decodes messages of the types ``kinds``, a struct or a union of structs."""
 
     def __init__(self, kinds: type[M]) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds)
 
-    def decode(self, frame: pb.Frame) -> M:
-        """The message in ``frame``. PdserveError if it is malformed or of another type."""
+    def decode(self, data: bytes) -> M:
+        """The message in ``data``. PdserveError if it is malformed or of another type."""
         try:
-            return self._decoder.decode(frame.data)
+            return self._decoder.decode(data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:  # not UTF-8; nested too deep
             raise PdserveError(f"an unreadable message ({error}); gateway and worker differ in version") from None
 
 
-TO_WORKER: FrameDecoder[Work | Call | BeatNow] = FrameDecoder(Work | Call | BeatNow)  # type: ignore[arg-type]  # a union
-TO_GATEWAY: FrameDecoder[Reply | Outputs] = FrameDecoder(Reply | Outputs)  # type: ignore[arg-type]  # a union
-BEATS = FrameDecoder(Beat)
-BEAT_ANSWERS = FrameDecoder(BeatAnswer)
+TO_WORKER: MessageDecoder[Work | Call | BeatNow] = MessageDecoder(Work | Call | BeatNow)  # type: ignore[arg-type]  # a union
+TO_GATEWAY: MessageDecoder[Reply | Outputs] = MessageDecoder(Reply | Outputs)  # type: ignore[arg-type]  # a union
+BEATS = MessageDecoder(Beat)
+BEAT_ANSWERS = MessageDecoder(BeatAnswer)

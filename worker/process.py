@@ -19,7 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
+from pdserve.core.logs import set_up_logging
 from pdserve.core.process import end_with_parent
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerInfo
 from worker import messages
 from worker.cores import claim_cores, leave_engine_cores, sharing_notes
@@ -36,7 +38,7 @@ that copies KV."""
 
 
 class WorkerThread:
-    """A worker on a thread with an event loop of its own. The thread starts at once.
+    """A worker of the service with this ``secret``, on a thread with an event loop of its own, which starts at once.
 
     ``on_end`` is called `END_PAUSE_S` after the worker has failed. A failure before the worker is ready is raised by
     `wait_ready` instead, unless ``restarted`` says that `wait_ready` will not be called."""
@@ -45,12 +47,14 @@ class WorkerThread:
         self,
         spec: WorkerSpec,
         roles: Mapping[type[messages.Work], Role],
+        secret: ServiceSecret,
         on_end: Callable[[], None] | None = None,
         *,
         restarted: bool = False,
     ) -> None:
         self._spec = spec
         self._roles = roles
+        self._secret = secret
         self._on_end = on_end
         self._restarted = restarted
         self._loop = asyncio.new_event_loop()
@@ -69,7 +73,7 @@ class WorkerThread:
         self._loop.close()
 
     async def _serve(self) -> None:
-        worker = Worker(self._spec, self._roles)
+        worker = Worker(self._spec, self._roles, self._secret)
         worker.started.add_done_callback(self._pass_on)
         try:
             await worker.run()
@@ -115,15 +119,22 @@ class WorkerProcess:
     ends the process when the worker fails. ``restarted`` says that an earlier process of this worker died, and that
     `wait_ready` will not be called. ``notes`` are messages for the user."""
 
-    def __init__(self, spec: WorkerSpec, roles: Mapping[type[messages.Work], Role], *, restarted: bool = False) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        roles: Mapping[type[messages.Work], Role],
+        secret: ServiceSecret,
+        *,
+        restarted: bool = False,
+    ) -> None:
+        set_up_logging(spec.config.logging)
         spec, self._claim = claim_cores(spec)
         self.notes = sharing_notes(spec, self._claim.others)
         for note in self.notes:
             log.warning("%s", note)
         leave_engine_cores(spec)
         self._start_timeout_s = spec.config.cluster.start_timeout_s
-        self._worker = WorkerThread(spec, roles, on_end=lambda: os._exit(1), restarted=restarted)
+        self._worker = WorkerThread(spec, roles, secret, on_end=lambda: os._exit(1), restarted=restarted)
 
     def wait_ready(self) -> None:
         """Wait until the engine is ready. Raises the error that kept it from starting."""
@@ -136,14 +147,21 @@ class WorkerProcess:
 
 
 class ActorBody:
-    """The base class of both Ray actors: a `WorkerProcess` whose answers are plain values. ``node`` is Ray's address of
-    this host."""
+    """The base class of both Ray actors: a `WorkerProcess` whose arguments and answers are plain values. ``secret`` is
+    the service's in hexadecimal, ``node`` Ray's address of this host."""
 
     def __init__(
-        self, spec: dict[str, Any], roles: Mapping[type[messages.Work], Role], *, node: str, restarted: bool
+        self,
+        spec: dict[str, Any],
+        secret: str,
+        roles: Mapping[type[messages.Work], Role],
+        *,
+        node: str,
+        restarted: bool,
     ) -> None:
         parsed = WorkerSpec.from_wire(spec)
-        self._process = WorkerProcess(replace(parsed, host=parsed.host or node, node=node), roles, restarted=restarted)
+        parsed = replace(parsed, host=parsed.host or node, node=node)
+        self._process = WorkerProcess(parsed, roles, ServiceSecret.from_hex(secret), restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
         """``{"notes": [messages for the user]}`` once the engine is ready, or ``{"error": (kind, message)}``."""
@@ -160,13 +178,14 @@ class ActorBody:
 
 def serve(roles: Mapping[type[messages.Work], Role]) -> None:
     """Run the worker whose spec, as JSON, is this program's argument, until SIGTERM or the end of the parent process.
-    Exits with 1 and one line on stderr if the worker cannot start."""
+    The service's secret comes from the environment. Exits with 1 and one line on stderr if the worker cannot start."""
     end_with_parent(signal.SIGTERM)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stop.set())
-    worker = WorkerProcess(WorkerSpec.from_wire(json.loads(sys.argv[1])), roles)
     try:
+        secret = ServiceSecret.from_environment()
+        worker = WorkerProcess(WorkerSpec.from_wire(json.loads(sys.argv[1])), roles, secret)
         worker.wait_ready()
     except PdserveError as error:
         sys.exit(f"error: {error}")

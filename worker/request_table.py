@@ -14,6 +14,7 @@ from pdserve.core.config import TransferConfig
 from pdserve.core.errors import DeadlineExceeded, LayoutMismatch, PdserveError, RequestAborted, from_wire, to_wire
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import KVLayout
+from pdserve.core.logs import bind_request
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import Event, EventKind
@@ -224,6 +225,7 @@ class RequestTable:
 
     async def _serve(self, served: ServedRequest, role: Role) -> None:
         complete = False
+        bind_request(served.request.request_id, served.attempt_id)
         try:
             await role(served)
             complete = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 import grpc
@@ -16,10 +16,22 @@ import grpc
 from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
+from pdserve.core.secret import ServiceSecret
+from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import TokenOutput
-from pdserve.pb import worker_pb2 as pb
-from pdserve.pb import worker_pb2_grpc
-from worker.messages import CONTROL_OPTIONS, TO_WORKER, Abort, BeatNow, Failure, Outputs, Ping, Reply, Work, to_frame
+from worker.authentication import CONTROL, Context, proven_server
+from worker.messages import (
+    MAX_CONTROL_BYTES,
+    TO_WORKER,
+    Abort,
+    BeatNow,
+    Failure,
+    Outputs,
+    Ping,
+    Reply,
+    Work,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +66,17 @@ class Outbox:
         self.closed = True
         self._filled.set()
 
-    async def take(self) -> list[pb.Frame]:
-        """Wait for messages, and return all queued ones as few frames. Empty once closed."""
+    async def take(self) -> list[bytes]:
+        """Wait for messages, and return all queued ones as few encoded ones. Empty once closed."""
         await self._filled.wait()
         self._filled.clear()
         if self.closed:
             return []
-        frames = [to_frame(reply) for reply in self._replies]
+        encoded = [encode(reply) for reply in self._replies]
         if self._outputs or self._failures:
-            frames.append(to_frame(Outputs(self._outputs, self._failures)))
+            encoded.append(encode(Outputs(self._outputs, self._failures)))
         self._replies, self._outputs, self._failures = [], [], []
-        return frames
+        return encoded
 
 
 class ControlledWorker(Protocol):
@@ -87,18 +99,18 @@ class ControlledWorker(Protocol):
         ...
 
 
-class ControlServer(worker_pb2_grpc.WorkerControlServicer):
-    """Serves `WorkerControl` for one worker."""
+class ControlServer:
+    """Serves `worker.authentication.CONTROL` for one worker, to gateways that know the service's ``secret``."""
 
-    def __init__(self, worker: ControlledWorker, worker_id: str, clock: Clock) -> None:
-        self._worker, self._worker_id, self._clock = worker, worker_id, clock
+    def __init__(self, worker: ControlledWorker, worker_id: str, clock: Clock, secret: ServiceSecret) -> None:
+        self._worker, self._worker_id, self._clock, self._secret = worker, worker_id, clock, secret
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
     async def start(self, host: str, port: int) -> None:
         """Listen on ``host`` and ``port`` (0: any free port). LaunchError if that fails."""
-        self._server = grpc.aio.server(options=CONTROL_OPTIONS)
-        worker_pb2_grpc.add_WorkerControlServicer_to_server(self, self._server)
+        proofs = StreamListener(self._secret, CONTROL.purpose, "")
+        self._server = proven_server(CONTROL, proofs, self._control, MAX_CONTROL_BYTES)
         try:
             port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:
@@ -106,7 +118,7 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
                 f"worker {self._worker_id}: cannot listen on {join_address(host, port)}: the port is in use there, "
                 "or the address is not that host's; cluster.port_base chooses others"
             ) from None
-        self.address = join_address(host, port)
+        self.address = proofs.address = join_address(host, port)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -115,30 +127,26 @@ class ControlServer(worker_pb2_grpc.WorkerControlServicer):
             await self._server.stop(grace=0.2)
             self._server = None
 
-    async def Control(
-        self,
-        request_iterator: AsyncIterator[pb.Frame],
-        context: grpc.aio.ServicerContext[pb.Frame, pb.Frame],
-    ) -> AsyncIterator[pb.Frame]:
+    async def _control(self, requests: AsyncIterator[bytes], _: Context) -> AsyncGenerator[bytes, None]:
         """Serve one gateway's stream."""
         outbox = Outbox()
         tasks: set[asyncio.Task[None]] = set()
-        reader = asyncio.create_task(self._read(request_iterator, outbox, tasks))
+        reader = asyncio.create_task(self._read(requests, outbox, tasks))
         try:
-            while frames := await outbox.take():
-                for frame in frames:
-                    yield frame
+            while encoded := await outbox.take():
+                for message in encoded:
+                    yield message
         finally:
             outbox.close()
             for task in (reader, *tasks):
                 task.cancel()
             self._worker.abort_all(outbox)
 
-    async def _read(self, frames: AsyncIterator[pb.Frame], outbox: Outbox, tasks: set[asyncio.Task[None]]) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], outbox: Outbox, tasks: set[asyncio.Task[None]]) -> None:
         try:
-            async for frame in frames:
+            async for data in requests:
                 received_s = self._clock.now()
-                message = TO_WORKER.decode(frame)
+                message = TO_WORKER.decode(data)
                 if isinstance(message, Ping):
                     outbox.reply(Reply(message.call_id, received_s, received_s))
                 elif isinstance(message, BeatNow):

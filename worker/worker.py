@@ -18,6 +18,7 @@ import msgspec
 from engine.messages import EngineEvent, Failed, Finished, Load, Pong, Ready, Rejected, Step
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerInfo, WorkerLoad
 from worker import messages
 from worker.heartbeat import Heartbeat
@@ -33,13 +34,21 @@ RESTART_PAUSE_S = 1.0
 
 
 class Worker:
-    """One worker. ``roles`` maps each kind of request that it serves to the coroutine that serves it.
+    """One worker of the service with this ``secret``. ``roles`` maps each kind of request that it serves to the
+    coroutine that serves it.
 
     ``started`` has the worker's info once the first engine is ready, or the error that kept the engine from starting.
     """
 
-    def __init__(self, spec: WorkerSpec, roles: Mapping[type[messages.Work], Role], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        roles: Mapping[type[messages.Work], Role],
+        secret: ServiceSecret,
+        clock: Clock | None = None,
+    ) -> None:
         self.spec = spec
+        self._secret = secret
         self.clock = clock or MonotonicClock()
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -50,8 +59,9 @@ class Worker:
         self._links: LinkKeeper | None = None
         self._info: WorkerInfo | None = None
         self._restarts = 0
-        self._server = ControlServer(self, spec.worker_id, self.clock)
-        self._heartbeat = Heartbeat(self, spec.worker_id, spec.registry_address, spec.config.router.heartbeat_s)
+        self._server = ControlServer(self, spec.worker_id, self.clock, secret)
+        heartbeat_s = spec.config.router.heartbeat_s
+        self._heartbeat = Heartbeat(self, spec.worker_id, spec.registry_address, heartbeat_s, secret)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -62,7 +72,7 @@ class Worker:
             await self._server.start(self.spec.host, self.spec.port)
             while True:
                 try:
-                    self._incarnation = await Incarnation.start(self.spec, self.clock)
+                    self._incarnation = await Incarnation.start(self.spec, self._secret, self.clock)
                 except PdserveError as error:
                     if not self.started.done() or isinstance(error, ModelError):
                         raise

@@ -23,6 +23,7 @@ from engine.scheduling.transfer_connector import TransferConnector
 from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
+from pdserve.core.logs import set_up_logging
 from pdserve.core.process import end_with_parent
 
 _READ_BYTES = 2**20
@@ -94,7 +95,7 @@ def main(make_core: MakeCore = EngineCore) -> NoReturn:
     """Run the engine process around the core that ``make_core`` returns. Exits with 0, or with 1 after `Failed`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when the engine ends
     end_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging()
     spec_json, commands_fd, events_fd, kv_events_fd, memory_fd = sys.argv[1:]
     pipe = WorkerPipe(int(commands_fd), int(events_fd), int(kv_events_fd))
     status = 0

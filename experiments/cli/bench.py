@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ops.cli.options import (
-    DEFAULT_TARGET,
     JsonOption,
     TargetOption,
     plain_table,
     print_json,
     stderr_console,
     stdout_console,
+    with_access,
 )
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 from pdserve.core.errors import InvalidRequest, PdserveError
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ MORE_ARGUMENTS = {"allow_extra_args": True}
 """Settings of the command: the objectives that follow the first one of ``--goodput`` are arguments."""
 
 
+@with_access
 def bench(
     context: typer.Context,
+    access: AccessOptions,
     requests: Annotated[
         int | None,
         typer.Option(help="how many requests (conversations with --turns; prompts with --mode both) (default: 64)"),
@@ -170,7 +173,7 @@ def bench(
     into = _either("output", output, "result-dir", result_dir)
     if into is None and save_result:
         into = Path("results")
-    reports, page = asyncio.run(_run(target, plan, into))
+    reports, page = asyncio.run(_run(Target.of(target, **access), plan, into))
     if as_json:
         print_json(reports[0].to_dict() if plan.loads == 1 else arms_to_dict(reports))
     else:
@@ -215,7 +218,7 @@ def _objectives(slo: str | None, goodput: str | None, more: list[str]) -> SLO | 
     return SLO.parse(",".join(f"{_GOODPUT_KEYS.get(key, key)}={value}" for key, _, value in parts))
 
 
-async def _run(target: str, plan: BenchPlan, into: Path | None) -> tuple[list[BenchReport], Path | None]:
+async def _run(target: Target, plan: BenchPlan, into: Path | None) -> tuple[list[BenchReport], Path | None]:
     """Reports of the loads, of which the last one has the leaked blocks of all; and the page of the run's folder, if
     one is to be made in ``into``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -241,7 +244,7 @@ async def _run(target: str, plan: BenchPlan, into: Path | None) -> tuple[list[Be
         if into is not None:
             from experiments.bench.run import BenchRecorder
 
-            recorder = BenchRecorder(into, plan, target)
+            recorder = BenchRecorder(into, plan, str(target))
             recorder.begin(before)
 
         def interrupted() -> None:

@@ -19,7 +19,16 @@ from experiments.run_folder import RunFolder
 from experiments.runner import Outcome, new_folder, redraw, run_experiment
 from experiments.series import FINISHED, Series, SeriesPlan
 from experiments.sweep import Sweep, SweepOptions
-from ops.cli.options import print_json, print_note, stderr_console, stdout_console
+from ops.cli.options import (
+    ACCESS_OPTIONS,
+    access_of,
+    print_json,
+    print_note,
+    stderr_console,
+    stdout_console,
+    with_access,
+)
+from pdserve.client.target import AccessOptions
 from pdserve.core.errors import InvalidRequest, PdserveError
 
 app = typer.Typer()
@@ -47,6 +56,7 @@ _COMMON = {
     "config": (_Config, None),
     "set_": (_Set, None),
     "as_json": (_Json, False),
+    **ACCESS_OPTIONS,
 }
 
 
@@ -67,8 +77,9 @@ def _no_options_with_resume(given: Mapping[str, Any]) -> None:
 def _run(kind: type[Experiment], options: Options, common: Mapping[str, Any]) -> None:
     target, config, settings = common["target"], common["config"], parse_settings(common["set_"])
     experiment = kind(options)
-    folder = new_folder(experiment, common["output"], target=target, config=config, settings=settings)
-    _measure(experiment, folder, common["as_json"])
+    access = common["access"]
+    folder = new_folder(experiment, common["output"], target=target, access=access, config=config, settings=settings)
+    _measure(experiment, folder, access, common["as_json"])
 
 
 def _resume(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -78,10 +89,10 @@ def _resume(kind: type[Experiment], common: Mapping[str, Any], given: Mapping[st
     name, _ = folder.config
     if name != kind.name:
         raise InvalidRequest(f"--resume: {common['resume']} is a run of {name}, not of {kind.name}")
-    _measure(kind.of(folder), folder, common["as_json"])
+    _measure(kind.of(folder), folder, common["access"], common["as_json"])
 
 
-def _measure(experiment: Experiment, folder: RunFolder, as_json: bool) -> None:
+def _measure(experiment: Experiment, folder: RunFolder, access: AccessOptions, as_json: bool) -> None:
     _, saved = folder.config
     try:
         with RunProgress(stderr_console(), experiment.name) as progress:
@@ -90,6 +101,7 @@ def _measure(experiment: Experiment, folder: RunFolder, as_json: bool) -> None:
                 folder,
                 progress,
                 target=saved["target"],
+                access=access,
                 config=Path(saved["config"]) if saved["config"] else None,
                 settings=saved["settings"],
             )
@@ -151,6 +163,7 @@ def _command(kind: type[Experiment]) -> Callable[..., None]:
 
     def run(**given: Any) -> None:
         common = {name: given.pop(name) for name in _COMMON}
+        common["access"] = access_of(common)
         run_command(kind, common, given)
 
     parameters = [
@@ -195,7 +208,9 @@ for each in EXPERIMENTS:
 
 
 @app.command("sweep", help=f"{Sweep.question} The combinations are listed in a YAML file.")
+@with_access
 def sweep(
+    access: AccessOptions,
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="what to vary, see docs/experiments/sweep.md")
     ] = None,
@@ -207,7 +222,8 @@ def sweep(
     as_json: _Json = False,
 ) -> None:
     """See the help."""
-    common = {"target": target, "output": output, "resume": resume, "config": config, "set_": set_, "as_json": as_json}
+    common = {"target": target, "output": output, "resume": resume, "config": config, "set_": set_, "as_json": as_json,
+              "access": access}  # fmt: skip
     if resume is not None:
         _resume(Sweep, common, {"file": file})
     elif file is None:
@@ -217,7 +233,9 @@ def sweep(
 
 
 @app.command("all")
+@with_access
 def run_all(
+    access: AccessOptions,
     only: Annotated[str | None, typer.Option(help="run these experiments only (names with commas)")] = None,
     target: _Target = None,
     output: _Output = DEFAULT_OUTPUT,
@@ -244,7 +262,7 @@ def run_all(
         )
         series = Series.create(output, plan)
     console = stderr_console()
-    interrupted = series.run(lambda name: RunProgress(console, name))
+    interrupted = series.run(lambda name: RunProgress(console, name), access)
     if as_json:
         print_json({"folder": str(series.path), "experiments": series.states()})
     else:

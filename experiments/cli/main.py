@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from experiments.cli import bench, compare, experiment, plot
-from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, top, up
+from ops.cli import config, demo, doctor, generate, logs, model_info, scale, status, token, top, up
 from ops.cli import list as list_command
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.version import VERSION
-
 
 
 def _show_version(asked: bool) -> None:
@@ -29,7 +28,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-
 
 
 @app.callback()
@@ -57,6 +55,7 @@ app.command("plot")(plot.plot)
 app.command("demo")(demo.demo)
 app.command("model-info")(model_info.model_info)
 app.command("config")(config.config)
+app.add_typer(token.app, name="token")
 app.command("doctor")(doctor.doctor)
 
 

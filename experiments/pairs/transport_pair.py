@@ -5,6 +5,7 @@ from __future__ import annotations
 from experiments.pairs.child_process import ChildProcess
 from experiments.pairs.loop_endpoint import TRANSPORT_VARIABLE
 from experiments.pairs.process_pair import TIMEOUT_S, ProcessPair
+from pdserve.core.secret import ServiceSecret
 
 
 class TransportPair(ProcessPair):
@@ -15,7 +16,7 @@ class TransportPair(ProcessPair):
     def __init__(self, transport: str) -> None:
         super().__init__()
         self.name = transport
-        self.environment = {TRANSPORT_VARIABLE: transport}
+        self.environment = {TRANSPORT_VARIABLE: transport, **ServiceSecret.new().environment()}
 
     def _transfer(self, source: ChildProcess, target: ChildProcess, num_bytes: int) -> float:
         """Seconds from before the source's first message until the target has everything: both read the same clock."""

@@ -16,6 +16,7 @@ from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, Region
+from pdserve.core.secret import ServiceSecret
 
 
 class FileBuffer(Buffer):
@@ -38,7 +39,9 @@ class TransportEndpoint(LoopEndpoint):
         self.role = role
         self.start_loop()
         self.buffer: FileBuffer = FileBuffer(max_bytes, filled=role == "source")
-        self._transport = create_transport(self.transport_name, self.buffer.pool.memory, timeout_s=TIMEOUT_S)
+        self._transport = create_transport(
+            self.transport_name, self.buffer.pool.memory, ServiceSecret.from_environment(), timeout_s=TIMEOUT_S
+        )
         self._endpoint = self.on_loop(self._transport.listen("127.0.0.1")) if role == "target" else None
         self._link: KVLink | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from gateway.grpc_api.authentication import CALLER
 from gateway.grpc_api.failures import failure_of
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
 from gateway.inference import Completion, Inference
@@ -56,7 +57,7 @@ class InferenceServicer:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
         has_begun = False
         try:
-            with self._inference.admission(context.time_remaining(), _traceparent(context)) as arrival:
+            with self._inference.admission(CALLER.get(), context.time_remaining(), _traceparent(context)) as arrival:
                 outputs = self._inference.generate(submission_of(data), arrival)
                 async with aclosing(outputs):
                     async for output in outputs:

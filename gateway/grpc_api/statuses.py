@@ -18,11 +18,13 @@ from pdserve.core.errors import (
     PdserveError,
     RequestAborted,
     TransferError,
+    Unauthenticated,
     WorkerLost,
 )
 
 STATUSES: Mapping[type[BaseException], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReady: grpc.StatusCode.UNAVAILABLE,
     WorkerLost: grpc.StatusCode.UNAVAILABLE,

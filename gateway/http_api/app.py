@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
+from gateway.http_api.authentication import HEALTH_PATH, PAGE_PATH, Authentication
 from gateway.http_api.failures import failure_of
 from gateway.http_api.generation import ChatExchange, CompletionExchange, Served
 from gateway.http_api.openapi import DescribedApp, answers, failures, generates, takes
@@ -20,13 +22,19 @@ from pdserve.core.errors import InvalidRequest, PdserveError, UnknownModel
 
 _READING = (400, 404, 408, 413, 429, 503, 504)
 """Statuses of routes that read a body and generate nothing."""
+_CONTENT = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+"""The live page loads nothing but its own data."""
 
 
 def make_app(
-    served: Served, version: str, problem: Callable[[], PdserveError | None], metrics: Callable[[], bytes]
+    served: Served,
+    version: str,
+    problem: Callable[[], PdserveError | None],
+    metrics: Callable[[], bytes],
+    live: Callable[[], dict[str, Any]],
 ) -> FastAPI:
     """The application. ``problem`` gives the reason why requests cannot be served now, ``metrics`` all metrics in
-    Prometheus' text format."""
+    Prometheus' text format, ``live`` what the live page shows."""
     app = DescribedApp(
         title="pdserve",
         version=version,
@@ -36,7 +44,9 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,  # a path with a slash too many is another path, as with any other mistake in it
     )
+    app.add_middleware(Authentication, identify=served.inference.identify)
     created_s = int(time.time())
+    page = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
     @app.post("/v1/completions", tags=["OpenAI"], **generates(CompletionBody, "Completion"))
     async def complete(request: Request) -> Response:
@@ -71,7 +81,7 @@ def make_app(
 
     unready = failures(503)
 
-    @app.get("/health", tags=["operations"], response_class=Response, responses=unready)
+    @app.get(HEALTH_PATH, tags=["operations"], response_class=Response, responses=unready)
     async def health() -> Response:
         """Status 200 if requests are served."""
         if (reason := problem()) is not None:
@@ -82,6 +92,16 @@ def make_app(
     async def show_metrics() -> Response:
         """Metrics for Prometheus; see docs/operations.md."""
         return Response(metrics(), media_type=CONTENT_TYPE)
+
+    @app.get(PAGE_PATH, include_in_schema=False)
+    async def live_page() -> Response:
+        """A page that shows the service while it runs."""
+        return HTMLResponse(page, headers={"content-security-policy": _CONTENT})
+
+    @app.get("/live.json", tags=["operations"], response_model=None, responses=answers("Live"))
+    async def live_json() -> dict[str, Any]:
+        """What the page at / shows: workers, links, running requests, and breakdowns of the last ones."""
+        return live()
 
     @app.get("/version", tags=["operations"], response_model=None, responses=answers("Version"))
     async def show_version() -> dict[str, str]:

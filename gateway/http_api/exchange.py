@@ -14,8 +14,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.http_api.authentication import caller_of
 from gateway.http_api.failures import Failure, failure_of, invalid_body
-from gateway.inference import Arrival, Inference
+from gateway.inference import Arrival, ClientLeft, Inference
 from pdserve.core.awake_clock import wait_awake
 from pdserve.core.errors import BodyIncomplete, BodyTooLarge, DeadlineExceeded, PdserveError
 
@@ -26,10 +27,6 @@ SEND_FAILURE_S = 5.0
 _ENCODER = msgspec.json.Encoder()
 
 B = TypeVar("B", bound=BaseModel)
-
-
-class ClientLeft(Exception):
-    """The client closed the connection."""
 
 
 class Exchange(Response):
@@ -53,6 +50,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the call. A client that leaves cancels it."""
         self._send = send
+        self._caller = caller_of(scope)
         self._traceparent = Headers(scope=scope).get("traceparent", "")
         answering = asyncio.create_task(self._answer(receive))
         try:
@@ -63,14 +61,14 @@ class Exchange(Response):
 
     async def _answer(self, receive: Receive) -> None:
         try:
-            with self._inference.admission(None, self._traceparent) as arrival:
+            with self._inference.admission(self._caller, None, self._traceparent) as arrival:
                 body = await self._read(receive, arrival)
                 responding = asyncio.create_task(self.respond(body, arrival))
                 leaving = asyncio.create_task(_left(receive))
                 try:
                     await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
                     if not responding.done():
-                        return
+                        raise ClientLeft
                     responding.result()
                 finally:
                     for task in (responding, leaving):

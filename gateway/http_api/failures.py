@@ -26,6 +26,7 @@ from pdserve.core.errors import (
     PdserveError,
     RequestAborted,
     TransferError,
+    Unauthenticated,
     UnknownModel,
     WorkerLost,
     field_of,
@@ -34,6 +35,7 @@ from pdserve.core.errors import (
 
 STATUSES: Mapping[type[BaseException], int] = {
     InvalidRequest: 400,
+    Unauthenticated: 401,
     UnknownModel: 404,
     BodyIncomplete: 408,
     DuplicateRequest: 409,
@@ -100,6 +102,8 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, CapacityExceeded) and retry_after_s is None:
         status = 400
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return Failure(status, described(error, status), headers)
 
 

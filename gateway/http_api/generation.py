@@ -57,6 +57,7 @@ class GenerationExchange(Exchange):
         if body.pdserve.timeout_s is not None:
             arrival = self._inference.within(arrival, body.pdserve.timeout_s)
         self.add_header("x-request-id", self._request_id)
+        self._inference.admit_outputs(arrival, len(submissions))
         outputs = self._outputs(submissions, arrival)
         async with aclosing(outputs):
             if body.stream:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gateway.http_api.authentication import OPEN_PATHS
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdserve.core.sampling import FinishReason
 
@@ -87,6 +88,7 @@ def _answers() -> dict[str, Schema]:
             {"count": _NUMBER, "max_model_len": _NUMBER, "tokens": _NUMBERS}, {"token_strs": _list(_TEXT)}
         ),
         "Text": _object({"prompt": _TEXT}),
+        "Live": _OBJECT,
         "Version": _object({"version": _TEXT}),
         "Error": _object({"error": _object(error)}),
     }
@@ -94,6 +96,7 @@ def _answers() -> dict[str, Schema]:
 
 _ERRORS = {
     400: "a field is wrong, or the request can never fit",
+    401: "no token, or one that is unknown or has expired",
     404: "another model is served",
     408: "the body was not complete within the deadline",
     409: "the request id is in use",
@@ -163,9 +166,11 @@ class DescribedApp(FastAPI):
                 [(body, "validation") for body in _BODIES], ref_template=f"{_COMPONENTS}{{model}}"
             )
             schemas |= bodies["$defs"] | _answers()
-            for operations in document["paths"].values():
+            for path, operations in document["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)  # FastAPI's own errors, which no route has
+                    if path not in OPEN_PATHS:
+                        operation["responses"] |= {str(status): answer for status, answer in failures(401).items()}
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
         return document

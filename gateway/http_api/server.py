@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from gateway.http_api.connection import IDLE_S, Connection
+from gateway.tls import ServerTls
 from pdserve.core.errors import LaunchError
 
 BACKLOG = 2048
@@ -26,7 +29,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """An HTTP server for ``app``. `LaunchError` if the port is in use."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None = None) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,6 +52,7 @@ class HttpServer:
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=int(IDLE_S),
+            **({} if tls is None else _tls_options(tls)),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
@@ -72,3 +76,10 @@ class HttpServer:
         await self._serving
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()  # its client does not read
+
+
+def _tls_options(tls: ServerTls) -> dict[str, Any]:
+    options: dict[str, Any] = {"ssl_certfile": tls.cert, "ssl_keyfile": tls.key}
+    if tls.client_ca is not None:
+        options |= {"ssl_ca_certs": tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options

@@ -12,9 +12,10 @@ from typing import Any
 import msgpack
 
 from kv_transfer.memory import DeviceMemory
-from kv_transfer.transports.socket_transport import read_exactly
+from kv_transfer.transports.socket_proof import read_exactly
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.unix_socket import UnixSocketTransport
+from pdserve.core.secret import ServiceSecret
 
 _GREETING = struct.Struct("<16sI")  # name of the protocol, length of the handle
 _NAME = b"pdserve-kv/ipc/1"
@@ -29,12 +30,13 @@ class CudaIpcTransport(UnixSocketTransport):
     def __init__(
         self,
         memory: DeviceMemory,
+        secret: ServiceSecret,
         gpu: str,
         *,
         timeout_s: float = 10.0,
         opened: Callable[[Sequence[Any]], DeviceMemory] = DeviceMemory.open,
     ) -> None:
-        super().__init__(memory, gpu, timeout_s=timeout_s)
+        super().__init__(memory, secret, gpu, timeout_s=timeout_s)
         self._handle, self._opened = memory.handle, opened
 
     async def _share(self, connection: socket.socket) -> DeviceMemory:

@@ -1,4 +1,5 @@
-"""Transport over gRPC: one bidirectional ``KVTransfer.Exchange`` per link, on a port of its own."""
+"""Transport over gRPC: one bidirectional stream ``KVTransfer/Exchange`` per link, on a port of its own. Before it, both
+ends are proven by a call of ``KVTransfer/Meet`` (`pdserve.core.stream_proof`)."""
 
 from __future__ import annotations
 
@@ -15,16 +16,20 @@ from kv_transfer.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
 from kv_transfer.transports.threads import in_thread
-from pdserve.core.errors import PeerLost, TransferTimeout
+from pdserve.core.address import join_address
+from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.secret import ServiceSecret, Unproven
+from pdserve.core.stream_proof import MEET, Metadata, StreamDialler, StreamListener
 
 _SERVICE, _METHOD = "pdserve.internal.v1.KVTransfer", "Exchange"
+_PURPOSE = "kv grpc_stream"
 _HELLO = ("pdserve-kv", "1")
 _MAX_LINKS = 1024
-_MAX_STREAMS = 4  # per connection; a link needs one
+_MAX_STREAMS = 4  # per connection; a link needs one at a time
 _MAX_STRANGERS = 16  # fewer than elsewhere, because gRPC buffers a whole frame of each
 _KEEPALIVE_MS = 5_000
-_MAX_FRAME_BYTES = FRAME_BYTES + MAX_HEADER_BYTES + 64
+_MAX_FRAME_BYTES = FRAME_BYTES + MAX_HEADER_BYTES + 8  # with the lengths
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", _MAX_FRAME_BYTES),
     ("grpc.max_receive_message_length", _MAX_FRAME_BYTES),
@@ -44,6 +49,9 @@ _SERVER_OPTIONS = [
     ("grpc.server_handshake_timeout_ms", round(INTRODUCTION_S * 1e3)),
     ("grpc.max_connection_idle_ms", round(INTRODUCTION_S * 1e3)),
     ("grpc.max_concurrent_streams", _MAX_STREAMS),
+    # Else gRPC would take 4 MiB of a stream that nobody reads, not 64 KiB. Larger frames of HTTP/2 keep it fast.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.max_frame_size", 2**20),
 ]
 
 
@@ -52,8 +60,9 @@ class GrpcStreamTransport(KVTransport):
 
     name = "grpc_stream"
 
-    def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
-        self._memory, self._timeout_s = memory, timeout_s
+    def __init__(self, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0) -> None:
+        self._memory, self._secret, self._timeout_s = memory, secret, timeout_s
+        self._proofs: StreamListener | None = None
         self._server: grpc.Server | None = None
         self._handlers: ThreadPoolExecutor | None = None
         self._accepted: asyncio.Queue[GrpcLink | None] = asyncio.Queue()
@@ -63,11 +72,28 @@ class GrpcStreamTransport(KVTransport):
         self._admitting: set[asyncio.Task[None]] = set()
         self._closed = False
 
+    @property
+    def unproven(self) -> int:
+        """How many calls were refused because their peers did not know the secret."""
+        return 0 if self._proofs is None else self._proofs.refused
+
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Start the server."""
         loop = asyncio.get_running_loop()
+        proofs = self._proofs = StreamListener(self._secret, _PURPOSE, "")
+
+        def meet(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            try:
+                context.set_trailing_metadata(proofs.challenge(context.invocation_metadata(), context.peer()))
+            except Unproven as error:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            yield from ()
 
         def exchange(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            try:
+                proofs.verify(context.invocation_metadata(), context.peer())
+            except Unproven as error:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
             link = GrpcLink(self._memory, loop, context.peer(), self._timeout_s, self._forget)
             link.cancel = context.cancel
             if not context.add_callback(link.terminated):
@@ -80,15 +106,18 @@ class GrpcStreamTransport(KVTransport):
 
         self._handlers = ThreadPoolExecutor(_MAX_LINKS, "kv-grpc-serve")
         self._server = grpc.server(self._handlers, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_LINKS)
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(exchange)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
-        bracketed = f"[{host}]" if ":" in host else host
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            MEET: grpc.stream_stream_rpc_method_handler(meet),
+            _METHOD: grpc.stream_stream_rpc_method_handler(exchange),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         try:
-            port = self._server.add_insecure_port(f"{bracketed}:{port}")
+            port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
             raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} (grpc_stream)") from None
+        proofs.address = join_address(host, port)
         self._server.start()
-        return KVEndpoint(self.name, f"{bracketed}:{port}")
+        return KVEndpoint(self.name, proofs.address)
 
     async def accept(self) -> KVLink:
         """Return the next link that a peer opened."""
@@ -99,12 +128,19 @@ class GrpcStreamTransport(KVTransport):
         return link
 
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
-        """Open a stream, and wait until the peer's handler has accepted it."""
+        """Exchange proofs, open a stream, and wait until the peer's handler has accepted it."""
         loop, opened = asyncio.get_running_loop(), asyncio.Event()
-        link = GrpcLink(self._memory, loop, endpoint.address, self._timeout_s, self._forget)
+        deadline_s = loop.time() + timeout_s
         channel = grpc.insecure_channel(endpoint.address, options=_OPTIONS)
+        proof: Metadata | None = None
+        try:
+            proof = await self._prove(channel, endpoint.address, timeout_s)
+        finally:
+            if proof is None:
+                channel.close()
+        link = GrpcLink(self._memory, loop, endpoint.address, self._timeout_s, self._forget)
         stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
-        call = stub(link.outgoing())
+        call = stub(link.outgoing(), metadata=proof)
         cancel: Callable[[], object] = call.cancel
         link.cancel = cancel
         call.add_callback(lambda: link.terminated(call.details() or "the peer closed the link"))
@@ -119,7 +155,7 @@ class GrpcStreamTransport(KVTransport):
         threading.Thread(target=read, name="kv-grpc-read", daemon=True).start()
         waits = asyncio.create_task(opened.wait()), asyncio.create_task(link.wait_ended())
         try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=deadline_s - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             if opened.is_set():
                 return link
             if (lost := link.ended) is not None:
@@ -130,6 +166,25 @@ class GrpcStreamTransport(KVTransport):
                 wait.cancel()
             if not opened.is_set():
                 link.cancel()
+
+    async def _prove(self, channel: grpc.Channel, address: str, timeout_s: float) -> Metadata:
+        """The metadata that prove this end, once the listening end is proven. TransferRefused if that does not know the
+        secret, TransferTimeout or PeerLost if it does not answer."""
+        dialler = StreamDialler(self._secret, _PURPOSE, address)
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{_SERVICE}/{MEET}", None, None)
+        call = stub(iter(()), metadata=dialler.greeting, timeout=timeout_s)
+        try:
+            code = await in_thread("kv-grpc-meet", call.code)
+            if code is grpc.StatusCode.OK:
+                return dialler.answer(call.trailing_metadata())
+        except Unproven as error:
+            raise TransferRefused(f"no link to {address}: {error} (grpc_stream)") from None
+        finally:
+            call.cancel()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise TransferTimeout(f"{address} did not answer within {timeout_s} s (grpc_stream)")
+        kind: type[TransferError] = TransferRefused if code is grpc.StatusCode.UNAUTHENTICATED else PeerLost
+        raise kind(f"{address}: {call.details() or code} (grpc_stream)")
 
     async def aclose(self) -> None:
         """Close the links and the server, and wait for the server's threads."""

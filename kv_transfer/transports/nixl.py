@@ -1,7 +1,7 @@
 """Transport by NIXL with its UCX backend. The receiver reads payloads from the sender's pool into its own, on hosts or
 GPUs, by RDMA if available. Messages travel over a TCP connection per link.
 
-In the greeting, the two ends exchange the metadata of their agents and the addresses of their registered memory. Each
+Once both ends are proven, they exchange the metadata of their agents and the addresses of their registered memory. Each
 can then read the other's whole pool, so the hosts of the network must trust each other.
 """
 
@@ -16,14 +16,14 @@ from kv_transfer.fetch import Fetch
 from kv_transfer.memory import DeviceMemory, Memory
 from kv_transfer.transports.nixl_agent import NAME_BYTES, NixlAgent, ReadFailed, RemoteMemory
 from kv_transfer.transports.nixl_link import NixlLink
+from kv_transfer.transports.socket_proof import read_exactly
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.socket_transport import expect_greeting, read_exactly
 from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.secret import ServiceSecret
 
-_GREETING = b"pdserve-kv/nixl/2"
 _ABOUT = struct.Struct(f"<{NAME_BYTES}sQQiI")  # agent; its memory: address, size, device (-1: host); bytes of metadata
 _MAX_METADATA_BYTES = 256 * 2**10
 _WATCH_S = 0.01
@@ -34,8 +34,8 @@ class NixlTransport(TcpTransport):
 
     name = "nixl"
 
-    def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
-        super().__init__(memory, timeout_s=timeout_s)
+    def __init__(self, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0) -> None:
+        super().__init__(memory, secret, timeout_s=timeout_s)
         self._making: asyncio.Task[NixlAgent] | None = None
         self._left: dict[Any, tuple[str, Fetch]] = {}  # reads in progress whose links are lost
         self._watching: asyncio.Task[None] | None = None
@@ -73,7 +73,6 @@ class NixlTransport(TcpTransport):
         agent = await self._agent()
         if connecting:
             await self._introduce(connection, agent)
-        await expect_greeting(connection, _GREETING)
         name, address, size, device, metadata_bytes = _ABOUT.unpack(await read_exactly(connection, _ABOUT.size))
         if metadata_bytes > _MAX_METADATA_BYTES:
             raise EOFError(f"the peer announced {metadata_bytes} bytes of metadata")
@@ -91,7 +90,7 @@ class NixlTransport(TcpTransport):
         memory = self._memory
         device = memory.index if isinstance(memory, DeviceMemory) else -1
         about = _ABOUT.pack(agent.name.encode(), memory.address, memory.size, device, len(agent.metadata))
-        await asyncio.get_running_loop().sock_sendall(connection, _GREETING + about + agent.metadata)
+        await asyncio.get_running_loop().sock_sendall(connection, about + agent.metadata)
 
     def _leave(self, agent: NixlAgent, peer: str, handle: Any, fetch: Fetch) -> None:
         """Watch a read whose link is lost until it ends, because it still writes its regions. The peer must stay known

@@ -85,6 +85,11 @@ class ShapedTransport(KVTransport):
         self._inner, self._shape = inner, shape
         self._links: set[KVLink] = set()
 
+    @property
+    def unproven(self) -> int:
+        """As the inner transport."""
+        return self._inner.unproven
+
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Listen with the inner transport."""
         return await self._inner.listen(host, port)

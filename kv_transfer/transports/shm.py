@@ -13,6 +13,7 @@ from typing import TypeVar
 from kv_transfer.memory import HostMemory
 from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.unix_socket import UnixSocketTransport
+from pdserve.core.secret import ServiceSecret
 
 _GREETING = b"pdserve-kv/shm/1"
 
@@ -24,8 +25,8 @@ class ShmTransport(UnixSocketTransport):
 
     name = "shm"
 
-    def __init__(self, memory: HostMemory, *, timeout_s: float = 10.0) -> None:
-        super().__init__(memory, timeout_s=timeout_s)
+    def __init__(self, memory: HostMemory, secret: ServiceSecret, *, timeout_s: float = 10.0) -> None:
+        super().__init__(memory, secret, timeout_s=timeout_s)
         self._fd = memory.fd
 
     async def _share(self, connection: socket.socket) -> HostMemory:

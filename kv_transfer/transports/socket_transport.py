@@ -1,4 +1,5 @@
-"""What transports on stream sockets share: they accept connections, greet the peer, and keep their links."""
+"""What transports on stream sockets share: they accept connections, exchange proofs with the peer, and keep their
+links."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from typing import Any
 from kv_transfer.base import KVLink, KVTransport
 from kv_transfer.memory import Memory
 from kv_transfer.strangers import Stranger, Strangers
-from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
+from kv_transfer.transports.socket_proof import prove_dialling, prove_listening
+from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.secret import ServiceSecret, Unproven
 
 _BACKLOG = 128
 _RETRY_S = 0.1
@@ -25,10 +28,12 @@ closed the connection."""
 
 
 class SocketTransport(KVTransport):
-    """``timeout_s`` bounds a send that makes no progress."""
+    """``timeout_s`` bounds a send that makes no progress. ``address`` is where it listens, as peers dial it."""
 
-    def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
-        self._memory, self._timeout_s = memory, timeout_s
+    def __init__(self, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0) -> None:
+        self._memory, self._secret, self._timeout_s = memory, secret, timeout_s
+        self.address = ""
+        self._unproven = 0
         self._accepted: asyncio.Queue[KVLink | None] = asyncio.Queue()
         self._links: set[KVLink] = set()
         self._acceptor: Acceptor | None = None
@@ -36,12 +41,23 @@ class SocketTransport(KVTransport):
 
     @abstractmethod
     async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
-        """Check that the other end speaks the same protocol, and make a link. Raises OSError, EOFError, RuntimeError or
-        TransferError if it does not."""
+        """Make a link of a connection whose two ends are proven. Raises OSError, EOFError, RuntimeError or
+        TransferError if that fails."""
 
-    def _serve(self, server: socket.socket) -> None:
-        """Accept connections on a bound socket until the transport is closed."""
+    def _serve(self, server: socket.socket, address: str) -> KVEndpoint:
+        """Accept connections on a bound socket, which peers reach at ``address``, until the transport is closed."""
+        self.address = address
         self._acceptor = Acceptor(server, self._strangers(), self._welcome)
+        return KVEndpoint(self.name, address)
+
+    @property
+    def unproven(self) -> int:
+        """How many peers were refused because they did not know the secret."""
+        return self._unproven
+
+    @property
+    def _purpose(self) -> str:
+        return f"kv {self.name}"
 
     def _strangers(self) -> Strangers:
         """The bounds on peers that have not introduced themselves."""
@@ -62,7 +78,10 @@ class SocketTransport(KVTransport):
             async with asyncio.timeout(timeout_s):
                 connection.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(connection, address)  # type: ignore[arg-type]
+                await prove_dialling(connection, self._secret, self._purpose, endpoint.address)
                 link = await self._greet(connection, endpoint.address, connecting=True)
+        except Unproven as error:
+            raise TransferRefused(f"no link to {endpoint.address}: {error} ({self.name})") from None
         except TimeoutError:
             where = f"{endpoint.address} did not answer within {timeout_s} s ({self.name})"
             raise TransferTimeout(where) from None
@@ -84,7 +103,11 @@ class SocketTransport(KVTransport):
     async def _welcome(self, connection: socket.socket, peer: str, stranger: Stranger) -> None:
         link: KVLink | None = None
         try:
+            await prove_listening(connection, self._secret, self._purpose, self.address)
             link = await self._greet(connection, peer, connecting=False)
+        except Unproven as error:
+            self._unproven += 1
+            raise TransferRefused(f"{peer}: {error}") from None
         finally:
             if link is None:
                 connection.close()
@@ -165,22 +188,5 @@ class Acceptor:
             connection.setblocking(False)
             await self._welcome(connection, peer, stranger)
         except (OSError, EOFError, RuntimeError, TransferError) as error:
-            _log.warning("a peer's connection was closed: %s (%s)", error or "it timed out", self._strangers.name)
+            self._strangers.complain(str(error or "it timed out"))
             stranger.leave()
-
-
-async def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """The next ``size`` bytes. EOFError if the peer closes the connection before. Needs a timeout around it."""
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < size:
-        more = await loop.sock_recv(connection, size - len(data))
-        if not more:
-            raise EOFError("the peer closed the connection")
-        data += more
-    return data
-
-
-async def expect_greeting(connection: socket.socket, greeting: bytes) -> None:
-    """Read the peer's greeting. EOFError if it is a different one. Needs a timeout around it."""
-    if await read_exactly(connection, len(greeting)) != greeting:
-        raise EOFError("the peer speaks another protocol")

@@ -9,12 +9,11 @@ from typing import Any
 from kv_transfer.base import KVLink
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
-from kv_transfer.transports.socket_transport import SocketTransport, expect_greeting
+from kv_transfer.transports.socket_transport import SocketTransport
 from kv_transfer.transports.threads import in_thread
+from pdserve.core.address import join_address
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
-
-_GREETING = b"pdserve-kv/tcp/1"
 
 
 class TcpTransport(SocketTransport):
@@ -25,9 +24,7 @@ class TcpTransport(SocketTransport):
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept connections."""
         server = await bind(host, port, self.name)
-        self._serve(server)
-        bracketed = f"[{host}]" if ":" in host else host
-        return KVEndpoint(self.name, f"{bracketed}:{server.getsockname()[1]}")
+        return self._serve(server, join_address(host, server.getsockname()[1]))
 
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
         """Open a connection."""
@@ -42,8 +39,6 @@ class TcpTransport(SocketTransport):
 
     async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
         tune(connection)
-        await asyncio.get_running_loop().sock_sendall(connection, _GREETING)
-        await expect_greeting(connection, _GREETING)
         return SocketLink(self.name, self._memory, SocketStream(connection, peer, self.name, self._timeout_s))
 
 

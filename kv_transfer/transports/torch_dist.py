@@ -21,6 +21,7 @@ from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.torch_link import FRAME, TorchDistLink
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.secret import ServiceSecret
 
 if TYPE_CHECKING:
     from kv_transfer.transports.torch_groups import Backend, ExchangeStore, Groups
@@ -40,9 +41,15 @@ class TorchDistTransport(TcpTransport):
     name = "torch_dist"
 
     def __init__(
-        self, memory: Memory, *, backend: Backend = "gloo", timeout_s: float = 10.0, on_device: bool | None = None
+        self,
+        memory: Memory,
+        secret: ServiceSecret,
+        *,
+        backend: Backend = "gloo",
+        timeout_s: float = 10.0,
+        on_device: bool | None = None,
     ) -> None:
-        super().__init__(memory, timeout_s=timeout_s)
+        super().__init__(memory, secret, timeout_s=timeout_s)
         self._backend: Backend = backend
         self._on_device = backend == "nccl" if on_device is None else on_device
 

@@ -21,6 +21,7 @@ from kv_transfer.transports.socket_transport import SocketTransport
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import Region
+from pdserve.core.secret import ServiceSecret
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -35,8 +36,10 @@ def host_id() -> str:
 class UnixSocketTransport(SocketTransport):
     """``place`` names where on the host the shared memory lies, for example a GPU. Both ends must have the same."""
 
-    def __init__(self, memory: Memory, place: str | None = None, *, timeout_s: float = 10.0) -> None:
-        super().__init__(memory, timeout_s=timeout_s)
+    def __init__(
+        self, memory: Memory, secret: ServiceSecret, place: str | None = None, *, timeout_s: float = 10.0
+    ) -> None:
+        super().__init__(memory, secret, timeout_s=timeout_s)
         self._place = host_id() if place is None else f"{host_id()}/{place}"
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
@@ -44,8 +47,7 @@ class UnixSocketTransport(SocketTransport):
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"pdserve-kv-{secrets.token_hex(16)}"
         server.bind(f"\0{name}")
-        self._serve(server)
-        return KVEndpoint(self.name, f"{self._place}/{name}")
+        return self._serve(server, f"{self._place}/{name}")
 
     def obstacle(self, endpoint: KVEndpoint) -> str | None:
         """Why the endpoint is out of reach: it belongs to another host, user, or place."""

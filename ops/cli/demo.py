@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import print_json, print_note, stderr_console, stdout_console
+from ops.cli.options import print_json, print_note, stderr_console, stdout_console, with_access
+from pdserve.client.target import AccessOptions, Target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+@with_access
 def demo(
+    access: AccessOptions,
     target: Annotated[
         str | None, typer.Option(help="host:port of a running service (default: start a service and end it afterwards)")
     ] = None,
@@ -33,15 +36,16 @@ def demo(
     from ops.waterfall.picture import check_picture
 
     check_picture("--png", png)
-    with _service(target, model, stderr_console()) as address:
-        report = asyncio.run(run_demo(address, png, stdout_console(), rounds))
+    given = None if target is None else Target.of(target, **access)
+    with _service(given, model, stderr_console()) as service:
+        report = asyncio.run(run_demo(service, png, stdout_console(), rounds))
     print_json(report.to_dict())
     if not report.ok:
         raise typer.Exit(1)
 
 
 @contextmanager
-def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
+def _service(target: Target | None, model: str, console: Console) -> Iterator[Target]:
     if target is not None:
         yield target
         return
@@ -55,7 +59,7 @@ def _service(target: str | None, model: str, console: Console) -> Iterator[str]:
 
     port = start_detached(settings, show, lambda text: print_note(console, text))
     try:
-        yield f"localhost:{port}"
+        yield Target.of(f"localhost:{port}")
     finally:
         console.print("  stopping the service", style="dim")
         stop_detached(port)

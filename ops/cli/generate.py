@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption, print_json, stderr_console, stdout_console
+from ops.cli.options import JsonOption, TargetOption, print_json, stderr_console, stdout_console, with_access
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from pdserve.client.request import GenerateOptions, Prompt
 
 
+@with_access
 def generate(
+    access: AccessOptions,
     text: Annotated[
         str | None, typer.Argument(help="the prompt; '-', or nothing in a pipe: from stdin", show_default=False)
     ] = None,
@@ -62,6 +65,7 @@ def generate(
     """Generate text, streamed as it arrives, then show where the time to first token went. Where stdout is no terminal,
     the latter goes to stderr, so that a pipe gets the text alone."""
     prompt = _prompt(text, token_ids, file)
+    service = Target.of(target, **access)
     if png is not None:
         from ops.waterfall.picture import check_picture
 
@@ -85,10 +89,10 @@ def generate(
         "salt": salt,
     }
     if as_json:
-        generation = _stream(target, prompt, options, show=False)
+        generation = _stream(service, prompt, options, show=False)
         print_json(generation.to_dict())
     else:
-        generation = _stream(target, prompt, options, show=True)
+        generation = _stream(service, prompt, options, show=True)
         if not text_only:
             _explain(generation, logprobs is not None)
     if png is not None:
@@ -115,10 +119,10 @@ def _explain(generation: Generation, logprobs: bool) -> None:
     console.print(waterfall(generation))
 
 
-def _stream(target: str, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
+def _stream(service: Target, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
     from pdserve.client.sync_client import Client
 
-    with Client(target) as client, client.generate(prompt, **options) as stream:
+    with Client(service) as client, client.generate(prompt, **options) as stream:
         try:
             for token in stream:
                 if show and token.text:
@@ -141,7 +145,11 @@ def _prompt(text: str | None, token_ids: str | None, file: Path | None) -> Promp
         try:
             if file is not None:
                 return file.read_text(encoding="utf-8")
-            return sys.stdin.buffer.read().decode() if text == "-" else str(text)
+            if text != "-":
+                return str(text)
+            if read := sys.stdin.buffer.read().decode():
+                return read
+            raise InvalidRequest("prompt: stdin is empty; give text, --file or --token-ids")
         except UnicodeDecodeError as error:
             raise InvalidRequest(f"prompt: {file or 'stdin'} is not UTF-8 ({error.reason})") from None
     try:

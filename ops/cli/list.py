@@ -65,7 +65,7 @@ def _state(state: ServiceState) -> str:
     from pdserve.core.errors import PdserveError
 
     try:
-        with Client(state.target or f"localhost:{state.port}") as client:
-            return "ready" if client.ready(ASK_TIMEOUT_S) else "not ready"
+        with Client(state.operator) as operator:
+            return "ready" if operator.status(ASK_TIMEOUT_S).ready else "not ready"
     except PdserveError:
         return "not ready"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, JsonOption, TargetOption, print_json
+from ops.cli.options import JsonOption, TargetOption, print_json
+from pdserve.client.target import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from ops.launch.log_files import LogPart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pdserve.client.target import AccessOptions
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-DEFAULT_TARGET = "localhost:50051"
+TOKEN_VARIABLE = "PDSERVE_TOKEN"
+_UNBOUNDED = 10_000
 _PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap wide tables
 
-TargetOption = Annotated[str, typer.Option("--target", help="host, host:port or URL of the service")]
+TargetOption = Annotated[
+    str, typer.Option("--target", help="host, host:port or URL of the service; https:// means TLS")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on one line instead")]
 
 _ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")]
@@ -33,8 +39,10 @@ _SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
     "autoscale": ("cluster.autoscale", bool, "ask Ray for nodes that are missing"),
     "dtype": ("model.dtype", str, "auto, float32, bfloat16 or float16"),
     "transport": ("transfer.transport", str, "auto, shm, tcp, grpc_stream, torch_dist or nixl"),
+    "host": ("gateway.host", str, "address to listen on; 0.0.0.0: all, which needs TLS and tokens (docs/security.md)"),
     "port": ("gateway.port", int, "port of the gRPC API; 0 picks a free one"),
     "http_port": ("gateway.http_port", int, "port of the HTTP API; 0 turns it off; default: 8000 if --port is 50051"),
+    "insecure": ("gateway.insecure", bool, "allow a --host that others can reach without TLS or tokens"),
     "address": ("cluster.address", str, "'local' starts a Ray; 'auto' or host:port joins one"),
 }
 """Options of `up` and `doctor`: the key of the configuration that each one overrides, its type, and its help."""
@@ -59,7 +67,73 @@ def with_service_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(_option(name, Annotated[kind | None, typer.Option(help=text)], None))
     lazily_imported = {"PdserveConfig": Any}
     own = list(inspect.signature(command, eval_str=True, locals=lazily_imported).parameters.values())[1:]
-    signature = inspect.Signature([*parameters, *own])
+    return _dressed(run, command, [*parameters, *own])
+
+
+ACCESS_OPTIONS: Mapping[str, tuple[Any, Any]] = {
+    "ca": (
+        Annotated[Path | None, typer.Option("--ca", help="certificates of those who sign the service's, for https://")],
+        None,
+    ),
+    "cert": (
+        Annotated[Path | None, typer.Option("--cert", help="own certificate, for services that ask for one")],
+        None,
+    ),
+    "key": (Annotated[Path | None, typer.Option("--key", help="its private key")], None),
+    "token_file": (
+        Annotated[
+            Path | None, typer.Option("--token-file", help=f"file with the bearer token (default: {TOKEN_VARIABLE})")
+        ],
+        None,
+    ),
+    "token_in_clear": (
+        Annotated[bool, typer.Option("--token-in-clear", help="send the token to another host without TLS")],
+        False,
+    ),
+}
+"""Options of all commands that are clients of a service: annotation and default."""
+
+
+def with_access(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command `ACCESS_OPTIONS` in the place of its parameter ``access``, which becomes what they say."""
+
+    def run(**given: Any) -> None:
+        access = access_of({name: given.pop(name) for name in ACCESS_OPTIONS})
+        command(access=access, **given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    options = [_option(name, *option) for name, option in ACCESS_OPTIONS.items()]
+    return _dressed(run, command, [*(each for each in own if each.name != "access"), *options])
+
+
+def access_of(given: Mapping[str, Any]) -> AccessOptions:
+    """What `ACCESS_OPTIONS` and the environment say. ConfigError if there is no token in the file."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if (path := given["token_file"]) is not None:
+        from pdserve.core.errors import ConfigError
+
+        try:
+            token = path.read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise ConfigError(f"--token-file: {path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            token = ""
+        if not token:
+            raise ConfigError(f"--token-file: {path} has no token")
+    return AccessOptions(
+        ca=given["ca"],
+        cert=given["cert"],
+        key=given["key"],
+        token=token,
+        token_in_clear=given["token_in_clear"],
+    )
+
+
+def _dressed(
+    run: Callable[..., None], command: Callable[..., None], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """``run`` with the name and the help of ``command``, and these parameters."""
+    signature = inspect.Signature(parameters)
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
     run.__signature__ = signature  # type: ignore[attr-defined]
@@ -119,7 +193,7 @@ def fitted(console: Console, make: Callable[[Collection[str]], Table], optional:
         if column is not None:
             left_out.append(column)
         table = make(left_out)
-        if console.measure(table).minimum <= console.width:
+        if console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum <= console.width:
             break
     return table
 

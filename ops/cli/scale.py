@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, TargetOption, progress, stderr_console
+from ops.cli.options import TargetOption, progress, stderr_console
+from pdserve.client.target import DEFAULT_TARGET
 
 MARGIN_S = 60.0
 

@@ -6,15 +6,17 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ops.cli.options import (
-    DEFAULT_TARGET,
     JsonOption,
     TargetOption,
     fitted,
     plain_table,
     print_json,
     print_note,
+    stderr_console,
     stdout_console,
+    with_access,
 )
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,12 +24,11 @@ if TYPE_CHECKING:
     from pdserve.client.status import ServiceStatus, ServiceWorker
 
 
-def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
-    """Show the service's workers, their load, and their KV blocks."""
-    from pdserve.client.sync_client import Client
-
-    with Client(target) as client:
-        answer = client.status()
+@with_access
+def status(access: AccessOptions, target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -> None:
+    """Show the service's workers, their load, and their KV blocks. On the host that the service was started on, also
+    where its workers listen and their process ids."""
+    answer = _status(Target.of(target, **access))
     if as_json:
         print_json(answer.to_dict())
         return
@@ -55,26 +56,43 @@ def status(target: TargetOption = DEFAULT_TARGET, as_json: JsonOption = False) -
             console.print(f"[yellow]{worker.worker_id} refused KV messages: {refused}[/]")
 
 
-_LESS_OF_WORKERS = ("heard", "restarts", "preempted", "cached", "device", "hits", "address", "wait", "run")
+def _status(target: Target) -> ServiceStatus:
+    """The operator's view of a service that this user has started on this host, else the public one."""
+    from ops.launch.state import ServiceState
+    from pdserve.client.sync_client import Client
+    from pdserve.core.errors import PdserveError
+
+    if (state := ServiceState.at(target.address)) is not None:
+        try:
+            with Client(state.operator) as operator:
+                return operator.status()
+        except PdserveError as error:
+            print_note(stderr_console(), f"without addresses, as the service's supervisor does not tell them: {error}")
+    with Client(target) as client:
+        return client.status()
+
+
+_LESS_OF_WORKERS = ("heard", "restarts", "preempted", "cached", "device", "hits", "address", "node", "wait", "run")
 _LESS_OF_PAIRS = ("why this one", "address")
 """Columns that narrow terminals do without, in that order."""
 
 
 def _workers(answer: ServiceStatus, without: Collection[str]) -> Table:
-    text, numbers = (
-        ("worker", "state", "address", "device"),
-        ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard"),
+    where = "address" if any(worker.address for worker in answer.workers) else "node"
+    text = ("worker", "state", where, "device")
+    numbers = ("free blocks", "cached", "hits", "run", "wait", "preempted", "restarts", "heard")
+    table = plain_table(
+        [name for name in text if name not in without], [name for name in numbers if name not in without]
     )
-    table = plain_table(*([name for name in names if name not in without] for names in (text, numbers)))
     for w in answer.workers:
         if w.state == "awaited":
-            row = {"worker": w.worker_id, "state": "[yellow]awaited[/]", "address": "not there yet"}
+            row = {"worker": w.worker_id, "state": "[yellow]awaited[/]", where: "not there yet"}
         else:
             cores = w.cores if w.device == "cpu" else w.cuda_visible_devices
             row = {
                 "worker": w.worker_id,
                 "state": f"[{'green' if w.state == 'ready' else 'red'}]{w.state}[/]",
-                "address": _where(w),
+                where: _where(w),
                 "device": f"{w.device} {cores}".strip(),
                 "free blocks": f"{w.free_blocks}/{w.num_blocks}",
                 "cached": str(w.cached_blocks),
@@ -90,7 +108,10 @@ def _workers(answer: ServiceStatus, without: Collection[str]) -> Table:
 
 
 def _pairs(answer: ServiceStatus, without: Collection[str]) -> Table:
-    table = plain_table([name for name in ("KV from", "to", "transport", "address") if name not in without], ("link",))
+    left = ("KV from", "to", "transport", "address")
+    if not any(worker.address for worker in answer.workers):
+        without = {*without, "address"}
+    table = plain_table([name for name in left if name not in without], ("link",))
     if "why this one" not in without:
         table.add_column("why this one")
     workers = {worker.worker_id: worker for worker in answer.workers}
@@ -112,6 +133,8 @@ def _pairs(answer: ServiceStatus, without: Collection[str]) -> Table:
 
 
 def _where(worker: ServiceWorker) -> str:
+    if not worker.address:
+        return worker.node
     return worker.address if worker.address.startswith(worker.node) else f"{worker.address} ({worker.node})"
 
 

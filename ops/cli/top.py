@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, TargetOption, plain_table, stdout_console
+from ops.cli.options import TargetOption, fitted, plain_table, stdout_console, with_access
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions
 
 if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
+    from rich.console import Console, Group, RenderableType
     from rich.table import Table
 
     from pdserve.client.status import ServiceStatus, ServiceWorker
@@ -21,9 +22,13 @@ HISTORY = 60
 """Statuses that the curves show."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 12
+_LESS = ("preempted", "tokens to do", "hits", "KV blocks", "wait")
+"""Columns that narrow terminals do without, in that order."""
 
 
+@with_access
 def top(
+    access: AccessOptions,
     target: TargetOption = DEFAULT_TARGET,
     interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, help="seconds between two looks")] = 1.0,
     count: Annotated[int, typer.Option("--count", min=0, help="end after this many looks; 0: with Ctrl-C")] = 0,
@@ -37,27 +42,31 @@ def top(
     console = stdout_console()
     history: deque[ServiceStatus] = deque(maxlen=HISTORY)
     left = count or -1
-    with Client(target) as client, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with (
+        Client(target, **access) as client,
+        Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
+    ):
         while left:
             history.append(client.status())
             left -= 1
             if console.is_terminal:
-                live.update(view(target, history), refresh=True)
+                live.update(view(console, target, history), refresh=True)
             else:
-                console.print(view(target, history))
+                console.print(view(console, target, history))
             if left:
                 time.sleep(interval_s)
 
 
-def view(target: str, history: Sequence[ServiceStatus]) -> Group:
-    """The last status of ``history``, with curves over all of it."""
+def view(console: Console, target: str, history: Sequence[ServiceStatus]) -> Group:
+    """The last status of ``history``, with curves over all of it, as wide as the console."""
     from rich.console import Group
     from rich.text import Text
 
     now = history[-1]
     state = Text("ready", "green") if now.ready else Text("not ready", "red")
     title = Text.assemble(state, f" at {target} · {now.model} · pdserve {now.version} · up {now.uptime_s:.0f} s")
-    parts: list[RenderableType] = [title, Text(), _curves(history), Text(), _workers(history)]
+    workers = fitted(console, lambda without: _workers(history, without), _LESS)
+    parts: list[RenderableType] = [title, Text(), _curves(history), Text(), workers]
     if any(worker.links for worker in now.workers):
         parts += [Text(), _links(now)]
     return Group(*parts)
@@ -80,25 +89,36 @@ def _curves(history: Sequence[ServiceStatus]) -> Table:
     return table
 
 
-def _workers(history: Sequence[ServiceStatus]) -> Table:
+def _workers(history: Sequence[ServiceStatus], without: Collection[str]) -> Table:
     now = history[-1]
-    table = plain_table(("worker", "state", "KV blocks in use"), ("", "run", "wait", "tokens to do", "hits", "preempted"))
+    numbers = ("used", "run", "wait", "tokens to do", "hits", "preempted")
+    table = plain_table(
+        [name for name in ("worker", "state", "KV blocks") if name not in without],
+        [name for name in numbers if name not in without],
+    )
     before = {worker.worker_id: worker for worker in history[0].workers}
     for worker in now.workers:
         color = {"ready": "green", "awaited": "yellow", "starting": "yellow"}.get(worker.state, "red")
         used = 1 - worker.free_blocks / worker.num_blocks if worker.num_blocks else 0.0
-        table.add_row(
-            worker.worker_id, f"[{color}]{worker.state}[/]", _bar(used), f"{100 * used:.0f} %", str(worker.running),
-            str(worker.waiting), str(worker.outstanding_tokens), _hits(worker, before.get(worker.worker_id)),
-            str(worker.preemptions),
-        )  # fmt: skip
+        row = {
+            "worker": worker.worker_id,
+            "state": f"[{color}]{worker.state}[/]",
+            "KV blocks": _bar(used),
+            "used": f"{100 * used:.0f} %",
+            "run": str(worker.running),
+            "wait": str(worker.waiting),
+            "tokens to do": str(worker.outstanding_tokens),
+            "hits": _hits(worker, before.get(worker.worker_id)),
+            "preempted": str(worker.preemptions),
+        }
+        table.add_row(*(row[str(column.header)] for column in table.columns))
     return table
 
 
 def _hits(now: ServiceWorker, before: ServiceWorker | None) -> str:
     """The share of prompt tokens found in the prefix cache since ``before``."""
     cached, looked_up = now.prompt_tokens_cached, now.prompt_tokens_looked_up
-    if before is not None and before is not now and before.engine_pid == now.engine_pid:
+    if before is not None and before is not now and before.prompt_tokens_looked_up <= looked_up:  # else it restarted
         cached, looked_up = cached - before.prompt_tokens_cached, looked_up - before.prompt_tokens_looked_up
     return f"{100 * cached / looked_up:.0f} %" if looked_up else "–"
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import DEFAULT_TARGET, print_note, progress, stderr_console, with_service_options
+from ops.cli.options import print_note, progress, stderr_console, with_service_options
+from pdserve.client.target import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from pdserve.core.config import PdserveConfig
@@ -24,11 +25,17 @@ def up(
         print_note(console, text)
 
     def announce(port: int) -> None:
-        cluster = settings.cluster
-        http_port = settings.gateway.served_http_port
-        also = f" and http://localhost:{http_port}" if http_port else ""
+        from ops.launch.state import target_here
+
+        cluster, gateway = settings.cluster, settings.gateway
+        also = ""
+        if gateway.served_http_port:
+            scheme = "" if gateway.tls_cert else "http://"
+            also = f" and {scheme}{target_here(gateway, gateway.served_http_port)}"
         console.print(
-            f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at localhost:{port}{also}"
+            f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at "
+            f"{target_here(gateway, port)}{also}",
+            soft_wrap=True,
         )
 
     with console.status("starting") as status:

@@ -22,6 +22,7 @@ from ops.waterfall.picture import save_waterfalls
 from ops.waterfall.terminal import overview
 from pdserve.client.async_client import AsyncClient
 from pdserve.client.generation import Generation
+from pdserve.client.target import Target
 from pdserve.core.errors import PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.timeline import Figure
@@ -32,7 +33,7 @@ ROUNDS = 5
 ROUNDS_BUDGET_S = 25.0  # no round starts after this time
 
 
-async def run_demo(target: str, png: Path, console: Console, rounds: int = ROUNDS) -> DemoReport:
+async def run_demo(target: str | Target, png: Path, console: Console, rounds: int = ROUNDS) -> DemoReport:
     """Run the demo: print to ``console``, save the picture, and return the results. Failed requests are counted;
     `NotReady` if the service does not answer at all."""
     async with AsyncClient(target) as client:

@@ -27,6 +27,7 @@ from ops.launch.ports import port_base
 from ops.model_memory import ServedModel
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, ModelError
+from pdserve.core.secret import ServiceSecret
 
 JOIN_S = 60.0
 _AT_ONCE = 16
@@ -80,6 +81,7 @@ class Examination:
     def __init__(self, config: PdserveConfig, host: ProbeHost, progress: Progress = lambda stage: None) -> None:
         self._config, self._host, self._say = config, host, progress
         self._findings: list[Finding] = []
+        self._secret = ServiceSecret.new()  # of the probes
         self._device = "cpu"
         self._own_port = 0  # the public port of the examined service if it is running
         self._nodes: dict[str, ExaminedNode] = {}
@@ -203,7 +205,8 @@ class Examination:
             device = self._device
             if device == "cuda":
                 device = f"cuda:{seat.index_on_node % max(1, len(node.report.devices))}"
-            arguments = {"spec": seat.spec(self._config, self._device, host).to_wire(), "device": device}
+            spec = seat.spec(self._config, self._device, host).to_wire()
+            arguments = {"spec": spec, "device": device, "secret": self._secret.hex()}
             with node.noting(f"{seat.worker_id} on {node.name}"):
                 probe = node.probes[seat.worker_id]
                 node.endpoints[seat.worker_id] = probe.call("open", arguments, _OPEN_S, Endpoints)
@@ -219,6 +222,7 @@ class Examination:
     ) -> None:
         config, own_port, timeout_s = self._config, self._own_port, self._timeout_s
         self._findings += gateway_checks.check_gateway_port(config.gateway, own_port)
+        self._findings += gateway_checks.check_access(config.gateway)
         if source is not None:
             self._findings += gateway_checks.check_tokenizer(source.folder)
         self._findings += gateway_checks.check_control(nodes, timeout_s, pool)

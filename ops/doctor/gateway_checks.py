@@ -8,14 +8,15 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from engine.model.folder import tokenizer_note
+from gateway.security import security_of
 from gateway.tokenizer import load_tokenizer
 from ops.doctor.finding import Finding, fail, ok, warn
 from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, port_taken, read_clock
 from ops.doctor.report import ExaminedNode
 from ops.launch.ports import free_port
-from pdserve.core.clock import clock_id
+from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.config import GatewayConfig
-from pdserve.core.errors import LaunchError, ModelError
+from pdserve.core.errors import ConfigError, LaunchError, ModelError
 
 _GATEWAY = "the gateway"
 _ANSWER_S = 5.0
@@ -34,6 +35,14 @@ def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Findin
         except LaunchError as error:
             remedy = f"end the process that holds it, or choose another with {option} ({key})"
             yield port_taken(_GATEWAY, str(error), port, remedy)
+
+
+def check_access(gateway: GatewayConfig) -> Iterator[Finding]:
+    """The files for TLS and tokens have to be there, and others must not reach the service unprotected."""
+    try:
+        security_of(gateway, MonotonicClock())
+    except ConfigError as error:
+        yield fail("access", _GATEWAY, str(error), "see docs/security.md")
 
 
 def check_tokenizer(folder: Path | None) -> Iterator[Finding]:

@@ -37,6 +37,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout
+from pdserve.core.secret import ServiceSecret
 from worker.addresses import Interface, resolve_interface
 from worker.spec import WorkerSpec
 
@@ -88,9 +89,10 @@ class WorkerProbe:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def _open(self, spec: dict[str, Any], device: str) -> Endpoints:
+    def _open(self, spec: dict[str, Any], device: str, secret: str) -> Endpoints:
         """Listen on the ports of the worker ``spec``, or on free ones where they are taken, which is a finding.
-        ``device`` is the worker's (``cuda:1``)."""
+        ``device`` is the worker's (``cuda:1``), ``secret`` the examination's in hexadecimal, without which the probe
+        opens and accepts no link."""
         self._close()
         worker = self._spec = WorkerSpec.from_wire(spec)
         where, findings = f"{worker.worker_id} on {worker.node}", list[Finding]()
@@ -99,7 +101,9 @@ class WorkerProbe:
         endpoints: tuple[KVEndpoint, ...] = ()
         try:
             interface = resolve_interface(worker.config.transfer.interface, worker.host)
-            endpoints = self._listen_kv(worker, device, interface.address, where, findings)
+            endpoints = self._listen_kv(
+                worker, device, ServiceSecret.from_hex(secret), interface.address, where, findings
+            )
         except ConfigError as error:
             check, remedy = "transport", "choose another transfer.transport, or auto"
             if interface is None:
@@ -146,7 +150,13 @@ class WorkerProbe:
         return ""
 
     def _listen_kv(
-        self, worker: WorkerSpec, device: str, address: str, where: str, findings: list[Finding]
+        self,
+        worker: WorkerSpec,
+        device: str,
+        secret: ServiceSecret,
+        address: str,
+        where: str,
+        findings: list[Finding],
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
         shape = Shape.of(transfer)
@@ -158,7 +168,7 @@ class WorkerProbe:
         check_block_size(layout)
         self._pool = _small_pool(layout, device)
         for port in dict.fromkeys((worker.kv_port, 0)):
-            self._transports = [create_transport(name, self._pool.memory, shape=shape) for name in names]
+            self._transports = [create_transport(name, self._pool.memory, secret, shape=shape) for name in names]
             self._receiver = KVReceiver(
                 self._pool,
                 self._transports,

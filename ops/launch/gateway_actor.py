@@ -12,6 +12,8 @@ import ray
 from gateway.gateway_thread import GatewayThread
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
+from pdserve.core.logs import set_up_logging
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 
@@ -21,13 +23,15 @@ RESTART_PAUSE_S = 1.0
 @ray.remote
 class GatewayActor:
     """Restarted by Ray when its process dies; workers then find it by their next heartbeat. Call `wait_started` first,
-    and nothing else if that reports an error."""
+    and nothing else if that reports an error. ``secret`` is the service's in hexadecimal."""
 
-    def __init__(self, config: dict[str, Any], registry_address: str, service: str) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    def __init__(self, config: dict[str, Any], registry_address: str, service: str, secret: str) -> None:
+        set_up_logging(PdserveConfig.parse(config).logging)
         self._error: PdserveError | None = None
         try:
-            self._gateway = GatewayThread(PdserveConfig.parse(config), registry_address, VERSION, service)
+            self._gateway = GatewayThread(
+                PdserveConfig.parse(config), registry_address, VERSION, ServiceSecret.from_hex(secret), service
+            )
             self._gateway.start()
         except PdserveError as error:
             self._error = error
@@ -56,6 +60,10 @@ class GatewayActor:
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Send these workers no more requests; returns when they have finished, or after ``drain_s`` seconds."""
         self._gateway.retire(worker_ids, drain_s)
+
+    def status(self) -> bytes:
+        """The status for operators, a `GetStatusResponse`."""
+        return self._gateway.status().SerializeToString()
 
     def drain(self) -> int:
         """Refuse new requests; returns the number of requests in progress."""

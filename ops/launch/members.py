@@ -26,6 +26,7 @@ from ops.launch.ports import first_port
 from ops.launch.ray_session import one_line
 from pdserve.core.config import PdserveConfig, PlacementPolicy
 from pdserve.core.errors import LaunchError, from_wire
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.version import VERSION
 from prefill_worker.actor import PrefillWorkerActor
@@ -86,7 +87,8 @@ class Member:
 
 
 class Members:
-    """Adds and removes workers. ``host`` is the address they listen on (empty: that of each worker's node)."""
+    """Adds and removes workers of the service with this ``secret``. ``host`` is the address they listen on (empty: that
+    of each worker's node)."""
 
     def __init__(
         self,
@@ -96,13 +98,14 @@ class Members:
         *,
         registry_address: str,
         service: str,
+        secret: ServiceSecret,
         port_base: int,
         host: str,
     ) -> None:
         self.device = device
         self._config = config
         self._bundles = bundles
-        self._registry_address, self._service = registry_address, service
+        self._registry_address, self._service, self._secret = registry_address, service, secret
         self._port_base = port_base
         self._host = host
         self._members: dict[str, Member] = {}
@@ -227,7 +230,7 @@ class Members:
                 max_concurrency=8,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
-            .remote(spec.to_wire())
+            .remote(spec.to_wire(), self._secret.hex())  # an argument: options and environment are shown by Ray
         )
 
     def _free_name(self, role: Role) -> str:

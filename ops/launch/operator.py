@@ -1,5 +1,6 @@
 """Operating a running service from its own host: the supervisor's gRPC service on a Unix socket, and its client. Only
-the user who started the service can access the socket's folder."""
+the user who started the service can access the socket's folder. The socket also answers `GetStatus` of the public API,
+with the addresses and processes that the public port does not tell."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
+from gateway.grpc_api.operator_view import OperatorView
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX
 from ops.launch.log_files import LogPart
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
@@ -52,6 +54,7 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
         self._folder.mkdir(mode=0o700)
         self._server = grpc.server(ThreadPoolExecutor(8, "operator"))
         operator_pb2_grpc.add_OperatorServicer_to_server(self, self._server)
+        OperatorView(service.status).add_to(self._server)
         self._server.add_insecure_port(f"unix:{self.socket}")
         self._server.start()
 

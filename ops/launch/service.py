@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine.model.folder import check_weight_files, tokenizer_note
 from engine.model.source import ModelSource, resolve_model
+from gateway.security import security_of
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
 from ops.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
@@ -26,9 +27,12 @@ from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, wo
 from ops.launch.ports import free_port, port_base
 from ops.launch.ray_session import RaySession, one_line
 from ops.launch.shutdown import StartCancelled
+from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
+from pdserve.pb import inference_pb2 as pb
 
 MISSED_CHECKS = 3
 """Checks in a row that have to fail before Ray counts as gone."""
@@ -40,6 +44,7 @@ PLACE_TIMEOUT_S = 5.0
 PLACE_REPORT_S = 2.0
 """After this time a worker without a node is reported, with the resources it waits for."""
 DRAIN_ANSWER_S = 10.0
+STATUS_ANSWER_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,7 @@ class Service:
         self._members: Members | None = None
         self._gateway: Any = None
         self._id = uuid.uuid4().hex
+        self._secret = ServiceSecret.new()
         self._changing = threading.Lock()
         self._cancelled = threading.Event()
         self._draining = 0  # requests in progress at the gateway's last answer
@@ -104,6 +110,7 @@ class Service:
             self._note(note)  # the gateway adds it to its status itself
         roles_of(self.config.cluster)
         gateway = self.config.gateway
+        security_of(gateway, MonotonicClock())  # its files are read again by the gateway
         self.port = free_port(gateway.host, gateway.port)
         if gateway.served_http_port:
             free_port(gateway.host, gateway.served_http_port, "gateway.http_port")
@@ -130,6 +137,15 @@ class Service:
     def cancel(self) -> None:
         """Have `start` end with StartCancelled as soon as possible."""
         self._cancelled.set()
+
+    def status(self) -> pb.GetStatusResponse:
+        """The status for operators, with addresses and processes. LaunchError if the gateway does not answer."""
+        if self._gateway is None or not self._session.is_alive():
+            raise LaunchError("the service has no gateway now")
+        try:
+            return pb.GetStatusResponse.FromString(ray.get(self._gateway.status.remote(), timeout=STATUS_ANSWER_S))
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"the gateway does not answer: {one_line(error)}") from None
 
     def drain(self) -> int:
         """Have the gateway refuse new requests. Returns the number of requests in progress."""
@@ -284,7 +300,7 @@ class Service:
         gateway: Any = GatewayActor
         self._gateway = gateway.options(
             num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here
-        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address, self._id)
+        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address, self._id, self._secret.hex())
 
     def _start_workers(self) -> None:
         model = self._source
@@ -302,6 +318,7 @@ class Service:
             bundles,
             registry_address=self._registry_address,
             service=self._id,
+            secret=self._secret,
             port_base=port_base(cluster),
             host="127.0.0.1" if self.owns_ray else "",
         )

@@ -16,7 +16,8 @@ import msgspec
 import psutil
 
 from ops.launch.leftovers import OPERATOR_FOLDER_PREFIX, ProcessId, clear_leftovers, find
-from pdserve.core.address import split_address, target_of
+from pdserve.core.address import TargetAddress, join_address, split_address, target_of
+from pdserve.core.config import GatewayConfig
 from pdserve.core.errors import LaunchError
 
 Phase = Literal["starting", "ready", "restarting", "stopping"]
@@ -42,9 +43,15 @@ def writable_state() -> Iterator[Path]:
         ) from None
 
 
+def target_here(gateway: GatewayConfig, port: int) -> str:
+    """The target of a service's gRPC or HTTP ``port`` for clients on its own host."""
+    host = "localhost" if gateway.host in ("", "0.0.0.0", "::") else gateway.host
+    return f"{'https://' if gateway.tls_cert else ''}{join_address(host, port)}"
+
+
 def port_of(target: str) -> int:
     """The port of a target; `InvalidRequest` if it is none."""
-    return split_address(target_of(target))[1]
+    return split_address(target_of(target).address)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,11 @@ class ServiceState:
     ray_address: str = ""
     since_s: float = 0.0
     processes: tuple[ProcessId, ...] = ()
+
+    @property
+    def operator(self) -> str:
+        """The target at which clients of this user get the status with addresses and processes."""
+        return f"unix:{self.socket}"
 
     @staticmethod
     def path(port: int) -> Path:
@@ -135,6 +147,16 @@ class ServiceState:
         """Clean up after a service that could not: end what is left of it. Returns a description of the remains."""
         with _locked():
             return self._clear()
+
+    @classmethod
+    def at(cls, address: str) -> ServiceState | None:
+        """The running service that clients reach at ``address``; None if it is none of this user's on this host."""
+        where = TargetAddress(address, None)
+        for state in cls.all():
+            ours = where.stays_on_this_host and address.endswith(f":{state.port}")
+            if (ours or (state.target and target_of(state.target).address == address)) and state.process() is not None:
+                return state
+        return None
 
     def process(self) -> psutil.Process | None:
         """The supervisor's process, if it is still running."""

@@ -21,9 +21,10 @@ import psutil
 
 from ops.launch.discovery import prepare_environment
 from ops.launch.shutdown import ServiceShutdown, StartCancelled
-from ops.launch.state import ServiceState, clear_dead_services
+from ops.launch.state import ServiceState, clear_dead_services, target_here
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
+from pdserve.core.logs import set_up_logging
 from pdserve.core.worker import Role
 
 if TYPE_CHECKING:
@@ -113,7 +114,6 @@ class _Supervisor:
         self._service, self._shutdown, self._restart = service, shutdown, restart
         self._noting = threading.Lock()
         config = service.config
-        host = config.gateway.host
         self._state = ServiceState(
             pid=os.getpid(),
             create_time=psutil.Process().create_time(),
@@ -122,7 +122,7 @@ class _Supervisor:
             ray_folder=service.ray_folder,
             socket=new_socket(),
             start_timeout_s=config.cluster.start_timeout_s,
-            target=f"{'localhost' if host in ('', '0.0.0.0', '::') else host}:{service.port}",
+            target=target_here(config.gateway, service.port),
             model=service.model,
             workers=f"{config.cluster.prefill}P{config.cluster.decode}D",
             phase="starting",
@@ -242,7 +242,8 @@ class _Supervisor:
 def main() -> None:
     """Entry point of the detached supervisor."""
     config_json, report_fd, log_path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = PdserveConfig.parse(json.loads(config_json))
+    set_up_logging(config.logging)
     pipe = None
     if RESTART_VARIABLE not in os.environ:  # else the parent got its answer before the restart
         os.set_inheritable(report_fd, False)
@@ -264,7 +265,7 @@ def main() -> None:
 
     try:
         supervise(
-            PdserveConfig.parse(json.loads(config_json)),
+            config,
             lambda stage: send({"stage": stage}),
             on_ready,
             log_path,

@@ -17,27 +17,35 @@ from pdserve.client.async_stream import AsyncStream, Call
 from pdserve.client.channel import (
     CHANNEL_OPTIONS,
     CONNECT_TIMEOUT_S,
-    DEFAULT_TARGET,
     client_closed,
+    credentials_of,
     error_from_status,
     unreachable,
 )
 from pdserve.client.request import GenerateOptions, Prompt, build_request, metadata_of, timeout_of
 from pdserve.client.status import ServiceStatus
-from pdserve.core.address import target_of
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 from pdserve.core.errors import NotReady
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc as pb_grpc
 
 
 class AsyncClient:
-    """Client of the service at ``target`` (host, host:port or URL). Use it within one event loop; ``async with`` closes it. After
-    `close` every method raises `RequestAborted`."""
+    """Client of the service at ``target`` (host, host:port or URL; https:// means TLS) with the options of
+    `AccessOptions`. Use it within one event loop; ``async with`` closes it. After `close` every method raises
+    `RequestAborted`."""
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target_of(target)
+    def __init__(self, target: str | Target = DEFAULT_TARGET, **access: Unpack[AccessOptions]) -> None:
+        service = Target.of(target, **access)
+        self.target = str(service)
+        self._access = service.metadata
         self._closed = False
-        self._channel = grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS)
+        credentials = credentials_of(service)
+        self._channel = (
+            grpc.aio.insecure_channel(service.address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(service.address, credentials, options=CHANNEL_OPTIONS)
+        )
         self._stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(self._channel)  # type: ignore[assignment]
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -45,7 +53,7 @@ class AsyncClient:
         """Start a generation from text or token ids. Raises `InvalidRequest` at once if a field is wrong; all other
         errors are raised by the stream."""
         request = build_request(prompt, options)
-        timeout_s, metadata = timeout_of(options), metadata_of(options)
+        timeout_s, metadata = timeout_of(options), (*metadata_of(options), *self._access)
 
         def start() -> Call:
             with self._while_open():
@@ -79,7 +87,9 @@ class AsyncClient:
         await self.connect(timeout_s)
         try:
             with self._while_open():
-                return ServiceStatus.from_proto(await self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
+                request, metadata = pb.GetStatusRequest(), self._access
+                answer = await self._stub.GetStatus(request, timeout=timeout_s, metadata=metadata)
+                return ServiceStatus.from_proto(answer)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code(), error.details(), self.target, error.trailing_metadata()) from None
 

@@ -1,4 +1,4 @@
-"""Channel options of the clients, and the translation of gRPC statuses into errors."""
+"""Channel options and credentials of the clients, and the translation of gRPC statuses into errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from pdserve.client.target import Target
 from pdserve.core.errors import (
     ERROR_KIND_KEY,
     RETRY_AFTER_KEY,
@@ -17,10 +18,11 @@ from pdserve.core.errors import (
     NotReady,
     PdserveError,
     RequestAborted,
+    Unauthenticated,
     from_wire,
 )
+from pdserve.core.tls_files import read_certificates, read_key_pair
 
-DEFAULT_TARGET = "localhost:50051"
 CONNECT_TIMEOUT_S = 10.0
 
 _MAX_MESSAGE_BYTES = 64 * 2**20
@@ -49,6 +51,7 @@ _CLASSES: dict[grpc.StatusCode, type[PdserveError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExceeded,
     grpc.StatusCode.FAILED_PRECONDITION: LaunchError,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
 
@@ -138,10 +141,28 @@ def _retry_after_s(value: Any) -> float | None:
     return milliseconds / 1e3 if 0 <= milliseconds <= _MAX_RETRY_AFTER_MS else None
 
 
-def unreachable(target: str) -> NotReady:
-    """The error for a target where nothing listens."""
+def credentials_of(target: Target) -> grpc.ChannelCredentials | None:
+    """The TLS credentials of a channel; None without TLS. `ConfigError` names a file that cannot be used."""
+    if not target.tls:
+        return None
+    cert, key = None, None
+    if target.cert is not None and target.key is not None:
+        cert, key = read_key_pair(target.cert, target.key, "cert", "key")
+    roots = None if target.ca is None else read_certificates(target.ca, "ca")
+    return grpc.ssl_channel_credentials(roots, key, cert)
+
+
+def unreachable(target: str, details: str | None = None) -> NotReady:
+    """The error for a target where nothing answers, or no TLS connection could be made. ``details`` are gRPC's."""
+    if target.startswith("https://"):
+        why = f" ({' '.join(details.split())})" if details else ""
+        return NotReady(
+            f"nothing answers at {target}, or one end does not accept the other's certificate{why}: start the service "
+            "with `pdserve up`, name the right host:port as the target, or check ca, cert and key"
+        )
     return NotReady(
-        f"nothing answers at {target}: start the service with `pdserve up`, or name the right host:port as the target"
+        f"nothing answers at {target}: start the service with `pdserve up`, or name the right host:port as the target, "
+        "with https:// if the service uses TLS"
     )
 
 

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.client.channel import (
     CHANNEL_OPTIONS,
     CONNECT_TIMEOUT_S,
-    DEFAULT_TARGET,
     client_closed,
+    credentials_of,
     error_from_status,
     is_reset,
     unreachable,
@@ -25,7 +25,7 @@ from pdserve.client.channel import (
 from pdserve.client.request import GenerateOptions, Prompt, build_request, metadata_of, timeout_of
 from pdserve.client.status import ServiceStatus
 from pdserve.client.sync_stream import Call, Stream
-from pdserve.core.address import target_of
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
 from pdserve.core.errors import NotReady, PdserveError
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc as pb_grpc
@@ -35,15 +35,22 @@ _RECHECK_S = 5.0
 
 
 class Client:
-    """Client of the service at ``target`` (host, host:port or URL). Threads may share it; ``with`` closes it. After `close` every
-    method raises `RequestAborted`."""
+    """Client of the service at ``target`` (host, host:port or URL; https:// means TLS) with the options of
+    `AccessOptions`. Threads may share it; ``with`` closes it. After `close` every method raises `RequestAborted`."""
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self.target = target_of(target)
+    def __init__(self, target: str | Target = DEFAULT_TARGET, **access: Unpack[AccessOptions]) -> None:
+        service = Target.of(target, **access)
+        self.target = str(service)
+        self._access = service.metadata
         self._closed = False
         self._connecting = threading.Lock()
         self._connected_s = -math.inf
-        self._channel = grpc.insecure_channel(self.target, options=CHANNEL_OPTIONS)
+        credentials = credentials_of(service)
+        self._channel = (
+            grpc.insecure_channel(service.address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(service.address, credentials, options=CHANNEL_OPTIONS)
+        )
         self._stub = pb_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -51,7 +58,7 @@ class Client:
         """Start a generation from text or token ids. Raises `InvalidRequest` at once if a field is wrong; all other
         errors are raised by the stream."""
         request = build_request(prompt, options)
-        timeout_s, metadata = timeout_of(options), metadata_of(options)
+        timeout_s, metadata = timeout_of(options), (*metadata_of(options), *self._access)
 
         def start() -> Call:
             with self._while_open():
@@ -78,7 +85,7 @@ class Client:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 if is_reset(error.details()):
                     raise self._error(error) from None
-                raise unreachable(self.target) from None
+                raise unreachable(self.target, error.details()) from None
 
     def _connect_once(self, timeout_s: float) -> None:
         """`connect`, unless the service answered within the last few seconds. One call serves all waiting threads."""
@@ -98,7 +105,8 @@ class Client:
         self.connect(timeout_s)  # for its error message if nothing answers
         try:
             with self._while_open():
-                return ServiceStatus.from_proto(self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout_s))
+                request, metadata = pb.GetStatusRequest(), self._access
+                return ServiceStatus.from_proto(self._stub.GetStatus(request, timeout=timeout_s, metadata=metadata))
         except grpc.RpcError as error:
             raise self._error(error) from None
 

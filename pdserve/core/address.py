@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pdserve.core.errors import InvalidRequest
 
 DEFAULT_PORT = 50_051
 """The service's gRPC port."""
-_SCHEMES = ("http", "grpc")
+_SCHEMES = {"http": False, "grpc": False, "https": True, "grpcs": True}
+"""Schemes of targets, and whether they mean TLS."""
+_OF_THIS_HOST = ("unix:", "unix-abstract:")
 _GRPC_NAME = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6):")
 
 
@@ -27,14 +30,41 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def target_of(text: str) -> str:
-    """The address that a user means: a host, ``host:port``, a URL (``http://host:port/``), or a name of gRPC's own
-    (``unix:/path``), which stays as it is. Without a port it is `DEFAULT_PORT`. `InvalidRequest` if it is none of
-    them."""
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this host and cannot be reached from others: a loopback address, or ``localhost``. Other
+    names count as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class TargetAddress(NamedTuple):
+    """The ``address`` of a service in gRPC's terms, and whether it uses TLS (None: the target does not say)."""
+
+    address: str
+    tls: bool | None
+
+    @property
+    def stays_on_this_host(self) -> bool:
+        """Whether messages to the address do not leave this host."""
+        if self.address.startswith(_OF_THIS_HOST):
+            return True
+        try:
+            return is_loopback(split_address(self.address)[0])
+        except ValueError:
+            return False
+
+
+def target_of(text: str) -> TargetAddress:
+    """The address that a user means: a host, ``host:port``, a URL (``http://host:port/``; ``https://`` and ``grpcs://``
+    mean TLS), or a name of gRPC's own (``unix:/path``), which stays as it is. Without a port it is `DEFAULT_PORT`.
+    `InvalidRequest` if it is none of them."""
     text = text.strip()
     if _GRPC_NAME.match(text):
-        return text
-    if "://" not in text:
+        return TargetAddress(text, None)
+    with_scheme = "://" in text
+    if not with_scheme:
         text = f"grpc://[{text}]" if _is_ipv6(text) else f"grpc://{text}"
     try:
         parts = urlsplit(text)
@@ -45,7 +75,8 @@ def target_of(text: str) -> str:
         raise InvalidRequest(f"target: {parts.scheme!r} is none of {', '.join(_SCHEMES)}; give host:port")
     if not host or " " in host or parts.path not in ("", "/") or parts.query or parts.username:
         raise InvalidRequest(f"target: {text.removeprefix('grpc://')!r} is not host:port")
-    return join_address(host, DEFAULT_PORT if port is None else port)
+    address = join_address(host, DEFAULT_PORT if port is None else port)
+    return TargetAddress(address, _SCHEMES[parts.scheme] if with_scheme else None)
 
 
 def _is_ipv6(text: str) -> bool:

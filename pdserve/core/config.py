@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from pdserve.core.address import DEFAULT_PORT
@@ -17,6 +17,8 @@ from pdserve.core.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+File = Annotated[Path, AfterValidator(Path.absolute)]
+"""A path, absolute because gateway and workers have other working folders than the one who starts them."""
 
 DEFAULT_HTTP_PORT = 8000
 
@@ -231,7 +233,11 @@ class RouterConfig(_Section):
 class GatewayConfig(_Section):
     """The public servers."""
 
-    host: str = Field("0.0.0.0", description="address that the gRPC and HTTP servers listen on")
+    host: str = Field(
+        "127.0.0.1",
+        description="address that the gRPC and HTTP servers listen on; 0.0.0.0 (or :: with IPv6): all of this host. "
+        "One that others can reach needs TLS, and tokens or client certificates, unless insecure",
+    )
     port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         DEFAULT_PORT, description="port of the gRPC server; 0 picks one"
     )
@@ -239,6 +245,21 @@ class GatewayConfig(_Section):
         None,
         description="port of the OpenAI-compatible HTTP server; 0 turns it off; default: 8000 for a service on the "
         "default port, else 0, so that several services of one host do not meet",
+    )
+    tls_cert: File | None = Field(
+        None, description="certificate of the gRPC and HTTP servers, in PEM, followed by those between it and its CA"
+    )
+    tls_key: File | None = Field(None, description="its private key, in PEM, without a passphrase")
+    tls_client_ca: File | None = Field(
+        None, description="only clients with a certificate of one of these CAs may connect (mTLS); in PEM"
+    )
+    tokens: File | None = Field(
+        None,
+        description="YAML file with the tokens of clients and their limits (see docs/security.md and `pdserve token "
+        "new`), read again when it changes; default: calls need no token",
+    )
+    insecure: bool = Field(
+        False, description="allow a host that others can reach without TLS or tokens, for networks that are trusted"
     )
     default_timeout_s: Seconds = Field(600.0, description="deadline of requests that bring none")
     otlp_endpoint: str | None = Field(
@@ -255,6 +276,15 @@ class GatewayConfig(_Section):
         return DEFAULT_HTTP_PORT if self.port == DEFAULT_PORT else 0
 
 
+class LoggingConfig(_Section):
+    """The logs of gateway, workers and engines. They contain no prompt and no output."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="the least level that is logged")
+    format: Literal["text", "json"] = Field(
+        "text", description="text: a line to read; json: an object per line, for a log collector"
+    )
+
+
 class PdserveConfig(_Section):
     """The whole file."""
 
@@ -264,6 +294,7 @@ class PdserveConfig(_Section):
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
     router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="what processes write to their logs")
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> PdserveConfig:

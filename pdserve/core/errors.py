@@ -9,6 +9,7 @@
     │   ├── UnknownModel      another model is served
     │   ├── BodyTooLarge      the body of an HTTP request exceeds the limit of messages
     │   └── BodyIncomplete    the body of an HTTP request did not arrive within the deadline
+    ├── Unauthenticated       the call has no token that the service knows; do not retry with the same one
     ├── CapacityExceeded      the request does not fit, or the queue is full; retry later or ask for less
     ├── NotReady              no worker can take the request yet; retry later
     ├── DeadlineExceeded      the request's own deadline passed; raise it or reduce the load
@@ -70,6 +71,10 @@ class BodyTooLarge(InvalidRequest):
 
 class BodyIncomplete(InvalidRequest):
     """The body of an HTTP request did not arrive within the deadline."""
+
+
+class Unauthenticated(PdserveError):
+    """The call has no token, or one that the service does not know or that has expired."""
 
 
 class CapacityExceeded(PdserveError):

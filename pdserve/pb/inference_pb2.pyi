@@ -591,6 +591,7 @@ class WorkerStatus(google.protobuf.message.Message):
     node: builtins.str
     device: builtins.str
     address: builtins.str
+    """for control; told to operators only, as are the next two and kv_addresses"""
     pid: builtins.int
     engine_pid: builtins.int
     num_blocks: builtins.int
@@ -623,7 +624,7 @@ class WorkerStatus(google.protobuf.message.Message):
 
     @property
     def kv_addresses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """where it listens for KV, by transport"""
+        """where it listens for KV, by transport; told to operators only"""
 
     def __init__(
         self,
@@ -713,6 +714,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     queued: builtins.int
     running: builtins.int
     pid: builtins.int
+    """of the gateway; told to operators only"""
     uptime_s: builtins.float
     dtype: builtins.str
     model_hash: builtins.str

@@ -53,14 +53,15 @@ class InferenceServicer(object):
         """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
         INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
         retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
-        ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
+        ready, worker lost for good), UNAUTHENTICATED (no valid token), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The service's workers, their load and their blocks.
+        """The service's workers, their load and their blocks. Fields marked "told to operators only" are empty on the public
+        port.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

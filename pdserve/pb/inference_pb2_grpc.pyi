@@ -26,14 +26,16 @@ class InferenceStub:
     """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
     INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
     retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
-    ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
+    ready, worker lost for good), UNAUTHENTICATED (no valid token), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
     """
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         pdserve.pb.inference_pb2.GetStatusRequest,
         pdserve.pb.inference_pb2.GetStatusResponse,
     ]
-    """The service's workers, their load and their blocks."""
+    """The service's workers, their load and their blocks. Fields marked "told to operators only" are empty on the public
+    port.
+    """
 
 class InferenceAsyncStub:
     Generate: grpc.aio.UnaryStreamMultiCallable[
@@ -43,14 +45,16 @@ class InferenceAsyncStub:
     """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
     INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
     retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
-    ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
+    ready, worker lost for good), UNAUTHENTICATED (no valid token), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
     """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         pdserve.pb.inference_pb2.GetStatusRequest,
         pdserve.pb.inference_pb2.GetStatusResponse,
     ]
-    """The service's workers, their load and their blocks."""
+    """The service's workers, their load and their blocks. Fields marked "told to operators only" are empty on the public
+    port.
+    """
 
 class InferenceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -62,7 +66,7 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         """Generate text: one `Token` message per token, then exactly one `Completion`. Errors are gRPC statuses:
         INVALID_ARGUMENT (a field is wrong), RESOURCE_EXHAUSTED (does not fit; queue full: trailing metadata
         retry-after-ms says when to come back), FAILED_PRECONDITION (the deployment cannot do it), UNAVAILABLE (nothing
-        ready, worker lost for good), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
+        ready, worker lost for good), UNAUTHENTICATED (no valid token), DEADLINE_EXCEEDED, CANCELLED (by the client alone).
         """
 
     @abc.abstractmethod
@@ -71,6 +75,8 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         request: pdserve.pb.inference_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[pdserve.pb.inference_pb2.GetStatusResponse, collections.abc.Awaitable[pdserve.pb.inference_pb2.GetStatusResponse]]:
-        """The service's workers, their load and their blocks."""
+        """The service's workers, their load and their blocks. Fields marked "told to operators only" are empty on the public
+        port.
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import yaml
 
@@ -22,8 +24,11 @@ UP_TIMEOUT_S = 240.0
 PORT = 50051
 WORKERS = 4
 RECOVERY_S = 45.0
+REACHABLE = "--host 0.0.0.0 --insecure"
+"""Clients are outside the head, on a network that is this machine's own."""
 SERVICE = (
-    "--address auto --nodes 4 --prefill 2 --decode 2 --oversubscribe --placement spread --device cpu --dtype float32"
+    "--address auto --nodes 4 --prefill 2 --decode 2 --oversubscribe --placement spread --device cpu --dtype float32 "
+    f"{REACHABLE}"
 )
 """What `pdserve up` is told: these `WORKERS`, of the tiny model."""
 
@@ -76,6 +81,11 @@ class RayCluster:
     def target(self) -> str:
         """The service's address, seen from this machine."""
         return f"{self.head.address}:{PORT}"
+
+    def workers_inside(self) -> dict[str, dict[str, Any]]:
+        """The workers by id, with addresses and processes, which are told on the head alone."""
+        status = json.loads(self.pdserve("status --json").stdout)
+        return {worker["worker_id"]: worker for worker in status["workers"]}
 
     def wait_joined(self, timeout_s: float = 120.0) -> None:
         """Return once every host is a node of the Ray on the head; AssertionError after ``timeout_s``."""

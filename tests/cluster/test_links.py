@@ -15,7 +15,7 @@ from ops.doctor.handoff_prediction import HandoffPlan, LinkRate, Overlap, predic
 from pdserve import Client
 from pdserve.client.generation import Generation
 from pdserve.core.kv_layout import KVLayout
-from tests.cluster.ray_cluster import RayCluster
+from tests.cluster.ray_cluster import REACHABLE, RayCluster
 
 pytestmark = pytest.mark.cluster
 
@@ -28,7 +28,7 @@ NOISE_MS = 3.0
 """What a busy machine of two cores adds now and then, however short the wait."""
 CHUNK_TOKENS, LAYER_GROUPS, MAX_INFLIGHT_BYTES = 512, 8, 16 * 2**20
 LAYOUT = KVLayout.uniform("", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)
-OPTIONS = "--address auto --model dummy:135m --prefill 1 --decode 1 --placement strict_spread --device cpu"
+OPTIONS = f"--address auto --model dummy:135m --prefill 1 --decode 1 --placement strict_spread --device cpu {REACHABLE}"
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def measure(cluster: RayCluster, options: str, mbit: int, overlap: Overlap) -> R
     cluster.hosts.rate(mbit)
     link = doctor(cluster, options)
     draw = random.Random(mbit)
+    workers = cluster.workers_inside()
+    assert workers["decode-0"]["kv_addresses"]["tcp"] == f"{NETWORK}.{_last(workers['decode-0']['node'])}:20007"
+    assert workers["prefill-0"]["address"] == f"{workers['prefill-0']['node']}:20001"
     with Client(cluster.target) as client:
-        workers = {worker.worker_id: worker for worker in client.status().workers}
-        assert workers["decode-0"].kv_addresses["tcp"] == f"{NETWORK}.{_last(workers['decode-0'].node)}:20007"
-        assert workers["prefill-0"].address == f"{workers['prefill-0'].node}:20001"
         ask(client, draw)
         results = [ask(client, draw) for _ in range(REQUESTS)]
     stages = [result.to_dict()["breakdown_ms"]["ttft_decode"] for result in results]

@@ -91,13 +91,11 @@ def test_a_prefill_node_is_cut_off(service: RayCluster, timings: dict[str, float
         victim.partition()
         took_s = wait_for(service, "replaced", everywhere - {victim.address}, REPLACED_S)
         timings["prefill node cut off: until its workers serve elsewhere"] = took_s
-        with Client(service.target) as client:
-            replaced = {worker.pid for worker in client.status().workers}
+        replaced = {worker["pid"] for worker in service.workers_inside().values()}
         time.sleep(FORGET_S)
         # What ran on it believes itself alive: it must end, rather than take its old name back.
         victim.heal()
         time.sleep(BEFORE_S)
-        with Client(service.target) as client:
-            assert {worker.pid for worker in client.status().workers} == replaced
+        assert {worker["pid"] for worker in service.workers_inside().values()} == replaced
     check(load, "prefill node cut off", timings)
     assert idle(service)

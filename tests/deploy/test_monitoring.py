@@ -74,7 +74,9 @@ def test_panels_do_not_overlap_and_name_their_source() -> None:
     for panel in panels:
         place = panel["gridPos"]
         cells = {
-            (x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
         }
         assert place["x"] + place["w"] <= 24
         assert not taken & cells, panel["title"]

@@ -7,16 +7,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pdserve.core.address import target_of
+from tests.certificates import Certificates
 from tests.deploy.files import DEPLOY, pod_templates
+from tests.pdserve.scripted_service import ScriptedService
 
 
-def is_ready(port: int) -> bool:
-    status = subprocess.run([sys.executable, DEPLOY / "ready.py", str(port)], timeout=60, check=False).returncode
+def is_ready(port: int, *tls: str | Path) -> bool:
+    status = subprocess.run([sys.executable, DEPLOY / "ready.py", str(port), *tls], timeout=60, check=False).returncode
     assert status in (0, 1)
     return status == 0
 
@@ -38,6 +42,18 @@ def test_it_says_what_the_service_says(service: tuple[int, health.HealthServicer
     assert not is_ready(port)
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     assert is_ready(port)
+
+
+def test_it_asks_over_tls(certificates: Certificates) -> None:
+    """The certificate has another name than the address that a probe in the pod connects to."""
+    with ScriptedService(certificates.server) as service:
+        port = target_of(service.target).address.rpartition(":")[2]
+        assert is_ready(int(port), certificates.ca, "localhost")
+        assert not is_ready(int(port), certificates.ca, "elsewhere")
+        assert not is_ready(int(port), certificates.stranger.cert, "localhost")
+        assert not is_ready(int(port))
+        service.set_serving(False)
+        assert not is_ready(int(port), certificates.ca, "localhost")
 
 
 def test_nobody_listens_yet() -> None:

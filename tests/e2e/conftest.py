@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ops.launch.state import ServiceState
 from tests.local_cluster import ROOT, free_port
 
 UP_TIMEOUT_S = 300
@@ -55,6 +56,16 @@ class RunningService:
     cli: Cli
     state_file: Path
 
+    @property
+    def operator(self) -> str:
+        """Where the supervisor tells addresses and processes."""
+        return operator_of(self.state_file)
+
+
+def operator_of(state_file: Path) -> str:
+    """The target at which a service's supervisor tells addresses and processes."""
+    return ServiceState.load(state_file).operator
+
 
 @pytest.fixture(scope="session")
 def service(cli: Cli) -> Iterator[RunningService]:
@@ -66,8 +77,6 @@ def service(cli: Cli) -> Iterator[RunningService]:
     arguments = ("--model", "tiny", "--dtype", "float32", "--prefill", "2", "--decode", "2", "--oversubscribe")
     up = cli.run("up", "-c", str(config), *arguments, "--port", str(port), "--detach")
     assert up.returncode == 0, up.stderr
-    from ops.launch.state import ServiceState
-
     state_file = Path(cli.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json"
     state = ServiceState.load(state_file)
     supervisor = state.process()

@@ -205,7 +205,7 @@ def test_a_worker_process_that_was_stopped_does_not_take_its_engine_for_hung(exp
     """Its engine kept answering; nobody read that."""
     engine = {**SETTINGS["engine"], "hang_timeout_s": 1.5}
     with local_cluster({**SETTINGS, "engine": engine}) as cluster, Client(cluster.target) as client:
-        before = {worker.worker_id: worker.engine_pid for worker in client.status().workers}
+        before = {worker.worker_id: worker.engine_pid for worker in cluster.inside().workers}
         for name in ("prefill-0", "decode-0"):
             cluster.kill(name, signal.SIGSTOP)
         time.sleep(4.0)
@@ -214,26 +214,26 @@ def test_a_worker_process_that_was_stopped_does_not_take_its_engine_for_hung(exp
         result = client.generate(PROMPT, **DRAWN, timeout_s=60).result()
         assert result.token_ids == expected
         time.sleep(2.0)
-        assert {worker.worker_id: worker.engine_pid for worker in client.status().workers} == before
+        assert {worker.worker_id: worker.engine_pid for worker in cluster.inside().workers} == before
 
 
 def test_an_idle_engine_that_is_killed_costs_no_request(expected: tuple[int, ...]) -> None:
     with local_cluster(SETTINGS, prefill=2) as cluster, Client(cluster.target) as client:
         for victim in ("prefill-0", "prefill-1", "decode-0"):
-            os.kill(_wait_ready(client, victim).engine_pid, signal.SIGKILL)
+            os.kill(_wait_ready(cluster, victim).engine_pid, signal.SIGKILL)
             for _ in range(12):
                 result = client.generate(PROMPT, **{**DRAWN, "max_tokens": 4}, timeout_s=60).result()
                 assert result.token_ids == expected[:4]
         assert leaked_blocks(cluster.wait_idle()) == 0
 
 
-def _wait_ready(client: Client, worker_id: str) -> ServiceWorker:
+def _wait_ready(cluster: LocalCluster, worker_id: str) -> ServiceWorker:
     deadline_s = time.monotonic() + 60
     while True:
-        ready = [worker for worker in client.status().workers if worker.state == "ready"]
+        ready = [worker for worker in cluster.inside().workers if worker.state == "ready"]
         if (worker := next((worker for worker in ready if worker.worker_id == worker_id), None)) is not None:
             return worker
-        assert time.monotonic() < deadline_s, client.status()
+        assert time.monotonic() < deadline_s, cluster.inside()
         time.sleep(0.1)
 
 

@@ -39,8 +39,8 @@ def settings(model: Path, **sections: Any) -> dict[str, Any]:
     return {"model": {"path": str(model), "dtype": "float32"}, "engine": engine, **sections}
 
 
-def worker_named(client: Client, worker_id: str) -> ServiceWorker:
-    return next(w for w in client.status().workers if w.worker_id == worker_id)
+def worker_named(cluster: LocalCluster, worker_id: str) -> ServiceWorker:
+    return next(w for w in cluster.inside().workers if w.worker_id == worker_id)
 
 
 def wait_for(
@@ -48,9 +48,9 @@ def wait_for(
 ) -> ServiceWorker:
     """The worker once it is in that state; with an engine started after it was like ``since``."""
     deadline_s = time.monotonic() + timeout_s
-    with Client(cluster.target) as client:
+    with Client(cluster.operator) as operator:
         while True:
-            workers = client.status().workers  # one that has not reported yet is not among them
+            workers = operator.status().workers  # one that has not reported yet is not among them
             worker = next((w for w in workers if w.worker_id == worker_id), None)
             if (
                 worker is not None
@@ -66,12 +66,16 @@ def wait_for(
 def test_decode_dies_in_mid_stream(model: Path, victim: str) -> None:
     """The client's stream goes on, token for token, whichever worker is there to go on with it."""
     expected = greedy_tokens(model, PROMPT, LONG)
-    with local_cluster(settings(model), decode=2) as cluster, Client(cluster.target) as client:
+    with (
+        local_cluster(settings(model), decode=2) as cluster,
+        Client(cluster.target) as client,
+        Client(cluster.operator) as operator,
+    ):
         for _ in range(20):
             stream = client.generate(PROMPT, max_tokens=LONG, mode="pd", timeout_s=60)
             for _ in range(5):
                 next(stream)
-            busy = next((w for w in client.status().workers if w.role == "decode" and w.outstanding_tokens), None)
+            busy = next((w for w in operator.status().workers if w.role == "decode" and w.outstanding_tokens), None)
             if busy is not None:
                 psutil.Process(busy.engine_pid if victim == "engine" else busy.pid).kill()
             result = stream.result()
@@ -97,12 +101,12 @@ def test_prefill_dies_under_a_long_prompt(model: Path) -> None:
     with local_cluster(settings(model), prefill=2, delays_ms={"prefill": 1500.0}) as cluster:
 
         async def run() -> None:
-            async with AsyncClient(cluster.target) as client:
+            async with AsyncClient(cluster.target) as client, AsyncClient(cluster.operator) as operator:
                 for _ in range(10):
                     request = asyncio.create_task(client.generate(PROMPT, max_tokens=4, mode="pd").result())
                     busy = None
                     while busy is None and not request.done():
-                        workers = (await client.status()).workers
+                        workers = (await operator.status()).workers
                         busy = next((w for w in workers if w.role == "prefill" and w.outstanding_tokens), None)
                     if busy is not None:
                         psutil.Process(busy.engine_pid).kill()
@@ -153,7 +157,7 @@ def test_one_that_was_replaced_while_it_was_cut_off_ends(model: Path) -> None:
     quick = settings(model, router={"heartbeat_s": 0.2, "heartbeat_timeout_s": 3.0})
     with local_cluster(quick) as cluster, Client(cluster.target) as client:
         old = cluster.processes["decode-0"]
-        old_pid = worker_named(client, "decode-0").pid
+        old_pid = worker_named(cluster, "decode-0").pid
         cluster.kill("decode-0", signal.SIGSTOP)
         wait_for(cluster, "decode-0", "lost")
         cluster.start_worker(Role.DECODE, 0)
@@ -162,7 +166,7 @@ def test_one_that_was_replaced_while_it_was_cut_off_ends(model: Path) -> None:
         old.send_signal(signal.SIGCONT)
         assert old.wait(60) == 1
         cluster.wait_ready()
-        assert worker_named(client, "decode-0").pid == now.pid
+        assert worker_named(cluster, "decode-0").pid == now.pid
         assert list(client.generate(PROMPT, max_tokens=5).result().token_ids) == greedy_tokens(model, PROMPT, 5)
         assert leaked_blocks(cluster.wait_idle()) == 0
 
@@ -174,7 +178,7 @@ def test_a_hung_engine_is_noticed(model: Path) -> None:
     with local_cluster(watchful) as cluster, Client(cluster.target) as client:
         stream = client.generate(PROMPT, max_tokens=TOKENS, mode="pd", timeout_s=60)
         next(stream)
-        hung = worker_named(client, "decode-0")
+        hung = worker_named(cluster, "decode-0")
         psutil.Process(hung.engine_pid).send_signal(signal.SIGSTOP)
         assert list(stream.result().token_ids) == greedy_tokens(model, PROMPT, TOKENS)
         now = wait_for(cluster, "decode-0", "ready", since=hung)
@@ -324,12 +328,13 @@ def test_decode_dies_during_the_hand_off(model: Path, policy: str) -> None:
     with (
         local_cluster(config, prefill=2, decode=2, delays_ms=slow) as cluster,
         Client(cluster.target) as client,
+        Client(cluster.operator) as operator,
     ):
         for number in range(10):
             begin_s = time.monotonic()
             stream = client.generate(PROMPT, max_tokens=8, mode="pd", timeout_s=60, salt=str(number))
             assert next(stream).token_id == expected[0]
-            busy = next((w for w in client.status().workers if w.role == "decode" and w.outstanding_tokens), None)
+            busy = next((w for w in operator.status().workers if w.role == "decode" and w.outstanding_tokens), None)
             if busy is not None:
                 psutil.Process(busy.engine_pid).kill()
             if busy is not None and time.monotonic() - begin_s < HAND_OFF_S:

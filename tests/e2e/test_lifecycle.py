@@ -169,7 +169,8 @@ def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> 
 
     # `down` waits for what is in progress, and refuses what is new meanwhile.
     with Client(host.target) as client, ThreadPoolExecutor(1) as threads:
-        prefill = next(worker for worker in client.status().workers if worker.worker_id == "prefill-0")
+        with Client(third.operator) as operator:
+            prefill = next(worker for worker in operator.status().workers if worker.worker_id == "prefill-0")
         os.kill(prefill.engine_pid, signal.SIGSTOP)
         try:
             stream = client.generate([5] * 20, max_tokens=50, ignore_eos=True, mode="pd", timeout_s=120)

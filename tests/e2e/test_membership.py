@@ -14,7 +14,7 @@ import pytest
 
 from pdserve import Client
 from pdserve.client.status import ServiceStatus
-from tests.e2e.conftest import Cli
+from tests.e2e.conftest import Cli, operator_of
 from tests.local_cluster import free_port, free_ports, leaked_blocks
 from tests.ray_nodes import RayNode, ray_head, ray_node
 
@@ -116,7 +116,8 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
             assert "Ray" in up.stderr, up.stderr  # the head is still coming up, and says so in one way or another
             assert time.monotonic() < deadline_s, up.stderr
         load = stack.enter_context(contextlib.closing(Load(target)))
-        status = wait_for(target, "all ready", lambda status: set(states(status).values()) == {"ready"})
+        operator = operator_of(Path(cli.env["XDG_STATE_HOME"]) / "pdserve" / f"{port}.json")
+        status = wait_for(operator, "all ready", lambda status: set(states(status).values()) == {"ready"})
         assert {int(worker.address.rpartition(":")[2]) for worker in status.workers} == {base + 1, base + 5, base + 9}
 
         # Everything is taken: one more waits, and Ray knows.
@@ -132,7 +133,7 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
         fewer = at_home.run("scale", "--decode", "1", "--target", target)
         assert fewer.returncode == 0, fewer.stderr
         all_ready = {"prefill-0": "ready", "prefill-1": "ready", "decode-0": "ready"}
-        before = pids(wait_for(target, "2P1D", lambda status: states(status) == all_ready))
+        before = pids(wait_for(operator, "2P1D", lambda status: states(status) == all_ready))
         refused = at_home.run("scale", "--decode", "0", "--target", target)
         assert refused.returncode == 1
         assert "a service keeps its initial roles" in refused.stderr
@@ -142,7 +143,7 @@ def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
             time.sleep(2.0)  # for the node to be there
             other.kill()
             wait_for(
-                target,
+                operator,
                 "one replaced",
                 lambda status: states(status) == all_ready and len(pids(status) - before) == 1,
             )

@@ -117,13 +117,13 @@ def test_a_bias_forces_and_forbids(cluster: LocalCluster, mode: str) -> None:
 def test_a_resume_changes_no_draw(cluster: LocalCluster) -> None:
     """The decode worker's engine is killed in mid-stream; penalties still tell prompt from output afterwards."""
     long = {**EVERYTHING, "max_tokens": 250}
-    with Client(cluster.target) as client:
+    with Client(cluster.target) as client, Client(cluster.operator) as operator:
         whole = client.generate(PROMPT, seed=9, mode="colocated", **long).result()
         for _ in range(20):  # until it is killed before its last token
             stream = client.generate(PROMPT, seed=9, mode="pd", timeout_s=60, **long)
             for _ in range(5):
                 next(stream)
-            busy = next((w for w in client.status().workers if w.role == "decode" and w.outstanding_tokens), None)
+            busy = next((w for w in operator.status().workers if w.role == "decode" and w.outstanding_tokens), None)
             if busy is not None:
                 psutil.Process(busy.engine_pid).kill()
             resumed = stream.result()

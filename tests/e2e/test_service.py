@@ -72,8 +72,8 @@ def test_list_and_logs_say_where_everything_is(service: RunningService) -> None:
     paths = {log["name"]: Path(log["path"]) for log in found}
     assert set(paths) == {"supervisor", "gateway", "prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert all(path.is_file() for path in paths.values())
-    with Client(service.target) as client:
-        pids = {worker.worker_id: worker.pid for worker in client.status().workers}
+    with Client(service.operator) as operator:
+        pids = {worker.worker_id: worker.pid for worker in operator.status().workers}
     assert all(paths[name].name.endswith(f"-{pid}.err") for name, pid in pids.items())
     decode = service.cli.run("logs", "decode-1", "--target", service.target)
     assert decode.stdout == paths["decode-1"].read_text()
@@ -190,14 +190,14 @@ def test_bench_counts_and_leaks_nothing(service: RunningService) -> None:
 
 @pytest.mark.parametrize("which", ["engine", "worker"])
 def test_a_killed_engine_or_worker_is_started_again(service: RunningService, which: str) -> None:
-    with Client(service.target) as client:
-        victim = next(w for w in client.status().workers if w.worker_id == "decode-1")
+    with Client(service.target) as client, Client(service.operator) as operator:
+        victim = next(w for w in operator.status().workers if w.worker_id == "decode-1")
         psutil.Process(victim.engine_pid if which == "engine" else victim.pid).kill()
         deadline_s = time.monotonic() + 180
         while True:
             result = client.generate([8] * 20, max_tokens=3, ignore_eos=True, timeout_s=60).result()  # service goes on
             assert len(result.token_ids) == 3
-            now = next((w for w in client.status().workers if w.worker_id == "decode-1"), None)
+            now = next((w for w in operator.status().workers if w.worker_id == "decode-1"), None)
             if now is not None and now.state == "ready" and now.engine_pid != victim.engine_pid:
                 break
             assert time.monotonic() < deadline_s, now

@@ -37,7 +37,7 @@ async def fault_free(client: AsyncClient, draw: random.Random) -> list[tuple[lis
 
 async def churn(cluster: LocalCluster, count: int) -> Counter[str]:
     draw, outcomes = random.Random(SEED), Counter[str]()
-    async with AsyncClient(cluster.target) as client:
+    async with AsyncClient(cluster.target) as client, AsyncClient(cluster.operator) as operator:
         known = await fault_free(client, draw)
         left = iter(range(count))
         kill = asyncio.Event()
@@ -71,7 +71,7 @@ async def churn(cluster: LocalCluster, count: int) -> Counter[str]:
             while True:
                 await kill.wait()
                 kill.clear()
-                ready = [w for w in (await client.status()).workers if w.state == "ready"]
+                ready = [w for w in (await operator.status()).workers if w.state == "ready"]
                 if len(ready) == 4:
                     psutil.Process(draw.choice(ready).engine_pid).kill()
                     outcomes["killed"] += 1

@@ -55,3 +55,20 @@ def test_more_workers_than_slots(cli: Cli) -> None:
 def test_no_ray_at_the_address(cli: Cli) -> None:
     address = f"127.0.0.1:{free_port()}"
     check(cli, f"cluster.address: cannot join Ray at '{address}': ", "--address", address)
+
+
+def test_an_address_that_others_reach_unprotected(cli: Cli) -> None:
+    check(cli, "gateway.host: others can reach 0.0.0.0, and the service has no TLS", "--host", "0.0.0.0")
+
+
+def test_tokens_that_everybody_reads(cli: Cli, tmp_path: Path) -> None:
+    tokens, config = tmp_path / "tokens.yaml", tmp_path / "pdserve.yaml"
+    tokens.write_text("tokens: []\n")
+    tokens.chmod(0o644)
+    config.write_text("gateway: {tokens: tokens.yaml}\n")  # relative to the folder of the one who starts it
+    check(
+        Cli({**cli.env, "XDG_STATE_HOME": str(tmp_path)}),
+        f"gateway.tokens: every user of this host can read or change {tokens}",
+        "-c",
+        str(config),
+    )

@@ -70,11 +70,11 @@ class Storm:
     async def cause_faults(self, kind: str) -> None:
         """Cause a fault every 2 to 5 s, until cancelled; then let everything go on."""
         try:
-            async with AsyncClient(self._cluster.target) as client:
+            async with AsyncClient(self._cluster.operator) as operator:
                 while True:
                     await asyncio.sleep(self._draw.uniform(2.0, 5.0))
                     try:
-                        status = await client.status()
+                        status = await operator.status()
                     except PdserveError:
                         continue
                     ready = [worker for worker in status.workers if worker.state == "ready"]

@@ -273,14 +273,14 @@ def test_a_wrong_option_is_named(given: dict[str, Any], words: str) -> None:
 def test_namespaces_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = LinkSweep(LinkSweepOptions.choose({"hosts": "namespaces"}))
     with pytest.raises(InvalidRequest, match="--target names a running one"):
-        experiment.deployment("host:1", config=None, settings={}, report=print)
+        experiment.deployment("host:1", access={}, config=None, settings={}, report=print)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(InvalidRequest, match=r"--hosts namespaces: .* need root \(sudo\)"):
-        experiment.deployment(None, config=None, settings={}, report=print)
+        experiment.deployment(None, access={}, config=None, settings={}, report=print)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(hosts, "_PATH", "/nowhere")
     with pytest.raises(InvalidRequest, match=re.escape("ip, tc, taskset (apt-get install iproute2 util-linux)")):
-        experiment.deployment(None, config=None, settings={}, report=print)
+        experiment.deployment(None, access={}, config=None, settings={}, report=print)
 
 
 def test_a_run_against_a_shaped_service_is_measured_and_redrawn(tmp_path: Path) -> None:

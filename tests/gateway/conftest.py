@@ -18,10 +18,12 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
-from pdserve.pb import inference_pb2_grpc, worker_pb2_grpc
+from pdserve.pb import inference_pb2_grpc
 from tests.fake_worker import FakeWorker, fake_info
+from tests.loopback import SECRET
+from worker.authentication import REGISTRY, open_stream, stream_channel
 from worker.links import LinkKeeper
-from worker.messages import BEAT_ANSWERS, Beat, BeatAnswer, to_frame
+from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -65,7 +67,7 @@ class Service:
 
     gateway: Gateway
     channel: grpc.aio.Channel
-    registry: Any
+    registry: grpc.aio.Channel
     fleet: dict[str, FakeWorker]
     infos: dict[str, WorkerInfo] = field(default_factory=dict)
     connects: list[str] = field(default_factory=list)
@@ -106,9 +108,20 @@ class Service:
         links = self.links[self.fleet[worker_id]] if worker_id in self.fleet else None
         load = WorkerLoad(free_blocks=info.num_blocks)
         beat = Beat(info, load, [] if links is None else links.states())
-        answer = BEAT_ANSWERS.decode(await self.registry.Heartbeat(to_frame(beat)))
+        answer = BEAT_ANSWERS.decode(await self.report(encode(beat)))
         if links is not None:
             links.want(answer.peers)
+        return answer
+
+    async def report(self, data: bytes) -> bytes:
+        """The gateway's answer to one message on the registry port, over a stream of its own."""
+        stream = await open_stream(self.registry, REGISTRY, SECRET, self.gateway.registry_address)
+        try:
+            await stream.write(data)
+            answer = await stream.read()
+        finally:
+            stream.cancel()
+        assert isinstance(answer, bytes)
         return answer
 
     async def stop(self) -> None:
@@ -127,6 +140,11 @@ class Service:
                 self.make(worker_id)
             await self.beat(worker_id)
         await self.gateway.wait_serving(30.0)
+
+    def peers_of(self, worker_id: str) -> set[str]:
+        """The workers that a worker has links to, as the gateway knows it."""
+        worker = self.gateway.registry.get(worker_id)
+        return set() if worker is None else {peer for peer, _ in worker.linked}
 
     async def generate(self, **fields: Any) -> tuple[list[pb.Token], pb.Completion]:
         """A whole stream, its shape checked: tokens, then one completion."""
@@ -174,12 +192,18 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             return await service.connect(info)
 
         gateway = Gateway(
-            config, model_name="fake", model_folder=folder, context_length=256, connect=connect, version="1.2.3"
+            config,
+            model_name="fake",
+            model_folder=folder,
+            context_length=256,
+            connect=connect,
+            secret=SECRET,
+            version="1.2.3",
         )
         await gateway.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}")
-        registries.append(grpc.aio.insecure_channel(gateway.registry_address))
-        service = Service(gateway, channel, worker_pb2_grpc.RegistryStub(registries[-1]), fleet)
+        registries.append(stream_channel(gateway.registry_address, MAX_BEAT_BYTES))
+        service = Service(gateway, channel, registries[-1], fleet)
         started.append(service)
         if workers:
             await service.bring_up(*workers)

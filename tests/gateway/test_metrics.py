@@ -74,7 +74,8 @@ async def test_errors_refusals_and_cancels(start_service: StartService) -> None:
 
 
 async def test_workers_and_links(start_service: StartService) -> None:
-    service = await start_service("p0", "d0", "d1")
+    service = await start_service("d0", "d1", "p0")
+    await service.until(lambda: service.peers_of("p0") == {"d0", "d1"})
     samples = scrape(service)
     for worker, role in (("p0", "prefill"), ("d0", "decode"), ("d1", "decode")):
         assert value(samples, "worker_ready", worker=worker, role=role) == 1

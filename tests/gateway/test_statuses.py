@@ -16,6 +16,7 @@ TREE = {
     "UnknownModel": "INVALID_ARGUMENT",
     "BodyTooLarge": "INVALID_ARGUMENT",
     "BodyIncomplete": "INVALID_ARGUMENT",
+    "Unauthenticated": "UNAUTHENTICATED",
     "CapacityExceeded": "RESOURCE_EXHAUSTED",
     "NotReady": "UNAVAILABLE",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",

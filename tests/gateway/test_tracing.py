@@ -33,7 +33,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 @pytest.fixture
 async def collector() -> AsyncIterator[tuple[Collector, str]]:
     server, collector = grpc.aio.server(), Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield collector, f"http://127.0.0.1:{port}"
@@ -66,7 +66,8 @@ async def test_spans_are_the_stages_and_belong_to_the_clients_trace(
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
     stages = {name.removeprefix("pdserve."): span for name, span in spans.items() if span is not request}
     assert stages.keys() == {
-        "gateway", "route", "dispatch", "prefill_queue", "prefill", "kv_exposed", "decode_queue", "first_decode", "decode",
+        "gateway", "route", "dispatch", "prefill_queue", "prefill",
+        "kv_exposed", "decode_queue", "first_decode", "decode",
     }  # fmt: skip
     assert all(span.parent_span_id == request.span_id for span in stages.values())
     assert len(collector[0].spans) == len(spans) + 2  # gateway and dispatch have two spans each

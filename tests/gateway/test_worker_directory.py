@@ -12,9 +12,8 @@ from pdserve.core.errors import LayoutMismatch, TransferTimeout
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
-from pdserve.pb import worker_pb2 as worker_pb
 from tests.fake_worker import FakeWorker, fake_info
-from worker.messages import Beat, BeatAnswer, to_frame
+from worker.messages import Beat, BeatAnswer, encode
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import Service, StartService
@@ -165,7 +164,7 @@ async def test_a_link_that_opens_while_its_worker_is_being_connected_counts(
 
 def beat_with(field: str, value: object) -> bytes:
     """A heartbeat of a worker of another version."""
-    kind, info, *rest = msgspec.msgpack.decode(to_frame(Beat(fake_info("x", Role.PREFILL), WorkerLoad())).data)
+    kind, info, *rest = msgspec.msgpack.decode(encode(Beat(fake_info("x", Role.PREFILL), WorkerLoad())))
     return msgspec.msgpack.encode([kind, {**info, field: value}, *rest])
 
 
@@ -177,14 +176,14 @@ def beat_with(field: str, value: object) -> bytes:
         (beat_with("layout", {}), "layout"),
         (b"", "truncated"),
         (b"\xff\xff\xff", "unreadable"),
-        (to_frame(BeatAnswer("x", superseded=False)).data, "BeatAnswer"),
+        (encode(BeatAnswer("x", superseded=False)), "BeatAnswer"),
     ],
     ids=["role", "type", "missing", "empty", "bytes", "another"],
 )
 async def test_nonsense_on_the_registry_is_refused(start_service: StartService, data: bytes, problem: str) -> None:
     service = await start_service()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.registry.Heartbeat(worker_pb.Frame(data=data))
+        await service.report(data)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert problem in (caught.value.details() or "")
     assert service.gateway.registry.workers == ()

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from kv_transfer.base import KVTransport
-from kv_transfer.factory import create_transport
 from kv_transfer.protocol import checksum
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -27,8 +26,10 @@ from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool, changed
+from tests.kv_transfer.relay import known_as
 from tests.kv_transfer.status import status_of
 from tests.kv_transfer.tampering import TamperingTransport
+from tests.loopback import create_transport
 from tests.planted.kv_receiver import DelayedReceiver
 
 LAYOUT = KVLayout.uniform(
@@ -203,6 +204,11 @@ class ReceivingEnd(End):
     async def status(self, request: str) -> Values:
         """How far it is."""
         return {"status": status_of(self.receiver, request)}
+
+    async def known_as(self, transport: str, address: str) -> Values:
+        """Peers dial this address, that of a relay, in place of its own."""
+        known_as(self.inner[transport], address)
+        return {}
 
     async def links(self) -> Values:
         """From whom there are links."""

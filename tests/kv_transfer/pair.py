@@ -177,3 +177,4 @@ class Pair:
         if self.relay is not None:
             self.relay.close()
         self.relay = Relay(address)
+        self.receiver.call("known_as", transport=self.transport, address=self.relay.address)

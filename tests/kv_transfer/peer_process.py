@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 import msgspec
 
-from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
 from kv_transfer.pool import Pool
 from kv_transfer.protocol import checksum
@@ -18,6 +17,7 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.handoff import KVPeer
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout, Region
 from tests.host_pool import HostPool
+from tests.loopback import create_transport
 
 LARGE = KVLayout.uniform("model", "bfloat16", block_size=64, num_layers=30, num_kv_heads=3, head_dim=64)
 """Blocks of 1.5 MB."""

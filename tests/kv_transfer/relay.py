@@ -7,7 +7,22 @@ import selectors
 import socket
 import threading
 
+from kv_transfer.base import KVTransport
+from kv_transfer.transports.grpc_stream import GrpcStreamTransport
+from kv_transfer.transports.socket_transport import SocketTransport
+
 _CHUNK = 64 * 2**10
+
+
+def known_as(transport: KVTransport, address: str) -> None:
+    """Have a transport that listens prove itself as the one at ``address``, the relay's: proofs are worth nothing at
+    another address than the one that was dialled."""
+    if isinstance(transport, GrpcStreamTransport):
+        assert transport._proofs is not None
+        transport._proofs.address = address
+    else:
+        assert isinstance(transport, SocketTransport)
+        transport.address = address
 
 
 class Relay:

@@ -30,6 +30,11 @@ class TamperingTransport(KVTransport):
         self.links: list[TamperingLink] = []
         self._transport = transport
 
+    @property
+    def unproven(self) -> int:
+        """As it is."""
+        return self._transport.unproven
+
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """As it is."""
         return await self._transport.listen(host, port)

@@ -397,10 +397,8 @@ def test_another_layout_or_model_is_refused_before_any_request(
     get_pair: GetPair, transport: str, layout: dict[str, Any]
 ) -> None:
     pair = get_pair(transport)
-    ((_, address),) = pair.receiver.about["endpoints"]
-    refused = pair.sender.call(
-        "connect", transport=transport, worker_id="d", epoch=pair.receiver.epoch, address=address, layout=layout
-    )
+    (endpoint,) = pair.peer["endpoints"]
+    refused = pair.sender.call("connect", worker_id="d", epoch=pair.receiver.epoch, layout=layout, **endpoint)
     assert refused["error"] == "LayoutMismatch"
     assert f"KV layout differs in {next(iter(layout))}" in refused["message"]
     pair.check_settled()

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kv_transfer.factory import create_transport
 from kv_transfer.handshake import LinkFigures, introduce, survey
 from kv_transfer.link_rate import Run, SenderClock
 from kv_transfer.pool import Pool
@@ -24,6 +23,7 @@ from pdserve.core.handoff import KVPeer, TransferProof
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES
 from tests.kv_transfer.peer_process import LARGE
 from tests.local_cluster import undisturbed
+from tests.loopback import create_transport
 
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.param(

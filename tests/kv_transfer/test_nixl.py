@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kv_transfer.base import KVLink
-from kv_transfer.factory import create_transport, offered_transports
+from kv_transfer.factory import offered_transports
 from kv_transfer.memory import HostMemory
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.nixl import NixlTransport
@@ -26,8 +26,9 @@ from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import answering
 from tests.kv_transfer.fake_nixl import FakeNetwork
-from tests.kv_transfer.relay import Relay
+from tests.kv_transfer.relay import Relay, known_as
 from tests.kv_transfer.status import Status, status_of
+from tests.loopback import SECRET, create_transport
 
 LAYOUT = KVLayout.uniform(
     "model", "float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=64
@@ -54,8 +55,8 @@ async def linked(timeout_s: float = 5.0) -> AsyncIterator[Ends]:
     """Ends over random content."""
     source, target = HostPool(LAYOUT, NUM_BLOCKS), HostPool(LAYOUT, NUM_BLOCKS)
     source.data[:] = random.Random(4).randbytes(len(source.data))
-    sending = NixlTransport(source.memory, timeout_s=timeout_s)
-    receiving = NixlTransport(target.memory, timeout_s=timeout_s)
+    sending = NixlTransport(source.memory, SECRET, timeout_s=timeout_s)
+    receiving = NixlTransport(target.memory, SECRET, timeout_s=timeout_s)
     try:
         endpoint = await receiving.listen("127.0.0.1")
         sender, receiver = await asyncio.gather(sending.connect(endpoint, 10.0), receiving.accept())
@@ -283,6 +284,7 @@ async def test_a_read_that_ends_after_the_sender_gave_its_blocks_away_counts_for
     ends = await make_ends("nixl", layout=LAYOUT, checksum=False)
     (endpoint,) = ends.endpoints
     relay = Relay(endpoint.address)
+    known_as(ends.receiving_transport, relay.address)
     try:
         await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
         network.polls = 2**62
@@ -354,6 +356,7 @@ async def test_without_a_checksum_a_transfer_counts_once_its_sender_confirms_it(
     ends = await make_ends("nixl", layout=LAYOUT)
     (endpoint,) = ends.endpoints
     relay = Relay(endpoint.address)
+    known_as(ends.receiving_transport, relay.address)
     try:
         await ends.sender.connect("d", "e1", [KVEndpoint("nixl", relay.address)])
         network.polls = 2**62

@@ -20,6 +20,7 @@ from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, probe_area
 from tests.host_pool import inline
+from tests.loopback import SECRET
 
 MakeEnds = Callable[..., Awaitable[Any]]
 LAYOUT = KVLayout.uniform("model", "float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
@@ -54,7 +55,7 @@ class OneGpu:
     def transport(self, pool: DevicePool, gpu: str = "GPU-1") -> CudaIpcTransport:
         """A worker's, whose pool is ``pool``."""
         self._pools[pool.device_memory.handle[0]] = pool.whole
-        return CudaIpcTransport(pool.device_memory, gpu, timeout_s=2.0, opened=self.open)
+        return CudaIpcTransport(pool.device_memory, SECRET, gpu, timeout_s=2.0, opened=self.open)
 
     def open(self, handle: Sequence[Any]) -> DeviceMemory:
         """As `DeviceMemory.open`."""
@@ -67,12 +68,12 @@ def pair(kind: str, source: DevicePool, target: DevicePool) -> tuple[KVTransport
     """Transports for both ends."""
     memories = source.device_memory, target.device_memory
     if kind == "torch_dist":
-        sending, receiving = (TorchDistTransport(memory, timeout_s=5.0, on_device=True) for memory in memories)
+        sending, receiving = (TorchDistTransport(memory, SECRET, timeout_s=5.0, on_device=True) for memory in memories)
         return sending, receiving
     if kind == "tcp":
-        return TcpTransport(memories[0], timeout_s=5.0), TcpTransport(memories[1], timeout_s=5.0)
+        return TcpTransport(memories[0], SECRET, timeout_s=5.0), TcpTransport(memories[1], SECRET, timeout_s=5.0)
     if kind == "nixl":
-        return NixlTransport(memories[0], timeout_s=5.0), NixlTransport(memories[1], timeout_s=5.0)
+        return NixlTransport(memories[0], SECRET, timeout_s=5.0), NixlTransport(memories[1], SECRET, timeout_s=5.0)
     gpu = OneGpu()
     return gpu.transport(source), gpu.transport(target)
 

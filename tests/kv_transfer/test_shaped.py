@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kv_transfer.base import KVLink
-from kv_transfer.factory import create_transport, offered_transports
+from kv_transfer.factory import offered_transports
 from kv_transfer.memory import HostMemory
 from kv_transfer.transports.shaped import Shape, ShapedTransport, _pieces
 from pdserve.core.config import PdserveConfig, TransferConfig
@@ -19,6 +19,7 @@ from pdserve.core.errors import ConfigError, PeerLost
 from pdserve.core.kv_layout import Region
 from tests.host_pool import inline
 from tests.kv_transfer.conftest import MakeEnds, answering
+from tests.loopback import create_transport
 
 MEMORY_BYTES = 16 * 2**20
 LEAST_S = -1e-3

@@ -21,20 +21,22 @@ import psutil
 import pytest
 
 from kv_transfer.base import KVLink, KVTransport
-from kv_transfer.factory import create_transport
 from kv_transfer.protocol import Hello, Open, encode
 from kv_transfer.receive_link import ReceiveLink
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.strangers import INTRODUCTION_S, MAX_STRANGERS, Stranger, Strangers
+from kv_transfer.transports.socket_proof import MAGIC
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.socket_transport import Acceptor
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PeerLost, TransferError
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout
+from pdserve.core.secret import Side, new_nonce
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.end import End, until
+from tests.loopback import SECRET, create_transport
 
 importlib.import_module("kv_transfer.transports.torch_groups")  # here, where no timeout runs: it takes seconds
 
@@ -48,7 +50,6 @@ ALL = ["shm", "tcp", "grpc_stream", "torch_dist", NIXL]
 AT_ONCE_S = 4.0  # less than a silent peer has
 IN_TIME_S = 15.0
 FRAME = struct.Struct("<BIQI")  # kind, bytes of the header, of the payload, references
-GREETING = b"pdserve-kv/tcp/1"
 
 
 class Ends:
@@ -304,14 +305,22 @@ async def test_a_connection_that_fails_leaves_no_object_socket_or_task(name: str
 
 
 MALFORMED = {
-    "greeting": b"\x16\x03\x01" + bytes(100),
-    "header": GREETING + FRAME.pack(0, 100, 0, 0) + random.Random(1).randbytes(100),
-    "frame": GREETING + random.Random(2).randbytes(200),
-    "references": GREETING + FRAME.pack(0, 10, 2**26, 2**16) + bytes(10),
+    "header": FRAME.pack(0, 100, 0, 0) + random.Random(1).randbytes(100),
+    "frame": random.Random(2).randbytes(200),
+    "references": FRAME.pack(0, 10, 2**26, 2**16) + bytes(10),
 }
+UNPROVEN = {"greeting": b"\x16\x03\x01" + bytes(100), "proof": MAGIC + bytes(200)}
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
+def prove(connection: socket.socket, address: str) -> None:
+    """Prove this end of a connection to the transport tcp, and read the other end's proof."""
+    greeting = new_nonce()
+    connection.sendall(MAGIC + greeting)
+    challenge = connection.recv(64, socket.MSG_WAITALL)
+    connection.sendall(SECRET.proof("kv tcp", Side.DIALLING, (greeting, challenge[:32]), address))
+
+
+@pytest.mark.parametrize("kind", [*MALFORMED, *UNPROVEN])
 def test_malformed_connections_do_not_grow_a_process(kind: str) -> None:
     """It was some 100 KiB to 1 MiB for each of them. What the first ones need is not given back, and used again."""
     end = End("receiver", ["tcp"])
@@ -324,7 +333,9 @@ def test_malformed_connections_do_not_grow_a_process(kind: str) -> None:
             for _ in range(count):
                 # Closed already, perhaps with data unread: then the kernel resets it.
                 with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as connection:
-                    connection.sendall(MALFORMED[kind])
+                    if kind in MALFORMED:
+                        prove(connection, address)
+                    connection.sendall(MALFORMED.get(kind) or UNPROVEN[kind])
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(4096):
                         continue

@@ -26,6 +26,7 @@ from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import LAYOUT
 from tests.kv_transfer.status import status_of
+from tests.loopback import SECRET
 
 MakeEnds = Callable[..., Awaitable[Any]]
 TIMEOUT_S = 0.4
@@ -79,7 +80,9 @@ def stick(link: KVLink, *, aborts: bool = True) -> StuckGroups:
 @contextlib.asynccontextmanager
 async def linked(timeout_s: float) -> AsyncIterator[tuple[KVLink, KVLink]]:
     """Both ends of a link; ``timeout_s`` is that of the first."""
-    client, listener = (TorchDistTransport(HostMemory.create(4096), timeout_s=each) for each in (timeout_s, 10.0))
+    client, listener = (
+        TorchDistTransport(HostMemory.create(4096), SECRET, timeout_s=each) for each in (timeout_s, 10.0)
+    )
     try:
         endpoint = await listener.listen("127.0.0.1")
         connected, accepted = await client.connect(endpoint, 10.0), await listener.accept()
@@ -175,7 +178,7 @@ async def test_closing_ends_a_stuck_send() -> None:
 async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, giving_up: str) -> None:
     timeout_s = 1.0 if giving_up == "abort" else 30.0
     source = HostPool(LAYOUT, 64)
-    sending = TorchDistTransport(source.memory, timeout_s=timeout_s)
+    sending = TorchDistTransport(source.memory, SECRET, timeout_s=timeout_s)
     ends = await make_ends("torch_dist", lease_s=30.0, source=source, sending=sending)
     await ends.sender.connect("d", "e1", ends.endpoints)
     groups = stick(ends.sender._peers["d"]._link)

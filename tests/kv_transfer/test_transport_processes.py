@@ -19,7 +19,6 @@ import msgspec
 import pytest
 
 from kv_transfer.base import KVLink
-from kv_transfer.factory import create_transport
 from kv_transfer.memory import HostMemory
 from kv_transfer.protocol import checksum
 from kv_transfer.sender import KVSender
@@ -28,6 +27,7 @@ from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint, KVPeer
 from pdserve.core.kv_layout import KVLayout, Region
 from tests.host_pool import HostPool, inline
+from tests.loopback import create_transport
 
 ROOT = Path(__file__).parents[2]
 NIXL = pytest.param(

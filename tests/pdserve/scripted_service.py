@@ -25,6 +25,7 @@ from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY
 from pdserve.core.timeline import GATEWAY, EventKind
 from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc as pb_grpc
+from tests.certificates import Pair
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16
@@ -44,10 +45,12 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         self.refuse_ms = ""  # unless empty, every request is refused and told to come back after that time
         self.status_after_requests = True
         self.token_shift = {pb.MODE_PD: 0, pb.MODE_COLOCATED: 0}
+        self.authorizations: list[str] = []  # of all calls, empty for those without
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         events = [pb.Event(kind=EventKind.RECEIVED, worker=GATEWAY, time_s=time.monotonic())]
         self.requests.append(request)
+        self._note_authorization(context)
         words = request.text.split()
         if self.refuse_ms:
             words = ["refuse", "RESOURCE_EXHAUSTED", "CapacityExceeded", self.refuse_ms, "the queue is full"]
@@ -77,6 +80,9 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
             gone.wait(30)
             return
         yield from self._answer(request, events)
+
+    def _note_authorization(self, context: Any) -> None:
+        self.authorizations.append(dict(context.invocation_metadata()).get("authorization", ""))
 
     def _answer(self, request: pb.GenerateRequest, events: list[pb.Event]) -> Iterator[pb.GenerateResponse]:
         mode = request.mode if request.mode == pb.MODE_COLOCATED else pb.MODE_PD
@@ -148,6 +154,7 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
         )
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        self._note_authorization(context)
         if self.requests and not self.status_after_requests:
             context.abort(grpc.StatusCode.UNAVAILABLE, "stopping")
         return pb.GetStatusResponse(
@@ -194,15 +201,20 @@ class CountingHealth(health.HealthServicer):  # type: ignore[misc]
 
 
 class ScriptedService:
-    """The servicer behind a port of its own, with grpc.health.v1; ``target`` is where it listens."""
+    """The servicer behind a port of its own, with grpc.health.v1; ``target`` is where it listens. With a certificate it
+    uses TLS."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Pair | None = None) -> None:
         self.servicer = ScriptedServicer()
         self.health = CountingHealth()
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=32))
         pb_grpc.add_InferenceServicer_to_server(self.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        self.target = f"localhost:{self._server.add_insecure_port('localhost:0')}"
+        if tls is None:
+            self.target = f"localhost:{self._server.add_insecure_port('localhost:0')}"
+        else:
+            credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.cert.read_bytes())])
+            self.target = f"https://localhost:{self._server.add_secure_port('localhost:0', credentials)}"
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:

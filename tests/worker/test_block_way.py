@@ -18,7 +18,6 @@ import pytest
 from decode_worker.receive import ReceiveHandoff
 from engine.messages import Command, Computed, KVEvent, KVReady, Progress, Reserved, encode
 from engine.process.client import EventReader
-from kv_transfer.factory import create_transport
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import TransferConfig
 from pdserve.core.handoff import FirstToken, KVPeer
@@ -27,6 +26,7 @@ from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
 from prefill_worker.push import PushHandoff
 from tests.host_pool import HostPool
+from tests.loopback import create_transport
 from worker.kv import KVThread
 
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.config import PdserveConfig
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from tests.local_cluster import ROOT, free_port
 from tests.random_models import save_random_model
@@ -167,7 +168,7 @@ def test_a_second_service_on_the_same_core_says_so(tmp_path: Path) -> None:
             spec = replace(make_spec(), config=config, registry_address=f"127.0.0.1:{free_port()}")
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "prefill_worker", json.dumps(spec.to_wire())],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ServiceSecret.new().environment(), "PYTHONPATH": str(ROOT)},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

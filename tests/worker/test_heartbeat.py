@@ -6,23 +6,24 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import pytest
 
 import decode_worker.receive
 import prefill_worker.push
 from pdserve.core.errors import LayoutMismatch, WorkerLost
 from pdserve.core.handoff import KVPeer, PeerLink
+from pdserve.core.secret import ServiceSecret
+from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import Role
-from pdserve.pb import worker_pb2 as pb
-from pdserve.pb import worker_pb2_grpc
+from tests.loopback import SECRET
 from tests.random_models import save_random_model
 from tests.worker.test_requests import running
-from worker.messages import BEATS, Beat, BeatAnswer, to_frame
+from worker.authentication import REGISTRY, Context, proven_server
+from worker.messages import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
 PREFILL, DECODE = prefill_worker.push.ROLES, decode_worker.receive.ROLES
 SELDOM = {"heartbeat_s": 60.0, "heartbeat_timeout_s": 600.0}
@@ -36,16 +37,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass
-class Registry(worker_pb2_grpc.RegistryServicer):
+class Registry:
     """The gateway's registry: answers with the wanted links, and records the heartbeats."""
 
     wanted: list[KVPeer] = field(default_factory=list)
     superseded: bool = False
     beats: asyncio.Queue[Beat] = field(default_factory=asyncio.Queue)
 
-    async def Heartbeat(self, request: pb.Frame, context: object) -> pb.Frame:
-        await self.beats.put(BEATS.decode(request))
-        return to_frame(BeatAnswer("g", self.superseded, self.wanted))
+    async def serve(self, requests: AsyncIterator[bytes], _: Context) -> AsyncGenerator[bytes, None]:
+        """Answer one worker's heartbeats."""
+        async for data in requests:
+            await self.beats.put(BEATS.decode(data))
+            yield encode(BeatAnswer("g", self.superseded, self.wanted))
 
     async def next(self) -> Beat:
         """The next heartbeat, which must come soon."""
@@ -53,10 +56,9 @@ class Registry(worker_pb2_grpc.RegistryServicer):
 
 
 @contextlib.asynccontextmanager
-async def registry_at(address: str) -> AsyncIterator[Registry]:
+async def registry_at(address: str, secret: ServiceSecret = SECRET) -> AsyncIterator[Registry]:
     registry = Registry()
-    server = grpc.aio.server()
-    worker_pb2_grpc.add_RegistryServicer_to_server(registry, server)
+    server = proven_server(REGISTRY, StreamListener(secret, REGISTRY.purpose, address), registry.serve, MAX_BEAT_BYTES)
     server.add_insecure_port(address)
     await server.start()
     try:

@@ -19,7 +19,6 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
-from pdserve.pb import worker_pb2 as pb
 from worker.messages import (
     BEAT_ANSWERS,
     BEATS,
@@ -30,16 +29,16 @@ from worker.messages import (
     BeatAnswer,
     BeatNow,
     Failure,
-    FrameDecoder,
     LinkState,
     Message,
+    MessageDecoder,
     Outputs,
     Ping,
     Push,
     Receive,
     Reply,
     Run,
-    to_frame,
+    encode,
 )
 
 LAYOUT = KVLayout.uniform("abc", "bfloat16", 64, 30, 3, 64)
@@ -67,10 +66,9 @@ REQUESTS = {
 }
 
 
-def check(decoder: FrameDecoder[Any], message: Message) -> None:
+def check(decoder: MessageDecoder[Any], message: Message) -> None:
     """The decoded message is equal to the original, types included."""
-    frame = pb.Frame.FromString(to_frame(message).SerializeToString())
-    back = decoder.decode(frame)
+    back = decoder.decode(encode(message))
     assert (type(back), back) == (type(message), message)
 
 
@@ -137,7 +135,7 @@ def test_beats(load: WorkerLoad) -> None:
 
 
 def test_links_keep_their_errors_classes() -> None:
-    links = BEATS.decode(to_frame(Beat(INFO, LOAD, LINKS))).links
+    links = BEATS.decode(encode(Beat(INFO, LOAD, LINKS))).links
     assert links["decode-0", "e1"] == LINKS[0].outcome
     mismatch = links["decode-1", "e2"]
     assert (type(mismatch), str(mismatch)) == (LayoutMismatch, "dtype differs")
@@ -172,7 +170,7 @@ def changed(message: object, path: tuple[Any, ...], value: object) -> bytes:
 
 RUN, PUSH, BEAT = Run(REQUESTS["greedy"]), Push(REQUESTS["greedy"], PEER), Beat(INFO, LOAD, LINKS)
 OUTPUT = Outputs([("r", OUTPUTS[-1])], [("s", Failure("WorkerLost", "gone"))])
-MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
+MALFORMED: dict[str, tuple[MessageDecoder[Any], bytes]] = {
     "nothing": (TO_WORKER, b""),
     "no msgpack": (TO_WORKER, b"\xc1"),
     "a pickle": (TO_WORKER, b"\x80\x04N."),
@@ -228,13 +226,13 @@ MALFORMED: dict[str, tuple[FrameDecoder[Any], bytes]] = {
 
 
 @pytest.mark.parametrize(("decoder", "data"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_messages_are_errors(decoder: FrameDecoder[Any], data: bytes) -> None:
+def test_malformed_messages_are_errors(decoder: MessageDecoder[Any], data: bytes) -> None:
     with pytest.raises(PdserveError, match=r"^an unreadable message .* differ in version$") as refused:
-        decoder.decode(pb.Frame(data=data))
+        decoder.decode(data)
     assert type(refused.value) is PdserveError
 
 
-ONE_OF_EACH: list[tuple[FrameDecoder[Any], Message]] = [
+ONE_OF_EACH: list[tuple[MessageDecoder[Any], Message]] = [
     (TO_WORKER, Run(REQUESTS["everything"])),
     (TO_WORKER, PUSH),
     (TO_WORKER, Receive(REQUESTS["greedy"], PEER)),
@@ -253,12 +251,12 @@ def test_every_message_type_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(("decoder", "message"), ONE_OF_EACH, ids=lambda each: type(each).__name__)
-def test_bytes_changed_on_the_way_are_a_message_or_an_error(decoder: FrameDecoder[Any], message: Message) -> None:
+def test_bytes_changed_on_the_way_are_a_message_or_an_error(decoder: MessageDecoder[Any], message: Message) -> None:
     """Decoding random bytes raises PdserveError only."""
-    draw, right = random.Random(7), to_frame(message).data
+    draw, right = random.Random(7), encode(message)
     for _ in range(1000):
         data = bytearray(right)
         for _ in range(draw.randint(1, 3)):
             data[draw.randrange(len(data))] = draw.randrange(256)
         with contextlib.suppress(PdserveError):
-            decoder.decode(pb.Frame(data=bytes(data)))
+            decoder.decode(bytes(data))

@@ -22,7 +22,6 @@ import decode_worker.receive
 import prefill_worker.push
 from engine.messages import Abort, Command, KVRole
 from engine.process.client import EngineClient
-from kv_transfer.factory import create_transport
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from pdserve.core.clock import MonotonicClock
@@ -42,10 +41,10 @@ from pdserve.core.handoff import FirstToken, KVPeer
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo
-from pdserve.pb import worker_pb2 as pb
 from tests.host_pool import HostPool
 from tests.kv_transfer.status import status_of
 from tests.local_cluster import free_port
+from tests.loopback import SECRET, create_transport
 from tests.planted import delays
 from tests.random_models import greedy_tokens, save_random_model
 from worker import messages
@@ -90,12 +89,12 @@ async def running(
     spec = WorkerSpec(f"{role}-0", role, "127.0.0.1", "127.0.0.1", "cpu", registry, "test", config=config)
     if delays_ms is not None:
         spec = replace(spec, engine_module=delays.ENGINE_MODULE)
-    worker = Worker(spec, roles)
+    worker = Worker(spec, roles, SECRET)
     serving = asyncio.create_task(worker.run())
     try:
         with delays.in_environment(delays_ms or {}):
             info = await worker.started
-        client = await WorkerClient.connect(info)
+        client = await WorkerClient.connect(info, SECRET)
         try:
             yield worker, client
         finally:
@@ -553,7 +552,7 @@ async def test_decode_releases_aborted_requests_in_each_phase(model: Path, first
 
 async def test_decode_releases_everything_when_its_gateway_is_lost(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
-        other = await WorkerClient.connect(client.info)
+        other = await WorkerClient.connect(client.info, SECRET)
         stream = asyncio.create_task(outputs(other.run(request_for("of another", max_tokens=50))))
         phases = Phases(worker, client, sender)
         try:
@@ -708,7 +707,7 @@ async def test_requests_that_a_worker_cannot_serve_are_refused(model: Path) -> N
             await outputs(client.receive(request_for("r"), TEST_PEER))
         stream = asyncio.create_task(outputs(client.push(request_for("twice"), decode.peer)))
         await until(lambda: "twice" in worker._table)
-        second = await WorkerClient.connect(client.info)
+        second = await WorkerClient.connect(client.info, SECRET)
         with pytest.raises(InvalidRequest, match="attempt_id: 'twice' is running on worker prefill-0 already"):
             await outputs(second.push(request_for("twice"), decode.peer))
         await second.aclose()
@@ -719,10 +718,10 @@ async def test_requests_that_a_worker_cannot_serve_are_refused(model: Path) -> N
 
 async def test_an_unreadable_message_ends_its_stream_alone(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client):
-        second = await WorkerClient.connect(client.info)
+        second = await WorkerClient.connect(client.info, SECRET)
         stream = asyncio.create_task(outputs(second.receive(request_for("r"), TEST_PEER)))
         await until(lambda: "r" in worker._table)
-        second._outgoing.put_nowait(pb.Frame(data=b"\x92\xa4Exec\x01"))
+        second._outgoing.put_nowait(b"\x92\xa4Exec\x01")
         with pytest.raises(WorkerLost):
             await stream
         await second.aclose()

@@ -58,7 +58,12 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    config = {
+        "chat_template": TEMPLATE,
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     return build_byte_level(tmp_path_factory.mktemp("chat"), config)
 
 

@@ -14,6 +14,7 @@ import pytest
 from engine.model.dtypes import NativeDtypes, choose_dtype
 from kv_transfer.handshake import LinkFigures
 from ops.doctor.finding import Finding, Level, fail
+from ops.doctor.gateway_checks import check_access
 from ops.doctor.handoff_prediction import Prediction
 from ops.doctor.network import ClockReading, Obstacle
 from ops.doctor.node_checks import (
@@ -33,6 +34,7 @@ from ops.doctor.report import ExaminedNode, ExaminedPair
 from ops.doctor.seats import Seat
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
+from pdserve.core.config import GatewayConfig
 from pdserve.core.worker import Role
 from worker.addresses import Interface
 from worker.cores import CoreHolder
@@ -227,3 +229,11 @@ def test_every_obstacle_has_a_remedy(obstacle: Obstacle) -> None:
     assert "10.0.0.2:20007" in finding.what
     assert finding.remedy
     assert not [*check_reach([replace(pair(1.0), meeting=replace(met, obstacle=Obstacle.NOT_TRIED))])]
+
+
+def test_a_gateway_that_others_would_reach_unprotected() -> None:
+    (finding,) = check_access(GatewayConfig(host="0.0.0.0"))
+    assert (finding.level, finding.check) == (Level.FAIL, "access")
+    assert "gateway.host: others can reach 0.0.0.0" in finding.what
+    assert not list(check_access(GatewayConfig()))
+    assert not list(check_access(GatewayConfig(host="0.0.0.0", insecure=True)))

@@ -18,6 +18,7 @@ from ops.doctor.probe_api import Endpoints, Meeting
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import DeadlineExceeded, WorkerLost
 from pdserve.core.worker import Role
+from tests.loopback import SECRET
 from worker.spec import WorkerSpec
 
 HOST = "127.0.0.1"
@@ -32,7 +33,9 @@ def spec(worker_id: str, role: Role, **transfer: Any) -> dict[str, Any]:
 def probing(worker_id: str, role: Role, **transfer: Any) -> Iterator[tuple[WorkerProbe, Endpoints]]:
     probe = WorkerProbe()
     try:
-        opened = probe.call("open", {"spec": spec(worker_id, role, **transfer), "device": "cpu"})
+        opened = probe.call(
+            "open", {"spec": spec(worker_id, role, **transfer), "device": "cpu", "secret": SECRET.hex()}
+        )
         yield probe, msgspec.convert(opened["value"], Endpoints)
     finally:
         probe.close()
@@ -74,7 +77,9 @@ def test_a_different_layout_is_an_obstacle() -> None:
         try:
             config = PdserveConfig.parse({"engine": {"block_size": 16}})
             told = WorkerSpec("decode-0", Role.DECODE, HOST, HOST, "cpu", "", "", config=config).to_wire()
-            ends = msgspec.convert(decode.call("open", {"spec": told, "device": "cpu"})["value"], Endpoints)
+            ends = msgspec.convert(
+                decode.call("open", {"spec": told, "device": "cpu", "secret": SECRET.hex()})["value"], Endpoints
+            )
             met = meet(prefill, ends.kv[0].transport, ends.kv[0].address, timeout_s=5.0)
             assert met.obstacle is Obstacle.LAYOUT
             assert "block_size" in met.what

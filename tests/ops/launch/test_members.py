@@ -21,6 +21,7 @@ from ops.launch.service import _to_leave
 from ops.launch.state import ServiceState
 from pdserve.core.config import ClusterConfig, PdserveConfig
 from pdserve.core.errors import LaunchError
+from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from tests.local_cluster import ROOT
 
@@ -31,7 +32,8 @@ ONE_HOST = [Node("a", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})]
 def test_strict_spread_refuses_rather_than_waits() -> None:
     config = PdserveConfig.parse({"cluster": {"placement": "strict_spread"}})
     bundles = {Role.PREFILL: {"CPU": 1.0}, Role.DECODE: {"CPU": 1.0}}
-    members = Members(config, "cpu", bundles, registry_address="", service="", port_base=0, host="")
+    secret = ServiceSecret.new()
+    members = Members(config, "cpu", bundles, registry_address="", service="", secret=secret, port_base=0, host="")
     with pytest.raises(LaunchError, match="strict_spread wants a node for each worker, and there is none for 1 of 2"):
         members.add([Role.PREFILL, Role.DECODE], ONE_HOST)
     assert members.all == ()

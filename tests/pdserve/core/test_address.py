@@ -21,23 +21,43 @@ def test_what_is_no_address(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "address"),
+    ("text", "address", "tls"),
     [
-        ("localhost", "localhost:50051"),
-        ("head:7000", "head:7000"),
-        ("10.0.0.1:7000", "10.0.0.1:7000"),
-        ("::1", "[::1]:50051"),
-        ("[::1]", "[::1]:50051"),
-        ("[::1]:7000", "[::1]:7000"),
-        ("http://head:7000/", "head:7000"),
-        ("grpc://head", "head:50051"),
-        (" head:7000\n", "head:7000"),
-        ("unix:/tmp/socket", "unix:/tmp/socket"),
-        ("dns:///head:7000", "dns:///head:7000"),
+        ("localhost", "localhost:50051", None),
+        ("head:7000", "head:7000", None),
+        ("10.0.0.1:7000", "10.0.0.1:7000", None),
+        ("::1", "[::1]:50051", None),
+        ("[::1]", "[::1]:50051", None),
+        ("[::1]:7000", "[::1]:7000", None),
+        ("http://head:7000/", "head:7000", False),
+        ("grpc://head", "head:50051", False),
+        ("https://head:7000/", "head:7000", True),
+        ("grpcs://head", "head:50051", True),
+        (" head:7000\n", "head:7000", None),
+        ("unix:/tmp/socket", "unix:/tmp/socket", None),
+        ("dns:///head:7000", "dns:///head:7000", None),
     ],
 )
-def test_targets(text: str, address: str) -> None:
-    assert target_of(text) == address
+def test_targets(text: str, address: str, tls: bool | None) -> None:
+    assert target_of(text) == (address, tls)
+
+
+@pytest.mark.parametrize(
+    ("target", "stays"),
+    [
+        ("localhost", True),
+        ("127.1.2.3:80", True),
+        ("[::1]:80", True),
+        ("unix:/tmp/socket", True),
+        ("0.0.0.0:80", False),
+        ("10.0.0.1:80", False),
+        ("head", False),
+        ("localhost.example:80", False),
+        ("dns:///localhost:80", False),
+    ],
+)
+def test_what_stays_on_this_host(target: str, stays: bool) -> None:
+    assert target_of(target).stays_on_this_host == stays
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pdserve.core.config import EngineConfig, PdserveConfig
 from pdserve.core.errors import ConfigError
 
-SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway"]
+SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway", "logging"]
 
 
 def write(folder: Path, text: str) -> Path:

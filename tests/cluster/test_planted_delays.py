@@ -1,0 +1,96 @@
+"""A delay of 20 ms planted in every stage, between two hosts whose clocks differ by hours: each stage shows its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments import hosts
+from experiments.hosts import NamespaceDeployment
+from pdserve import Client
+from pdserve.core.timeline import UNATTRIBUTED, Figure
+from tests.e2e.test_clocks import time_namespaces_problem
+from tests.local_cluster import ROOT, undisturbed
+from tests.planted import delays
+from worker.spec import WorkerSpec
+
+pytestmark = pytest.mark.cluster
+
+DELAY_MS = 20.0
+WITHIN_MS = 2.0
+REQUESTS = 15
+AHEAD_S = {"prefill-0": 7_000, "decode-0": 50_000}
+Stages = dict[Figure, dict[str, float]]
+
+
+class FarHosts(NamespaceDeployment):
+    """Hosts with clocks of their own. With ``delays_ms``, the processes are those of `tests.planted`."""
+
+    delays_ms: Mapping[str, float] | None = None
+
+    def _spawn(self, name: str, inside: list[str], module: str, *arguments: str) -> None:
+        if name in AHEAD_S:
+            ahead = ["unshare", "--time", "--monotonic", str(AHEAD_S[name]), "--fork", "--kill-child=TERM"]
+            inside = [*inside, *ahead]
+        if self.delays_ms is not None:
+            self._environment |= {**delays.environment(self.delays_ms), "PYTHONPATH": str(ROOT)}
+            if module == "gateway":
+                module = "tests.planted.gateway"
+            else:
+                spec = replace(WorkerSpec.from_wire(json.loads(arguments[0])), engine_module=delays.ENGINE_MODULE)
+                arguments = (json.dumps(spec.to_wire()),)
+                module = "tests.planted.decode_worker" if module == "decode_worker" else module
+        super()._spawn(name, inside, module, *arguments)
+
+
+@contextmanager
+def service(delays_ms: Mapping[str, float] | None) -> Iterator[Client]:
+    with FarHosts(settings={"model.path": "tiny", "model.dtype": "float32", "engine.kv_memory_mb": 64}) as deployment:
+        deployment.delays_ms = delays_ms
+        with Client(deployment.provide({})) as client:
+            yield client
+
+
+def medians_ms(client: Client) -> Stages:
+    """The median of every stage over some requests; the first ones are warm-up."""
+    results = [
+        client.generate([7] * 50, max_tokens=3, mode="pd", salt=str(number)).result() for number in range(REQUESTS + 3)
+    ][3:]
+    return {
+        figure: {
+            stage: statistics.median(result.breakdowns[figure].stages_ms[stage] for result in results)
+            for stage in results[0].breakdowns[figure].stages_ms
+        }
+        for figure in Figure
+    }
+
+
+def test_each_stage_shows_its_own_delay_between_hosts() -> None:
+    if problem := hosts.missing() or time_namespaces_problem():
+        pytest.skip(problem)
+
+    def both() -> tuple[Stages, Stages]:
+        with service(None) as client:
+            plain = medians_ms(client)
+        with service(dict.fromkeys(delays.STAGES, DELAY_MS)) as client:
+            return plain, medians_ms(client)
+
+    def check(measured: tuple[Stages, Stages]) -> None:
+        plain, planted = measured
+        off: dict[str, Any] = {}
+        for figure in Figure:
+            for stage, value_ms in planted[figure].items():
+                expected_ms = DELAY_MS if stage in delays.STAGES else 0.0
+                added_ms = value_ms - plain[figure][stage]
+                if abs(added_ms - expected_ms) > WITHIN_MS and stage != "network":
+                    off[f"{figure}/{stage}"] = (round(plain[figure][stage], 2), round(added_ms, 2))
+            assert abs(planted[figure][UNATTRIBUTED]) <= WITHIN_MS
+        assert not off
+
+    undisturbed(both, check)

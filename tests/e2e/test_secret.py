@@ -1,0 +1,197 @@
+"""The worker plane of a whole service answers nobody without the service's secret, and the secret shows nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from kv_transfer.sender import KVSender
+from ops.launch.service import Service
+from pdserve import Client
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import PdserveError, TransferRefused
+from pdserve.core.handoff import KVEndpoint
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.request import Request
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.secret import SECRET_VARIABLE, ServiceSecret
+from pdserve.core.worker import Role, WorkerLoad
+from tests.fake_worker import fake_info
+from tests.host_pool import HostPool
+from tests.http2_flood import PeakMemory, flood
+from tests.local_cluster import ROOT, LocalCluster, free_port, leaked_blocks, local_cluster
+from tests.loopback import create_transport
+from worker.authentication import CONTROL, REGISTRY, StreamService, open_stream, stream_channel
+from worker.messages import MAX_CONTROL_BYTES, Beat, Receive, Run, encode
+
+PROMPT = "def read_lines(path):"
+OTHER = ServiceSecret.new()
+SETTINGS = {
+    "model": {"path": "tiny", "dtype": "float32"},
+    "engine": {"block_size": 16, "num_blocks": 256},
+    "transfer": {"transport": "tcp"},
+}
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster(SETTINGS) as cluster:
+        yield cluster
+
+
+async def attack(address: str, service: StreamService, *messages: bytes) -> grpc.StatusCode:
+    """Send messages as a proven peer would, without a proof; how the stream ended."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = channel.stream_stream(f"/{service.name}/{service.method}")
+        call = stub(timeout=10.0)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for message in messages:
+                await call.write(message)
+        return await call.code()  # type: ignore[no-any-return]
+
+
+async def test_what_strangers_did_before_there_was_a_secret(cluster: LocalCluster) -> None:
+    """Reserve a worker's blocks, crash its engine by token ids that the model does not have, register a worker of their
+    own, and fill decode's prefix cache with KV of their own: none of it happens, and requests get the right tokens."""
+    with Client(cluster.target) as client:
+        expected = client.generate(PROMPT, max_tokens=8, mode="pd").result().token_ids
+        before = client.status()
+        decode = next(worker for worker in before.workers if worker.worker_id == "decode-0")
+        prompt, sampling = (1,) * 1000, SamplingParams(4, ignore_eos=True)
+        peer = fake_info("test", Role.PREFILL).peer
+        reserve = [encode(Receive(Request(f"r{i}", prompt, sampling, attempt_id=f"r{i}"), peer)) for i in range(10)]
+        crash = encode(Run(Request("bad", (2**31 - 1,) * 20, sampling, attempt_id="bad")))
+        beat = encode(Beat(fake_info("decode-9", Role.DECODE), WorkerLoad()))
+        assert await attack(decode.address, CONTROL, *reserve, crash) is UNAUTHENTICATED
+        assert await attack(cluster.registry, REGISTRY, beat, beat) is UNAUTHENTICATED
+        for service, address in ((CONTROL, decode.address), (REGISTRY, cluster.registry)):
+            async with stream_channel(address, MAX_CONTROL_BYTES) as channel:
+                with pytest.raises(PdserveError, match="does not know the service's secret"):
+                    await open_stream(channel, service, OTHER, address)
+        pool = HostPool(KVLayout.uniform("model", "float32", 16, 2, 2, 16), 4)
+        for secret in (OTHER, ServiceSecret.new()):
+            transport = create_transport("tcp", pool.memory, secret)
+            sender = KVSender(
+                pool,
+                [transport],
+                worker_id="prefill-0",
+                checksum=True,
+                message_bytes=2**20,
+                max_inflight_bytes=2**24,
+                clock=MonotonicClock(),
+                lease_s=5.0,
+                connect_timeout_s=5.0,
+            )
+            with pytest.raises(TransferRefused, match="does not know the service's secret"):
+                await sender.connect("decode-0", "e", [KVEndpoint("tcp", decode.kv_addresses["tcp"])])
+            await sender.aclose()
+            await transport.aclose()
+        after = await asyncio.to_thread(cluster.wait_idle)
+        assert leaked_blocks(after) == 0
+        assert [worker.worker_id for worker in after.workers] == [worker.worker_id for worker in before.workers]
+        assert [worker.engine_restarts for worker in after.workers] == [0, 0]
+        result = client.generate(PROMPT, max_tokens=8, mode="pd").result()
+        assert result.token_ids == expected
+        assert result.attempts == 1
+
+
+def test_floods_of_strangers_are_not_held(cluster: LocalCluster) -> None:
+    """gRPC knows no limit for a message that is being read, so nothing of theirs is read."""
+    with Client(cluster.target) as client:
+        status = client.status()
+        (decode,) = (worker for worker in status.workers if worker.worker_id == "decode-0")
+        for pid, address, service in (
+            (decode.pid, decode.address, CONTROL),
+            (status.pid, cluster.registry, REGISTRY),
+        ):
+            methods = [f"/{service.name}/{method}" for method in (service.method, "Meet")]
+            flood(address, methods[0], 2**16)
+            peak = PeakMemory(pid)
+            for method in methods * 2:
+                flood(address, method, 64 * 2**20)
+            assert peak.growth_bytes() < 16 * 2**20
+        assert client.generate(PROMPT, max_tokens=4, mode="pd").result().attempts == 1
+
+
+def test_the_secret_is_in_no_command_line_and_its_variable_is_not_inherited(cluster: LocalCluster) -> None:
+    secret = cluster.secret.hex()
+    for popen in cluster.processes.values():
+        process = psutil.Process(popen.pid)
+        engines = process.children(recursive=True)
+        assert all(secret not in " ".join(each.cmdline()) for each in (process, *engines))
+        for engine in engines:
+            assert SECRET_VARIABLE not in engine.environ()
+
+
+@pytest.mark.parametrize("module", ["gateway", "prefill_worker", "decode_worker"])
+def test_without_a_secret_no_process_starts(module: str) -> None:
+    config = PdserveConfig.parse(SETTINGS).model_dump_json()
+    command = [sys.executable, "-P", "-m", module, config, f"127.0.0.1:{free_port()}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for secret, problem in ((None, "is not set"), ("00ff00ff", "has 32 bytes, not 4"), ("zz", "not 64 hexadecimal")):
+        more = {} if secret is None else {SECRET_VARIABLE: secret}
+        done = subprocess.run(
+            command, env={**environment, **more}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: {SECRET_VARIABLE}")
+        assert problem in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert secret is None or secret not in done.stderr
+
+
+def _holds(path: Path, needles: list[bytes]) -> bool:
+    """Whether one of these is in the file."""
+    try:
+        content = path.read_bytes()
+    except OSError:  # a socket, or removed meanwhile
+        return False
+    return any(needle in content for needle in needles)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_service_on_ray_shows_its_secret_nowhere() -> None:
+    """In no command line, environment, log or other file of Ray's session, and not in what Ray tells of its actors."""
+    from ray._private.state import actors
+
+    port = free_port()
+    settings = {**SETTINGS, "gateway": {"host": "127.0.0.1", "port": port, "http_port": 0}}
+    config = PdserveConfig.parse({**settings, "cluster": {"prefill": 1, "decode": 1, "oversubscribe": True}})
+    told: list[str] = []
+    service = Service(config, told.append, told.append)
+    secret = service._secret
+    needles = [secret.hex().encode(), bytes.fromhex(secret.hex())]
+    service.prepare()
+    service.start()
+    try:
+        with Client(f"127.0.0.1:{port}") as client:
+            status = client.status()
+            assert client.generate(PROMPT, max_tokens=4, mode="pd").result().attempts == 1
+        assert secret.hex() not in repr(status)
+        assert secret.hex() not in "".join(told)
+        shown = repr(actors())  # what Ray's dashboard has of actors
+        assert "DecodeWorkerActor" in shown
+        assert secret.hex() not in shown
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        assert any("DecodeWorkerActor" in " ".join(process.cmdline()) for process in family)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                assert secret.hex() not in " ".join([*process.cmdline(), *process.environ().values()])
+        files = [path for path in Path(service.ray_folder).rglob("*") if path.is_file()]
+        assert any("worker" in path.name for path in files)
+        assert not [path for path in files if _holds(path, needles)]
+    finally:
+        service.stop()

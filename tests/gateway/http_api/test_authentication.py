@@ -1,0 +1,311 @@
+"""Tokens on both APIs of a real gateway: who is let in, what of, how often, and whose cached KV is whose."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pdserve import AsyncClient, CapacityExceeded, Client, InvalidRequest, Unauthenticated
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc
+from tests.gateway.http_api.conftest import Http, StartHttp, free_port
+from tests.gateway.test_callers import entry, save
+
+GOOD, OTHER, EXPIRED = "good-token", "other-token", "expired-token"
+PROMPT = [1, 2, 3]
+BEARER = {"authorization": f"Bearer {GOOD}"}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    return save(
+        tmp_path / "tokens",
+        entry("good", GOOD),
+        entry("other", OTHER),
+        entry("expired", EXPIRED, expires="2020-01-01"),
+    )
+
+
+@pytest.fixture
+async def http(start_http: StartHttp, tokens: Path) -> Http:
+    return await start_http("p0", "d0", gateway={"tokens": str(tokens)})
+
+
+def target(http: Http) -> str:
+    return f"127.0.0.1:{http.service.gateway.port}"
+
+
+@pytest.mark.parametrize("token", ["", "wrong", EXPIRED])
+async def test_wrong_tokens_are_refused_over_grpc(http: Http, token: str) -> None:
+    async with AsyncClient(target(http), token=token) as client:
+        with pytest.raises(Unauthenticated, match=r"^authorization: "):
+            await client.generate(PROMPT, max_tokens=2).result()
+        with pytest.raises(Unauthenticated, match=r"^authorization: "):
+            await client.status()
+        assert await client.ready(), "the health needs none"
+
+    def blocking() -> None:
+        with Client(target(http), token=token) as client:
+            with pytest.raises(Unauthenticated, match=r"^authorization: "):
+                client.generate(PROMPT, max_tokens=2).result()
+            with pytest.raises(Unauthenticated, match=r"^authorization: "):
+                client.status()
+            assert client.ready()
+
+    await asyncio.to_thread(blocking)
+    assert not any(worker.requests for worker in http.service.fleet.values())
+
+
+async def test_a_good_token_is_let_in_over_grpc(http: Http) -> None:
+    async with AsyncClient(target(http), token=GOOD) as client:
+        assert (await client.generate(PROMPT, max_tokens=2).result()).token_ids == (4, 5)
+        assert (await client.status()).ready
+
+    def blocking() -> None:
+        with Client(target(http), token=GOOD) as client:
+            assert client.generate(PROMPT, max_tokens=2).result().token_ids == (4, 5)
+            assert client.status().ready
+
+    await asyncio.to_thread(blocking)
+
+
+async def test_grpc_tells_the_status_and_nothing_else(http: Http) -> None:
+    """Also of methods that do not exist, of messages that are too long, and of reflection."""
+    channel = http.service.channel
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    reflect = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    unknown: Any = channel.unary_unary("/pdserve.v1.Inference/Nonsense")
+    long = pb.GenerateRequest(text="x" * (3 * 2**20))
+
+    async def all_of(call: Any) -> list[Any]:
+        return [message async for message in call]
+
+    callings: tuple[Any, ...] = (
+        all_of(stub.Generate(pb.GenerateRequest())),
+        all_of(stub.Generate(long)),
+        stub.GetStatus(pb.GetStatusRequest()),
+        all_of(reflect.ServerReflectionInfo(iter([request]))),
+        unknown(b""),
+        stub.GetStatus(pb.GetStatusRequest(), metadata=(("authorization", f"Bearer {GOOD}"),) * 2),
+    )
+    for calling in callings:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await calling
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert ("pdserve-error", "Unauthenticated") in tuple(caught.value.trailing_metadata() or ())
+    metadata = (("authorization", f"Bearer {GOOD}"),)
+    names = [s.name async for answer in reflect.ServerReflectionInfo(iter([request]), metadata=metadata)
+             for s in answer.list_services_response.service]  # fmt: skip
+    assert "pdserve.v1.Inference" in names
+    health = health_pb2_grpc.HealthStub(channel)
+    watching = health.Watch(health_pb2.HealthCheckRequest())
+    assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watching.cancel()
+
+
+ROUTES = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/fake"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/openapi.json"),
+    ("GET", "/health/"),
+    ("GET", "/%2Fhealth"),
+    ("GET", "/no/such/route"),
+]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Bearer {EXPIRED}"}, {"authorization": f"Basic {GOOD}"},
+     {"x-api-key": GOOD}, {"authorization": ""}],
+)  # fmt: skip
+async def test_wrong_tokens_are_refused_over_http(http: Http, headers: dict[str, str]) -> None:
+    for method, path in ROUTES:
+        answer = await http.client.request(method, path, headers=headers)
+        assert answer.status_code == 401, path
+        assert answer.headers["www-authenticate"] == "Bearer"
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "Unauthenticated")
+        assert error["message"].startswith("authorization: ")
+        assert GOOD not in answer.text
+        assert EXPIRED not in answer.text
+    for path in ("/health", "/"):
+        assert (await http.client.get(path, headers=headers)).status_code == 200
+
+
+async def test_a_good_token_is_let_in_over_http(http: Http) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    answer = await http.client.post("/v1/completions", json=body, headers=BEARER)
+    assert answer.status_code == 200, answer.text
+    for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
+        assert (await http.client.get(path, headers=BEARER)).status_code == 200
+
+
+async def test_the_openai_package_sends_its_key(http: Http) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{http.url}/v1", api_key=GOOD, max_retries=0) as client:
+        answer = await client.completions.create(model="fake", prompt=PROMPT, max_tokens=2)
+        assert answer.usage is not None
+    async with openai.AsyncOpenAI(base_url=f"{http.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+
+
+async def test_refusals_are_counted(http: Http) -> None:
+    for _ in range(3):
+        await http.client.get("/v1/models")
+    text = (await http.client.get("/metrics", headers=BEARER)).text
+    assert 'pdserve_requests_failed_total{reason="Unauthenticated"} 3.0' in text
+
+
+async def test_another_file_is_taken_while_the_service_runs(http: Http, tokens: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    save(tokens, entry("new", "new-token"))
+    for token, status in ((GOOD, 401), ("new-token", 200)):
+        headers = {"authorization": f"Bearer {token}"}
+        assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == status
+    tokens.write_text("tokens: [")  # noqa: ASYNC240
+    headers = {"authorization": "Bearer new-token"}
+    assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    save(tokens)
+    assert (await http.client.post("/v1/completions", json=body, headers=headers)).status_code == 401
+
+
+async def limited(start_http: StartHttp, tmp_path: Path, **limits: int) -> Http:
+    path = save(tmp_path / "limited", entry("good", GOOD, limits=limits), entry("other", OTHER))
+    return await start_http("p0", "d0", gateway={"tokens": str(path)})
+
+
+async def complete(http: Http, token: str = GOOD, **body: Any) -> httpx2.Response:
+    headers = {"authorization": f"Bearer {token}"}
+    return await http.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, **body}, headers=headers)
+
+
+async def test_requests_per_minute_count_over_both_apis(start_http: StartHttp, tmp_path: Path) -> None:
+    http = await limited(start_http, tmp_path, requests_per_minute=3)
+    async with AsyncClient(target(http), token=GOOD) as client:
+        assert (await complete(http)).status_code == 200
+        await client.generate(PROMPT, max_tokens=2).result()
+        assert (await complete(http)).status_code == 200
+        answer = await complete(http)
+        assert answer.status_code == 429
+        assert 15 <= int(answer.headers["retry-after"]) <= 20
+        error = answer.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == (
+            "rate_limit_error",
+            "requests_per_minute",
+            "CapacityExceeded",
+        )
+        with pytest.raises(CapacityExceeded, match=r"^requests_per_minute: ") as caught:
+            await client.generate(PROMPT, max_tokens=2).result()
+        assert caught.value.retry_after_s is not None
+        assert 15 < caught.value.retry_after_s <= 20
+        assert (await client.status()).ready, "only requests are counted"
+    assert (await complete(http, OTHER)).status_code == 200
+
+
+async def test_tokens_per_minute_are_those_of_prompts_and_outputs(start_http: StartHttp, tmp_path: Path) -> None:
+    http = await limited(start_http, tmp_path, tokens_per_minute=60)
+    assert (await complete(http, max_tokens=7)).status_code == 200
+    answer = await complete(http, prompt=list(range(1, 50)), max_tokens=10)  # 10 + 59: known when it is too late
+    assert answer.status_code == 200
+    answer = await complete(http)
+    assert answer.status_code == 429
+    assert 8 <= int(answer.headers["retry-after"]) <= 10
+    assert answer.json()["error"]["param"] == "tokens_per_minute"
+
+
+async def test_streams_are_counted_while_they_run(start_http: StartHttp, tmp_path: Path) -> None:
+    http = await limited(start_http, tmp_path, concurrent=2)
+    http.service.fleet["d0"].hangs = {"decode"}
+    async with AsyncClient(target(http), token=GOOD) as client:
+        streams = [client.generate(PROMPT, max_tokens=4) for _ in range(2)]
+        for stream in streams:
+            await anext(stream)
+        answer = await complete(http)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["param"] == "concurrent"
+        with pytest.raises(CapacityExceeded, match=r"^concurrent: "):
+            await client.generate(PROMPT, max_tokens=4).result()
+        assert (await complete(http, OTHER, max_tokens=1)).status_code == 200
+        streams[0].cancel()
+        http.service.fleet["d0"].hangs = set()
+
+        async def let_in() -> None:
+            while (await complete(http)).status_code != 200:  # noqa: ASYNC110 - the gateway is asked
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(let_in(), 20)
+        streams[1].cancel()
+
+
+async def test_outputs_of_one_call_count_each(start_http: StartHttp, tmp_path: Path) -> None:
+    http = await limited(start_http, tmp_path, concurrent=4, requests_per_minute=6)
+    assert (await complete(http, n=4)).status_code == 200
+    answer = await complete(http, n=5)
+    assert answer.status_code == 400, "it would never fit"
+    assert answer.json()["error"]["param"] == "concurrent"
+    answer = await complete(http, n=3)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (429, "requests_per_minute")
+    await http.service.until(lambda: http.service.is_idle)
+
+
+async def test_callers_do_not_find_each_others_kv(http: Http) -> None:
+    """KV is shared within a salt: those of two callers differ whatever they ask for, and over both APIs one caller has
+    the same."""
+    for salt in ("", "s", "other/s"):
+        for token in (GOOD, OTHER):
+            assert (await complete(http, token, cache_salt=salt)).status_code == 200
+            async with AsyncClient(target(http), token=token) as client:
+                await client.generate(PROMPT, max_tokens=2, salt=salt).result()
+    calls = http.service.fleet["p0"].requests
+    salts = [request.salt for _, request in calls]
+    assert len(salts) == 12
+    assert all(salts[index] == salts[index + 1] for index in range(0, 12, 2))
+    assert len(set(salts)) == 6
+
+
+async def test_callers_share_kv_if_the_file_says_so(start_http: StartHttp, tmp_path: Path) -> None:
+    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER), shared_cache=True)
+    http = await start_http("p0", "d0", gateway={"tokens": str(path)})
+    for token in (GOOD, OTHER):
+        await complete(http, token, cache_salt="s")
+    assert {request.salt for _, request in http.service.fleet["p0"].requests} == {"s"}
+
+
+async def test_without_tokens_salts_are_as_they_were(start_http: StartHttp) -> None:
+    http = await start_http("p0", "d0")
+    await http.complete(prompt=PROMPT, max_tokens=1, cache_salt="s")
+    assert {request.salt for _, request in http.service.fleet["p0"].requests} == {"s"}
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1:7000", "head", "http://head", "dns:///localhost:7000"])
+def test_a_token_does_not_leave_this_host_unencrypted(host: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(
+            InvalidRequest, match=r"^token: it would travel .* unencrypted.*https://.*token_in_clear"
+        ) as caught:
+            kind(host, token=GOOD)
+        assert GOOD not in str(caught.value)
+    with Client(host, token=GOOD, token_in_clear=True) as client:
+        assert GOOD not in repr(client)
+
+
+@pytest.mark.parametrize("token", ["a b", "a\n", "ü", "a\tb"])
+def test_what_is_no_token(token: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^token: ") as caught:
+        Client(f"localhost:{free_port()}", token=token)
+    assert token not in str(caught.value).removeprefix("token: it contains a blank")

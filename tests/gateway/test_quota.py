@@ -1,0 +1,115 @@
+"""Limits of one token, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.quota import Permit, Quota, TokenLimits
+from pdserve.core.clock import FakeClock
+from pdserve.core.errors import CapacityExceeded
+
+
+def refusal(quota: Quota, requests: int = 1) -> CapacityExceeded:
+    with pytest.raises(CapacityExceeded) as caught:
+        quota.take(requests)
+    return caught.value
+
+
+def test_without_limits_nothing_is_refused() -> None:
+    quota = Quota(TokenLimits(), FakeClock())
+    for _ in range(10_000):
+        quota.take(1)
+        quota.spend_prompt(10**6)
+    assert quota.running == 10_000
+
+
+def test_requests_per_minute_may_come_at_once_and_come_back_evenly() -> None:
+    clock = FakeClock()
+    quota = Quota(TokenLimits(requests_per_minute=30), clock)
+    for _ in range(30):
+        quota.take(1)
+    error = refusal(quota)
+    assert str(error) == "requests_per_minute: the token allows 30 requests per minute; come back later"
+    assert error.retry_after_s == pytest.approx(2.0)
+    clock.advance(1.5)
+    assert refusal(quota).retry_after_s == pytest.approx(0.5)
+    clock.advance(0.5)
+    quota.take(1)
+    refusal(quota)
+    clock.advance(3600.0)
+    for _ in range(30):
+        quota.take(1)
+    refusal(quota)  # what was not used within a minute is not kept
+
+
+def test_running_requests_are_counted_until_they_end() -> None:
+    quota = Quota(TokenLimits(concurrent=2), FakeClock())
+    first, second, third = Permit(quota), Permit(quota), Permit(quota)
+    first.take(1)
+    second.take(1)
+    with pytest.raises(CapacityExceeded, match=r"^concurrent: the token allows 2 requests at the same time") as caught:
+        third.take(1)
+    assert caught.value.retry_after_s is not None
+    third.end()
+    assert quota.running == 2
+    second.end()
+    third.take(1)
+    first.end()
+    third.end()
+    assert quota.running == 0
+
+
+def test_outputs_of_one_call_that_never_fit_are_told_so() -> None:
+    quota = Quota(TokenLimits(concurrent=4, requests_per_minute=100), FakeClock())
+    permit = Permit(quota)
+    permit.take(1)
+    permit.take(3)
+    permit.end()
+    permit = Permit(quota)
+    permit.take(1)
+    with pytest.raises(CapacityExceeded) as caught:
+        permit.take(4)
+    assert caught.value.retry_after_s is None
+    assert "ask for less" in str(caught.value)
+    permit.end()
+    assert quota.running == 0
+
+
+def test_tokens_are_charged_when_they_are_known() -> None:
+    clock = FakeClock()
+    quota = Quota(TokenLimits(tokens_per_minute=600), clock)
+    quota.take(1)
+    quota.spend_prompt(900)  # more than is left: it is not known before
+    error = refusal(quota)
+    assert str(error).startswith("tokens_per_minute: the token allows 600 tokens per minute")
+    assert error.retry_after_s == pytest.approx(30.1)
+    with pytest.raises(CapacityExceeded):
+        quota.spend_prompt(1)  # of a request that had begun before
+    clock.advance(31.0)
+    quota.take(1)
+    for _ in range(10):
+        quota.spend(1)
+    refusal(quota)
+
+
+def test_a_refused_request_costs_nothing() -> None:
+    clock = FakeClock()
+    quota = Quota(TokenLimits(requests_per_minute=2, concurrent=1), clock)
+    quota.take(1)
+    for _ in range(5):
+        refusal(quota)
+    quota.give_back(1)
+    quota.take(1)
+    assert quota.running == 1
+
+
+def test_changed_limits_apply_to_what_was_used() -> None:
+    clock = FakeClock()
+    quota = Quota(TokenLimits(requests_per_minute=10), clock)
+    for _ in range(10):
+        quota.take(1)
+    quota.limits = TokenLimits(requests_per_minute=20)
+    for _ in range(10):
+        quota.take(1)
+    quota.limits = TokenLimits(requests_per_minute=5)
+    assert refusal(quota).retry_after_s == pytest.approx((20 + 1 - 5) * 12)

@@ -1,0 +1,113 @@
+"""Commands that are clients of a service with TLS and tokens, and those that prepare one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.callers import Callers
+from pdserve.core.clock import FakeClock
+from tests.certificates import Certificates
+from tests.pdserve.scripted_service import ScriptedService
+
+COMMANDS = [
+    ("status",),
+    ("top", "--count", "1"),
+    ("generate", "hello"),
+    ("bench", "--requests", "2", "--input-len", "20", "--output-len", "3"),
+    ("demo", "--rounds", "1"),
+]
+
+
+@pytest.fixture
+def secure(certificates: Certificates) -> Iterator[ScriptedService]:
+    with ScriptedService(certificates.server) as service:
+        yield service
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("the-token\n")
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_client_has_the_options(
+    secure: ScriptedService,
+    certificates: Certificates,
+    token_file: Path,
+    pdserve: Any,
+    command: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    png = ("--png", str(tmp_path / "w.png")) if command[0] == "demo" else ()
+    access = ("--ca", str(certificates.ca), "--token-file", str(token_file))
+    ran = pdserve(*command, *png, "--target", secure.target, *access)
+    assert ran.code == 0, ran.err
+    assert secure.servicer.authorizations
+    assert set(secure.servicer.authorizations) == {"Bearer the-token"}
+    assert "the-token" not in ran.out + ran.err
+    without = pdserve(*command, *png, "--target", secure.target)
+    assert without.code == 1
+    assert "does not accept the other's certificate" in without.err
+
+
+def test_an_experiment_has_them_and_keeps_no_token(
+    secure: ScriptedService, certificates: Certificates, pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_TOKEN", "the-token")
+    options = ("--quick", "--prompt-lens", "16", "--pairs", "1", "--output", str(tmp_path))
+    ran = pdserve("experiment", "added-ttft", *options, "--target", secure.target, "--ca", str(certificates.ca))
+    assert "Bearer the-token" in secure.servicer.authorizations, ran.err
+    assert set(secure.servicer.authorizations) == {"Bearer the-token"}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"the-token" in path.read_bytes()]
+
+
+def test_the_token_comes_from_the_file_or_the_environment(
+    service: ScriptedService, pdserve: Any, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pdserve("status", "--target", service.target).code == 0
+    monkeypatch.setenv("PDSERVE_TOKEN", "of-the-environment")
+    assert pdserve("status", "--target", service.target).code == 0
+    assert pdserve("status", "--target", service.target, "--token-file", str(token_file)).code == 0
+    assert service.servicer.authorizations == ["", "Bearer of-the-environment", "Bearer the-token"]
+    (tmp_path / "empty").touch()
+    for path, message in (("no", "cannot be read: No such file"), ("empty", "has no token")):
+        ran = pdserve("status", "--target", service.target, "--token-file", str(tmp_path / path))
+        assert ran.code == 2
+        assert ran.err == f"error: --token-file: {tmp_path / path} {message}{' or directory' if path == 'no' else ''}\n"
+
+
+def test_a_token_does_not_leave_this_host_unencrypted(pdserve: Any, token_file: Path) -> None:
+    for command in COMMANDS:
+        ran = pdserve(*command, "--target", "192.0.2.1:7", "--token-file", str(token_file))
+        assert ran.code == 2
+        assert ran.err.startswith("error: token: it would travel to 192.0.2.1:7 unencrypted")
+        assert "--token-in-clear" in ran.err
+        assert "the-token" not in ran.err
+
+
+def test_token_new_prints_a_token_and_its_entry(pdserve: Any, tmp_path: Path) -> None:
+    printed = pdserve("token", "new", "alice").out
+    token = next(line for line in printed.splitlines() if line.startswith("token")).split()[-1]
+    (entry,) = yaml.safe_load(printed[printed.index("- name") :])
+    assert token not in printed.replace(token, "", 1), "once"
+    limits = ("--requests-per-minute", "60", "--tokens-per-minute", "9000", "--concurrent", "4")
+    other = pdserve("token", "new", "bob", "--expires", "2099-01-01", *limits, "--json").json
+    assert other["entry"]["limits"] == {"requests_per_minute": 60, "tokens_per_minute": 9000, "concurrent": 4}
+
+    path = tmp_path / "tokens"
+    path.write_text(yaml.safe_dump({"tokens": [entry, other["entry"]]}))
+    path.chmod(0o600)
+    callers = Callers(path, FakeClock())
+    assert callers.identify(f"Bearer {token}").name == "alice"
+    bob = callers.identify(f"Bearer {other['token']}")
+    assert (bob.name, bob.quota.limits.concurrent) == ("bob", 4)
+    assert pdserve("token", "new", "a/b").err.startswith("error: name: String should match pattern")
+    assert pdserve("token", "new", "a", "--expires", "soon").err.startswith("error: expires: ")

@@ -1,0 +1,133 @@
+"""The gRPC streams inside a service: control, which a gateway opens to a worker, and registry, which a worker opens to
+its gateway. Both ends prove that they know the service's secret before a message is read (`pdserve.core.stream_proof`).
+Messages are bytes to gRPC; `worker.messages` encodes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import grpc
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.secret import ServiceSecret, Unproven
+from pdserve.core.stream_proof import MEET, StreamDialler, StreamListener
+
+MEET_TIMEOUT_S = 5.0
+"""How long a server has to answer the first call."""
+UNUSED_S = 5.0
+"""How long a server keeps a connection without a stream."""
+_MAX_STREAMS = 8  # per connection; an honest peer has one, and another one for a moment
+
+
+class StreamService(NamedTuple):
+    """A gRPC service with one streaming method. ``purpose`` names it in proofs and logs."""
+
+    name: str
+    method: str
+    purpose: str
+
+
+CONTROL = StreamService("pdserve.internal.v1.WorkerControl", "Control", "control")
+"""Served by every worker. A gateway has one long-lived stream; when it ends, the worker aborts what came over it."""
+REGISTRY = StreamService("pdserve.internal.v1.Registry", "Heartbeats", "registry")
+"""Served by the gateway. Each message of a worker is a heartbeat, and is answered by one message."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+Serve: TypeAlias = Callable[[AsyncIterator[bytes], Context], AsyncGenerator[bytes, None]]
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
+)
+
+
+def stream_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
+    """A channel to ``address`` without proxies, which reconnects quickly and notices a dead peer."""
+    options = (
+        *_OPTIONS,
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    )
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+async def open_stream(
+    channel: grpc.aio.Channel,
+    service: StreamService,
+    secret: ServiceSecret,
+    address: str,
+    requests: AsyncIterator[bytes] | None = None,
+    *,
+    timeout_s: float = MEET_TIMEOUT_S,
+    wait_for_ready: bool = False,
+) -> Stream:
+    """Open a stream to the server at ``address``, which has then proven that it knows the secret. ``requests`` are the
+    messages to send; without them, the caller writes. PdserveError if the server does not answer within
+    ``timeout_s``, or does not know the secret. Whether it accepts this end shows when the stream is read."""
+    dialler = StreamDialler(secret, service.purpose, address)
+    meet: Any = channel.stream_stream(f"/{service.name}/{MEET}")
+    call = meet(metadata=dialler.greeting, timeout=timeout_s, wait_for_ready=wait_for_ready)
+    try:
+        if await call.code() is not grpc.StatusCode.OK:
+            raise PdserveError(f"{address}: {await call.details()}")
+        proof = dialler.answer(await call.trailing_metadata())
+    except Unproven as error:
+        raise PdserveError(f"{address}: {error}") from None
+    finally:
+        call.cancel()
+    open_proven: Any = channel.stream_stream(f"/{service.name}/{service.method}")
+    stream: Stream = open_proven(requests, metadata=proof)
+    return stream
+
+
+def proven_server(
+    service: StreamService, proofs: StreamListener, serve: Serve, max_message_bytes: int
+) -> grpc.aio.Server:
+    """A server of ``service``. ``serve`` gets the messages of each proven peer and yields the answers; other peers get
+    UNAUTHENTICATED, and none of their messages is read."""
+
+    async def meet(_: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            challenge = proofs.challenge(context.invocation_metadata(), context.peer())
+        except Unproven as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        context.set_trailing_metadata(challenge)
+
+    async def serve_proven(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        try:
+            proofs.verify(context.invocation_metadata(), context.peer())
+        except Unproven as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        async with contextlib.aclosing(serve(requests, context)) as answers:
+            async for answer in answers:
+                yield answer
+
+    options = (
+        *_OPTIONS,
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", round(UNUSED_S * 1e3)),
+        ("grpc.max_connection_idle_ms", round(UNUSED_S * 1e3)),
+        # Else gRPC would take 4 MiB of a stream that nobody reads. With this it takes 64 KiB.
+        ("grpc.http2.bdp_probe", 0),
+    )
+    server = grpc.aio.server(options=options)
+    handlers: dict[str, Any] = {
+        MEET: grpc.stream_stream_rpc_method_handler(meet),
+        service.method: grpc.stream_stream_rpc_method_handler(serve_proven),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
+    return server
