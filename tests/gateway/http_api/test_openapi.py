@@ -54,7 +54,7 @@ def test_it_is_whole(document: dict[str, Any]) -> None:
 def test_routes_and_statuses(document: dict[str, Any]) -> None:
     routes = {f"{method} {path}": each for path, item in document["paths"].items() for method, each in item.items()}
     assert sorted(routes) == [
-        "get /health", "get /metrics", "get /v1/models", "get /v1/models/{name}", "get /version", "post /detokenize",
+        "get /health", "get /live.json", "get /metrics", "get /v1/models", "get /v1/models/{name}", "get /version", "post /detokenize",
         "post /tokenize", "post /v1/chat/completions", "post /v1/completions",
     ]  # fmt: skip
     answered = {str(status) for status in {200, *STATUSES.values()} - NOT_SENT}
@@ -67,6 +67,7 @@ def test_routes_and_statuses(document: dict[str, Any]) -> None:
         for status, response in route["responses"].items():
             if status != "200":
                 assert response["content"]["application/json"]["schema"] == {"$ref": f"{COMPONENTS}Error"}
+    assert {name for name, route in routes.items() if "401" not in route["responses"]} == {"get /health"}
     assert "content" not in routes["get /health"]["responses"]["200"]
     assert set(routes["get /metrics"]["responses"]["200"]["content"]) == {"text/plain"}
 
