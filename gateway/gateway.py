@@ -19,6 +19,8 @@ from engine.model.folder import tokenizer_note
 from gateway.chat_template import load_chat_template
 from gateway.grpc_api.authentication import Authentication
 from gateway.grpc_api.inference_servicer import SERVICE, InferenceServicer
+from gateway.grpc_api.keepalive import keepalive_options
+from gateway.grpc_api.malformed import RefuseMalformed
 from gateway.http_api.app import make_app
 from gateway.http_api.generation import Served
 from gateway.http_api.server import HttpServer
@@ -183,8 +185,10 @@ class Gateway:
     async def start(self) -> None:
         """Listen on all ports. `LaunchError` if one is in use; nothing is left listening then."""
         config = self._config.gateway
-        authentication = Authentication(self._inference.identify)
-        public = grpc.aio.server(options=_options(self._max_message_bytes), interceptors=(authentication,))
+        public = grpc.aio.server(
+            options=[*_options(self._max_message_bytes), *keepalive_options()],
+            interceptors=[Authentication(self._inference.identify), RefuseMalformed()],
+        )
         proofs = StreamListener(self._secret, REGISTRY.purpose, "")
         registry = RegistryService(self._directory, uuid.uuid4().hex, self._service)
         internal = proven_server(REGISTRY, proofs, registry.serve, MAX_BEAT_BYTES)

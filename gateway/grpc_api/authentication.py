@@ -10,8 +10,8 @@ import grpc
 from grpc_health.v1 import health
 
 from gateway.callers import Caller
-from gateway.grpc_api.statuses import status_of
-from pdserve.core.errors import ERROR_KIND_KEY, Unauthenticated, to_wire
+from gateway.grpc_api.failures import Context, failure_of
+from pdserve.core.errors import Unauthenticated
 
 _OPEN = f"/{health.SERVICE_NAME}/"
 """Calls that need no token: load balancers and orchestrators ask for the health."""
@@ -49,10 +49,8 @@ def _authorization(metadata: Iterable[Any] | None) -> str:
 
 
 def _refusal(error: Unauthenticated) -> Handler:
-    kind, message = to_wire(error)
-
-    async def refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-        await context.abort(status_of(error), message, ((ERROR_KIND_KEY, kind),))
+    async def refuse(requests: object, context: Context) -> NoReturn:
+        await failure_of(error).end(context)
 
     # A handler of streams reads no message before it runs, so it serves calls of all kinds.
     return grpc.stream_stream_rpc_method_handler(refuse)

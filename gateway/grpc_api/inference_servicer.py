@@ -6,16 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
 from gateway.grpc_api.authentication import CALLER
+from gateway.grpc_api.failures import failure_of
 from gateway.grpc_api.messages import completion_to_proto, submission_of, token_to_proto
-from gateway.grpc_api.statuses import status_of
 from gateway.inference import Completion, Inference
 from pdserve.core.awake_clock import wait_awake
-from pdserve.core.errors import ERROR_KIND_KEY, RETRY_AFTER_KEY, CapacityExceeded, NotReady, PdserveError, to_wire
+from pdserve.core.errors import PdserveError
 from pdserve.pb import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,19 @@ class InferenceServicer:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with ``server``. `Generate` gets requests as bytes, so that a malformed one is refused like any
         other invalid request."""
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, Any]] = {
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
             ),
             "GetStatus": grpc.unary_unary_rpc_method_handler(
-                self.GetStatus, response_serializer=pb.GetStatusResponse.SerializeToString
+                self.GetStatus,
+                request_deserializer=pb.GetStatusRequest.FromString,
+                response_serializer=pb.GetStatusResponse.SerializeToString,
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    async def GetStatus(self, request: bytes, context: Context) -> pb.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """The service's workers, their load, and their blocks."""
         return self._status()
 
@@ -73,19 +75,12 @@ class InferenceServicer:
             log.exception("unexpected error in a request")
             failure = error
         if not has_begun:
-            await self._send_failure(failure, context)
-        sending = asyncio.create_task(self._send_failure(failure, context))
+            await failure_of(failure).end(context)
+        sending = asyncio.create_task(failure_of(failure).end(context))
         if await wait_awake(sending, SEND_FAILURE_S):
             sending.result()
         else:  # the client does not read
             sending.cancel()
-
-    async def _send_failure(self, failure: Exception, context: Context) -> NoReturn:
-        kind, message = to_wire(failure)
-        metadata = [(ERROR_KIND_KEY, kind)]
-        if isinstance(failure, CapacityExceeded | NotReady) and failure.retry_after_s is not None:
-            metadata.append((RETRY_AFTER_KEY, f"{failure.retry_after_s * 1e3:.0f}"))
-        await context.abort(status_of(failure), message, tuple(metadata))
 
 
 def _traceparent(context: Context) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.account import account_of
 from gateway.inference import Completion, OutputToken
@@ -14,6 +15,9 @@ from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, Sam
 from pdserve.pb import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 128
+PROTO = "proto/pdserve/pb/inference.proto"
+MAX_UNKNOWN_BYTES = 4096
+"""Unknown fields are named if they are not longer than this."""
 
 _MODES_ASKED: dict[int, Mode] = {
     pb.MODE_UNSPECIFIED: Mode.AUTO,
@@ -24,15 +28,15 @@ _MODES_ASKED: dict[int, Mode] = {
 
 
 def submission_of(data: bytes) -> Submission:
-    """Parse a `GenerateRequest`. `InvalidRequest` if it is malformed, contains text that is not UTF-8, or names an
-    unknown mode."""
+    """Parse a `GenerateRequest`. `InvalidRequest` if it is malformed, contains text that is not UTF-8, has fields that
+    this service does not know, or names an unknown mode."""
     try:
         message = pb.GenerateRequest.FromString(data)
     except DecodeError as error:
         raise InvalidRequest(
-            f"message: it is not a GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by "
-            "proto/pdserve/pb/inference.proto"
+            f"message: it is not a GenerateRequest, or a string in it is not UTF-8 ({error}); encode it by {PROTO}"
         ) from None
+    _refuse_unknown_fields(message, data)
     if message.mode not in _MODES_ASKED:
         raise InvalidRequest(f"mode: {message.mode} is unknown; use MODE_AUTO, MODE_PD or MODE_COLOCATED")
     kind = message.WhichOneof("prompt")
@@ -44,6 +48,28 @@ def submission_of(data: bytes) -> Submission:
         salt=message.salt,
         shorten=not message.sampling.HasField("max_tokens"),
     )
+
+
+def _refuse_unknown_fields(message: pb.GenerateRequest, data: bytes) -> None:
+    """Discard the unknown fields of a message that was parsed from ``data``; `InvalidRequest` if it had any. A field of
+    a newer version, or of another type than it has here, would be ignored in silence."""
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    unknown_bytes = size - message.ByteSize()
+    if 0 < unknown_bytes <= MAX_UNKNOWN_BYTES:
+        whole = pb.GenerateRequest.FromString(data)
+        parts: tuple[Message, ...] = (whole, whole.sampling, whole.token_ids)
+        for part in parts:
+            unknown_fields = UnknownFieldSet(part)
+            if len(unknown_fields):
+                unknown = unknown_fields[0]
+                field = part.DESCRIPTOR.fields_by_number.get(unknown.field_number)
+                if field is not None:
+                    raise InvalidRequest(f"{field.name}: it has the wrong type; encode it by {PROTO}")
+                name = part.DESCRIPTOR.name
+                raise InvalidRequest(f"message: {name} has no field {unknown.field_number} here; leave it out")
+    if unknown_bytes:
+        raise InvalidRequest(f"message: {unknown_bytes} bytes of it are fields that are not known here; leave them out")
 
 
 def _sampling(asked: pb.Sampling) -> SamplingParams:

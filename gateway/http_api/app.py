@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from gateway.http_api.authentication import HEALTH_PATH, PAGE_PATH, Authentication
 from gateway.http_api.failures import failure_of
 from gateway.http_api.generation import ChatExchange, CompletionExchange, Served
+from gateway.http_api.openapi import DescribedApp, answers, failures, generates, takes
 from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.http_api.utilities import DetokenizeExchange, TokenizeExchange
 from gateway.metrics import CONTENT_TYPE
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownModel
 
+_READING = (400, 404, 408, 413, 429, 503, 504)
+"""Statuses of routes that read a body and generate nothing."""
 _CONTENT = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 """The live page loads nothing but its own data."""
 
@@ -33,56 +35,60 @@ def make_app(
 ) -> FastAPI:
     """The application. ``problem`` gives the reason why requests cannot be served now, ``metrics`` all metrics in
     Prometheus' text format, ``live`` what the live page shows."""
-    app = FastAPI(
+    app = DescribedApp(
         title="pdserve",
         version=version,
-        description="OpenAI's API, with vLLM's extensions and the object `pdserve`. See docs/api.md.",
+        description="OpenAI's API, with vLLM's extensions and the object `pdserve`. See docs/api.md. Besides the "
+        "statuses of each route: 400, 408 and 431 for requests that are no proper HTTP, with the same object `error`.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a path with a slash too many is another path, as with any other mistake in it
     )
     app.add_middleware(Authentication, identify=served.inference.identify)
     created_s = int(time.time())
     page = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
-    @app.post("/v1/completions", tags=["OpenAI"], **_described(CompletionBody, streams=True))
+    @app.post("/v1/completions", tags=["OpenAI"], **generates(CompletionBody, "Completion"))
     async def complete(request: Request) -> Response:
         """Continue prompts. With `stream: true`, one server-sent event for each token."""
         return CompletionExchange(served, _request_id(request))
 
-    @app.post("/v1/chat/completions", tags=["OpenAI"], **_described(ChatBody, streams=True))
+    @app.post("/v1/chat/completions", tags=["OpenAI"], **generates(ChatBody, "Chat"))
     async def chat(request: Request) -> Response:
         """Continue a chat, by the model's chat template."""
         return ChatExchange(served, _request_id(request))
 
-    @app.get("/v1/models", tags=["OpenAI"])
+    @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=answers("Models"))
     async def models() -> dict[str, Any]:
         """The served model."""
         return {"object": "list", "data": [_model(served, created_s)]}
 
-    @app.get("/v1/models/{name:path}", tags=["OpenAI"], responses={404: {"description": "another model"}})
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"], response_model=None, responses=answers("Model", 404))
     async def model(name: str) -> dict[str, Any]:
         """The served model, by name."""
         served.check_model(name)
         return _model(served, created_s)
 
-    @app.post("/tokenize", tags=["vLLM"], **_described(TokenizeBody))
+    @app.post("/tokenize", tags=["vLLM"], responses=answers("Tokens", *_READING), openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """The token ids of a prompt or of messages."""
         return TokenizeExchange(served)
 
-    @app.post("/detokenize", tags=["vLLM"], **_described(DetokenizeBody))
+    @app.post("/detokenize", tags=["vLLM"], responses=answers("Text", *_READING), openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         return DetokenizeExchange(served)
 
-    @app.get(HEALTH_PATH, tags=["operations"], responses={503: {"description": "not ready; the body says why"}})
+    unready = failures(503)
+
+    @app.get(HEALTH_PATH, tags=["operations"], response_class=Response, responses=unready)
     async def health() -> Response:
         """Status 200 if requests are served."""
         if (reason := problem()) is not None:
             raise reason
         return Response(status_code=200)
 
-    @app.get("/metrics", tags=["operations"])
+    @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Metrics for Prometheus; see docs/operations.md."""
         return Response(metrics(), media_type=CONTENT_TYPE)
@@ -92,12 +98,12 @@ def make_app(
         """A page that shows the service while it runs."""
         return HTMLResponse(page, headers={"content-security-policy": _CONTENT})
 
-    @app.get("/live.json", tags=["operations"])
+    @app.get("/live.json", tags=["operations"], response_model=None, responses=answers("Live"))
     async def live_json() -> dict[str, Any]:
         """What the page at / shows: workers, links, running requests, and breakdowns of the last ones."""
         return live()
 
-    @app.get("/version", tags=["operations"])
+    @app.get("/version", tags=["operations"], response_model=None, responses=answers("Version"))
     async def show_version() -> dict[str, str]:
         """The service's version."""
         return {"version": version}
@@ -109,23 +115,13 @@ def make_app(
     async def refuse_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         wrong = UnknownModel if error.status_code == 404 else InvalidRequest
-        failure = failure_of(wrong(f"path: {request.method} {request.url.path}: {error.detail}"))
+        # The scope's path, because `request.url` is put together from the header Host, which may be no host at all.
+        failure = failure_of(wrong(f"path: {request.method} {request.scope['path']}: {error.detail}"))
         return JSONResponse(failure.body, error.status_code, dict(error.headers or {}))
 
     app.add_exception_handler(PdserveError, refuse)
     app.add_exception_handler(HTTPException, refuse_route)
     return app
-
-
-def _described(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """What the OpenAPI document says of a route whose body the route itself reads."""
-    content = {"application/json": {"schema": body.model_json_schema()}}
-    errors = {400: "a field is wrong", 401: "no valid token", 404: "another model", 409: "the request id is in use",
-              413: "too large", 429: "see Retry-After", 503: "not ready", 504: "the deadline passed"}  # fmt: skip
-    answers: dict[int | str, dict[str, Any]] = {code: {"description": text} for code, text in errors.items()}
-    kinds: dict[str, Any] = {"application/json": {}, **({"text/event-stream": {}} if streams else {})}
-    answers[200] = {"description": "the answer", "content": kinds}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}, "responses": answers}
 
 
 def _model(served: Served, created_s: int) -> dict[str, Any]:

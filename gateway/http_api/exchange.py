@@ -18,7 +18,7 @@ from gateway.http_api.authentication import caller_of
 from gateway.http_api.failures import Failure, failure_of, invalid_body
 from gateway.inference import Arrival, ClientLeft, Inference
 from pdserve.core.awake_clock import wait_awake
-from pdserve.core.errors import BodyTooLarge, PdserveError
+from pdserve.core.errors import BodyIncomplete, BodyTooLarge, DeadlineExceeded, PdserveError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Exchange(Response):
     async def _answer(self, receive: Receive) -> None:
         try:
             with self._inference.admission(self._caller, None, self._traceparent) as arrival:
-                body = await arrival.deadline.bound(self._read(receive), "the client was sending its body")
+                body = await self._read(receive, arrival)
                 responding = asyncio.create_task(self.respond(body, arrival))
                 leaving = asyncio.create_task(_left(receive))
                 try:
@@ -123,7 +123,13 @@ class Exchange(Response):
             await self.send_event(failure.body)
             await self.end_events()
 
-    async def _read(self, receive: Receive) -> bytes:
+    async def _read(self, receive: Receive, arrival: Arrival) -> bytes:
+        try:
+            return await arrival.deadline.bound(self._receive(receive), "the client was sending its body")
+        except DeadlineExceeded as error:
+            raise BodyIncomplete(f"body: {error}") from None
+
+    async def _receive(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:

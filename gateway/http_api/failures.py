@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pdserve.core.errors import (
+    BodyIncomplete,
     BodyTooLarge,
     CapacityExceeded,
     ConfigError,
@@ -27,6 +29,7 @@ from pdserve.core.errors import (
     Unauthenticated,
     UnknownModel,
     WorkerLost,
+    field_of,
     to_wire,
 )
 
@@ -34,6 +37,7 @@ STATUSES: Mapping[type[BaseException], int] = {
     InvalidRequest: 400,
     Unauthenticated: 401,
     UnknownModel: 404,
+    BodyIncomplete: 408,
     DuplicateRequest: 409,
     BodyTooLarge: 413,
     CapacityExceeded: 429,
@@ -49,10 +53,28 @@ STATUSES: Mapping[type[BaseException], int] = {
     PdserveError: 500,
 }
 
-_TYPES = dict.fromkeys((400, 401, 404, 409, 413), "invalid_request_error") | {429: "rate_limit_error"}
-_TYPE_NAMES = frozenset({"str", "list[str]", "list[TextPart]", "constrained-str", "[key]"})
-"""How pydantic names the members of a union, and the key of an object, among the places of an error."""
-_FIELD = re.compile(r"([a-z][\w.]*): ")
+UNKNOWN_FIELD = "unknown_field"
+"""The type of the validation error for a field that the API does not have; its message is the field's name."""
+
+_TYPE_NAMES = frozenset({"str", "constrained-str"})
+"""How pydantic names members of unions among the places of an error, where such a name could be that of a field."""
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+class _Repr(reprlib.Repr):
+    """Shows what was given, without writing out what is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxlevel = self.maxlist = self.maxdict = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out very long numbers."""
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"a whole number of {x.bit_length()} bits"
+
+
+_SHOWN = _Repr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +97,21 @@ def status_of(error: BaseException) -> int:
 def failure_of(error: BaseException) -> Failure:
     """The answer for ``error``. ``error.param`` is the field, if one is wrong; ``error.code`` the class of the error.
     A request that can never fit has status 400; one that was refused for now has 429 and Retry-After."""
-    kind, message = to_wire(error)
     status = status_of(error)
     retry_after_s = error.retry_after_s if isinstance(error, CapacityExceeded | NotReady) else None
     if isinstance(error, CapacityExceeded) and retry_after_s is None:
         status = 400
-    field = _FIELD.match(message) if status < 500 else None
-    described = {
-        "message": message,
-        "type": _TYPES.get(status, "server_error"),
-        "param": field[1] if field else None,
-        "code": kind,
-    }
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Failure(status, {"error": described}, headers)
+    return Failure(status, described(error, status), headers)
+
+
+def described(error: BaseException, status: int) -> Mapping[str, Any]:
+    """The body of the answer for ``error``."""
+    kind, message = to_wire(error)
+    sort = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": sort, "param": field_of(error), "code": kind}}
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:
@@ -104,13 +125,13 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
     message = first["msg"]
     if first["type"] == "value_error":  # of a validator of ours, which names the field itself
         return InvalidRequest(message.removeprefix("Value error, "))
-    place = (
-        ".".join(part for each in first["loc"] if (part := str(each)) not in _TYPE_NAMES and " " not in part) or "body"
-    )
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"{place}: unknown field; leave it out")
+    places = map(str, first["loc"])
+    parts = [part for part in places if _PLAIN_NAME.fullmatch(part) and part not in _TYPE_NAMES]
+    place = ".".join(parts) or "body"
+    if first["type"] == UNKNOWN_FIELD:
+        if _PLAIN_NAME.fullmatch(message):
+            return InvalidRequest(f"{'.'.join([*parts, message])}: unknown field; leave it out")
+        return InvalidRequest(f"{place}: unknown field {_SHOWN.repr(message)}; leave it out")
     if first["type"] == "missing":
         return InvalidRequest(f"{place}: it is missing")
-    given = repr(first["input"])
-    shown = given if len(given) <= 80 else f"{given[:80]}…"
-    return InvalidRequest(f"{place}: {message[:1].lower()}{message[1:]} (got {shown})")
+    return InvalidRequest(f"{place}: {message[:1].lower()}{message[1:]} (got {_SHOWN.repr(first['input'])})")

@@ -1,14 +1,20 @@
 """Bodies of the HTTP API's requests: OpenAI's fields, vLLM's extensions of them, and the object ``pdserve``.
 
 Fields that the service cannot honour are accepted only with the value that asks for nothing. Ranges of sampling are
-checked by `gateway.validation`, for both APIs alike."""
+checked by `gateway.validation`, for both APIs alike.
+
+A body has few errors, whatever its size: lists and objects stop at their first wrong item, and unknown fields count
+once. Pydantic would describe every one of them, which takes seconds for a million."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
+from gateway.http_api.failures import UNKNOWN_FIELD
+from gateway.validation import MAX_SALT_CHARACTERS
 from pdserve.core.request import Mode
 from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 
@@ -16,14 +22,41 @@ MAX_CHOICES = 128
 """Most outputs of one call: prompts times ``n``."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_METADATA = 16
 
 Count = Annotated[int, Field(ge=0, lt=2**32)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+LogitBias = Annotated[
+    dict[TokenId, float],
+    Field(max_length=MAX_BIASES, fail_fast=True),
+    WithJsonSchema(  # keys of objects are strings
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number"},
+            "maxProperties": MAX_BIASES,
+        }
+    ),
+]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    # Extra fields are collected, to be refused together.
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": False},
+    )
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        for name in self.model_extra or ():
+            raise PydanticCustomError(UNKNOWN_FIELD, "{name}", {"name": name})
+        return self
 
 
 class StreamOptions(_Body):
@@ -69,14 +102,18 @@ class GenerationBody(_Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: LogitBias | None = None
     return_token_ids: bool = Field(False, description="send the token ids of prompt and outputs")
-    cache_salt: str | None = Field(None, description="cached KV is shared only within one salt")
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARACTERS)] | None = Field(
+        None, description="cached KV is shared only within one salt"
+    )
     request_id: str | None = Field(None, description="default: the header x-request-id, else a new one")
     pdserve: Extension = Field(default_factory=Extension)
 
     user: str | None = Field(None, description="accepted, not used")
-    metadata: dict[str, str] | None = Field(None, description="accepted, not used")
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA, fail_fast=True)] | None = Field(
+        None, description="accepted, not used"
+    )
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
     include_stop_str_in_output: Literal[False] = False
@@ -106,9 +143,9 @@ def _kind_of_prompt(value: object) -> str:
 
 Prompts = Annotated[
     Annotated[str, Tag("a text")]
-    | Annotated[list[str], Tag("the texts")]
-    | Annotated[list[TokenId], Tag("the token ids")]
-    | Annotated[list[list[TokenId]], Tag("lists of token ids")],
+    | Annotated[list[str], Field(fail_fast=True), Tag("the texts")]
+    | Annotated[TokenIds, Tag("the token ids")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists of token ids")],
     Discriminator(_kind_of_prompt),
 ]
 
@@ -132,10 +169,8 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class TextPart(BaseModel):
+class TextPart(_Body):
     """A part of a message's content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"] = Field(description="only text is supported")
     text: str
@@ -147,7 +182,11 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class ResponseFormat(_Body):
@@ -159,11 +198,11 @@ class ResponseFormat(_Body):
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_tokens: Count | None = Field(None, description="default: what fits into the context")
     logprobs: bool | None = None
     top_logprobs: Count | None = Field(None, description="with each token that many likeliest ones (at most 20)")
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: Tools | None = Field(
         None, description="definitions for the chat template; the output is not parsed for calls"
     )
     tool_choice: Literal["none", "auto"] | None = None
@@ -184,8 +223,8 @@ class TokenizeBody(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -201,4 +240,4 @@ class DetokenizeBody(_Body):
     """The body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -12,11 +12,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from gateway.http_api.connection import IDLE_S, Connection
 from gateway.tls import ServerTls
 from pdserve.core.errors import LaunchError
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
@@ -44,14 +44,14 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=int(IDLE_S),
             **({} if tls is None else _tls_options(tls)),
         )
         self._server = _Server(config)
@@ -74,6 +74,8 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
         await self._serving
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()  # its client does not read
 
 
 def _tls_options(tls: ServerTls) -> dict[str, Any]:

@@ -38,6 +38,11 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A request may be silent for minutes: pings keep NATs and load balancers from forgetting its connection, and tell
+    # when the service is no longer there. The service permits one every 10 s (gateway/grpc_api/keepalive.py).
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # any number
 ]
 
 _MAX_RETRY_AFTER_MS = 3_600_000.0

@@ -7,7 +7,8 @@
     ├── InvalidRequest        one field of a request is wrong; names the field; do not retry unchanged
     │   ├── DuplicateRequest  another request in progress has the same request id
     │   ├── UnknownModel      another model is served
-    │   └── BodyTooLarge      the body of an HTTP request exceeds the limit of messages
+    │   ├── BodyTooLarge      the body of an HTTP request exceeds the limit of messages
+    │   └── BodyIncomplete    the body of an HTTP request did not arrive within the deadline
     ├── Unauthenticated       the call has no token that the service knows; do not retry with the same one
     ├── CapacityExceeded      the request does not fit, or the queue is full; retry later or ask for less
     ├── NotReady              no worker can take the request yet; retry later
@@ -66,6 +67,10 @@ class UnknownModel(InvalidRequest):
 
 class BodyTooLarge(InvalidRequest):
     """The body of an HTTP request exceeds the limit of messages."""
+
+
+class BodyIncomplete(InvalidRequest):
+    """The body of an HTTP request did not arrive within the deadline."""
 
 
 class Unauthenticated(PdserveError):
@@ -138,6 +143,15 @@ def _tree(root: type[PdserveError]) -> dict[str, type[PdserveError]]:
     for child in root.__subclasses__():
         kinds |= _tree(child)
     return kinds
+
+
+def field_of(error: BaseException) -> str | None:
+    """The field that a request has to change, which the message of a refusal starts with. None for errors that no other
+    value would avoid."""
+    if isinstance(error, InvalidRequest) or (isinstance(error, CapacityExceeded) and error.retry_after_s is None):
+        field, separator, _ = str(error).partition(": ")
+        return field if separator else None
+    return None
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:

@@ -15,6 +15,7 @@ TREE = {
     "DuplicateRequest": "INVALID_ARGUMENT",
     "UnknownModel": "INVALID_ARGUMENT",
     "BodyTooLarge": "INVALID_ARGUMENT",
+    "BodyIncomplete": "INVALID_ARGUMENT",
     "Unauthenticated": "UNAUTHENTICATED",
     "CapacityExceeded": "RESOURCE_EXHAUSTED",
     "NotReady": "UNAVAILABLE",

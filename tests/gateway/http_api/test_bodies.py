@@ -56,7 +56,7 @@ PATH = "/v1/completions"
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "x", "pdserve": {"mode": "fast"}}, "pdserve.mode"),
         ({"prompt": "x", "pdserve": {"timeout_s": 0}}, "pdserve.timeout_s"),
-        ({"prompt": "x", "cache_salt": "x" * 257}, "salt"),
+        ({"prompt": "x", "cache_salt": "x" * 257}, "cache_salt"),
         ({"prompt": "x", "request_id": "a b"}, "request_id"),
     ],
 )

@@ -1,0 +1,32 @@
+"""Pings that keep connections of the public gRPC server open while nothing else is sent.
+
+A long prompt, a wait in the queue or a paused stream can be silent for minutes. NATs and load balancers forget
+connections that are silent, some of them after a minute, and a client that has vanished without a word would keep its
+request. Pings prevent the one and detect the other. Clients may ping as well: gRPC's own default would close a
+connection whose client pings more often than every five minutes."""
+
+from __future__ import annotations
+
+PING_EVERY_S = 30.0
+"""The server pings a connection that has been silent for this long."""
+PING_TIMEOUT_S = 20.0
+"""It closes a connection whose client has not answered by then, which cancels its requests."""
+CLIENT_PINGS_EVERY_S = 10.0
+"""Clients may ping this often, with and without requests in progress."""
+LATE_S = 5.0
+"""Pings may follow each other quicker by this much: one that was delayed on its way is close to the next."""
+
+
+def keepalive_options() -> list[tuple[str, int]]:
+    """Options of the public server."""
+    return [
+        ("grpc.keepalive_time_ms", _ms(PING_EVERY_S)),
+        ("grpc.keepalive_timeout_ms", _ms(PING_TIMEOUT_S)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),  # any number
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(CLIENT_PINGS_EVERY_S - LATE_S)),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1e3)

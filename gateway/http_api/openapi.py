@@ -1,0 +1,176 @@
+"""The OpenAPI document: what routes say of bodies that they read themselves, and of their answers.
+
+Answers are described by the fields that every one of them has; further ones are allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from gateway.http_api.authentication import OPEN_PATHS
+from gateway.http_api.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pdserve.core.sampling import FinishReason
+
+Schema = dict[str, Any]
+Responses = dict[int | str, dict[str, Any]]
+
+_COMPONENTS = "#/components/schemas/"
+_BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+_TEXT: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "integer"}
+_NUMBERS: Schema = {"type": "array", "items": _NUMBER}
+_OBJECT: Schema = {"type": "object"}
+
+
+def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+    return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _list(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"{_COMPONENTS}{name}"}
+
+
+def _answer(kind: str, choice: Mapping[str, Schema], usage: Mapping[str, Schema], *, whole: bool) -> Schema:
+    """An answer, or a chunk of one. Only the last chunks of a stream have a usage and an account."""
+    end = {"finish_reason": _or_null({"enum": [str(reason) for reason in FinishReason]})}
+    token_ids = {"token_ids": _NUMBERS, "prompt_token_ids": _NUMBERS}
+    stop_reason = {"stop_reason": _or_null(_TEXT)}
+    required, optional = ({**end, **stop_reason}, token_ids) if whole else (end, {**stop_reason, **token_ids})
+    choices = _list(_object({"index": _NUMBER, **choice, **required}, optional))
+    account = {"pdserve": {"anyOf": [_OBJECT, _list(_OBJECT)], "description": "with pdserve.breakdown"}}
+    head = {"id": _TEXT, "object": {"const": kind}, "created": _NUMBER, "model": _TEXT, "choices": choices}
+    return _object({**head, **usage}, account) if whole else _object(head, {**usage, **account})
+
+
+def _answers() -> dict[str, Schema]:
+    usage = {"usage": _ref("Usage")}
+    text = {"text": _TEXT, "logprobs": _or_null(_OBJECT)}
+    message = _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": {"type": "null"}})
+    delta = _object({"content": _TEXT}, {"role": {"const": "assistant"}})
+    model = {"id": _TEXT, "object": {"const": "model"}, "created": _NUMBER, "owned_by": _TEXT}
+    error: dict[str, Schema] = {
+        "message": {"type": "string", "description": "begins with the field that is wrong"},
+        "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+        "param": {**_or_null(_TEXT), "description": "the field that is wrong"},
+        "code": {"type": "string", "description": "the error's class in pdserve/core/errors.py"},
+    }
+    return {
+        "Completion": _answer("text_completion", text, usage, whole=True),
+        "CompletionChunk": _answer("text_completion", text, usage, whole=False),
+        "Chat": _answer("chat.completion", {"message": message, "logprobs": _or_null(_OBJECT)}, usage, whole=True),
+        "ChatChunk": _answer(
+            "chat.completion.chunk", {"delta": delta, "logprobs": _or_null(_OBJECT)}, usage, whole=False
+        ),
+        "Usage": _object(
+            {
+                "prompt_tokens": _NUMBER,
+                "completion_tokens": _NUMBER,
+                "total_tokens": _NUMBER,
+                "prompt_tokens_details": _or_null(_object({"cached_tokens": _NUMBER})),
+            }
+        ),
+        "Model": _object({**model, "max_model_len": _or_null(_NUMBER)}),
+        "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+        "Tokens": _object(
+            {"count": _NUMBER, "max_model_len": _NUMBER, "tokens": _NUMBERS}, {"token_strs": _list(_TEXT)}
+        ),
+        "Text": _object({"prompt": _TEXT}),
+        "Live": _OBJECT,
+        "Version": _object({"version": _TEXT}),
+        "Error": _object({"error": _object(error)}),
+    }
+
+
+_ERRORS = {
+    400: "a field is wrong, or the request can never fit",
+    401: "no token, or one that is unknown or has expired",
+    404: "another model is served",
+    408: "the body was not complete within the deadline",
+    409: "the request id is in use",
+    413: "the body is too large",
+    429: "there is no room now",
+    503: "the service is not ready, or workers were lost for good",
+    504: "the deadline passed",
+}
+_RETRIED_LATER = (429, 503)
+_RETRY_AFTER = {
+    "retry-after": {"description": "seconds until there is room, if known", "schema": {"type": "integer", "minimum": 1}}
+}
+_REQUEST_ID: Schema = {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}
+_ASKED_ID: Schema = {"type": "string", "pattern": "^[A-Za-z0-9._:-]{0,128}$"}
+
+
+def answers(name: str, *errors: int, chunk: str = "") -> Responses:
+    """The responses of a route that answers with a component, or fails with one of these statuses. ``chunk``: the
+    component that an event of its stream has."""
+    content = {"application/json": {"schema": _ref(name)}}
+    if chunk:
+        data = {"type": "string", "description": f"a {chunk} or an Error as JSON; of the last event [DONE]"}
+        content["text/event-stream"] = {"schema": {**_object({"data": data}), "description": "each event"}}
+    return {200: {"description": "the answer", "content": content}, **failures(*errors)}
+
+
+def failures(*statuses: int) -> Responses:
+    """The responses of a route that fails with one of these."""
+    return {
+        status: {
+            "description": _ERRORS[status],
+            "content": {"application/json": {"schema": _ref("Error")}},
+            **({"headers": _RETRY_AFTER} if status in _RETRIED_LATER else {}),
+        }
+        for status in statuses
+    }
+
+
+def takes(body: type[BaseModel]) -> dict[str, Any]:
+    """The request body of a route that reads it itself."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body.__name__)}}}}
+
+
+def generates(body: type[BaseModel], answer: str) -> dict[str, Any]:
+    """Options of a route that generates text."""
+    responses = answers(answer, *_ERRORS, chunk=f"{answer}Chunk")
+    responses[200]["headers"] = {"x-request-id": {"description": "the request's id", "schema": _REQUEST_ID}}
+    request_id = {"name": "x-request-id", "in": "header", "description": "the request's id", "schema": _ASKED_ID}
+    traceparent = {
+        "name": "traceparent",
+        "in": "header",
+        "description": "W3C trace context; the service's spans become part of the trace",
+        "schema": _TEXT,
+    }
+    return {"responses": responses, "openapi_extra": {**takes(body), "parameters": [request_id, traceparent]}}
+
+
+class DescribedApp(FastAPI):
+    """An application whose routes are described with `takes`, `answers` and `generates`."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document. FastAPI makes it once."""
+        document = super().openapi()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        if "Error" not in schemas:
+            _, bodies = models_json_schema(
+                [(body, "validation") for body in _BODIES], ref_template=f"{_COMPONENTS}{{model}}"
+            )
+            schemas |= bodies["$defs"] | _answers()
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's own errors, which no route has
+                    if path not in OPEN_PATHS:
+                        operation["responses"] |= {str(status): answer for status, answer in failures(401).items()}
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+        return document

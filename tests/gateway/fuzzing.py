@@ -1,0 +1,76 @@
+"""How much the fuzz tests draw, and the service that they draw for."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.pb import inference_pb2 as pb
+from tests.fake_worker import count_up
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.gateway.conftest import Service
+
+SEED = 7
+ANSWER_S = 30.0
+"""A request that takes longer hangs."""
+CONCURRENCY = 16
+
+PATIENT = {"heartbeat_timeout_s": 86_400.0}
+"""For `router`: fake workers report when told to."""
+END_TOKEN = 1
+PROMPT = (5, 6, 7)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Numbers of inputs."""
+
+    mutated_grpc: int
+    built_grpc: int
+    mutated_http: int
+    built_http: int
+    schema_http: int
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+SHORT = Draws(mutated_grpc=500, built_grpc=80, mutated_http=500, built_http=60, schema_http=150)
+SOAK = Draws(mutated_grpc=10_000, built_grpc=1_000, mutated_http=9_000, built_http=1_000, schema_http=4_000)
+SOAK_LEAST = 20_000
+
+_IN_SOAK = [pytest.mark.soak, pytest.mark.timeout(3_000)]
+short_and_soak = pytest.mark.parametrize(
+    "draws", [pytest.param(SHORT, id="short"), pytest.param(SOAK, id="soak", marks=_IN_SOAK)]
+)
+
+
+def ends_soon(service: Service) -> None:
+    """Let all outputs end after a few tokens, however many were asked for."""
+
+    def next_token(token_ids: Sequence[int]) -> int:
+        return END_TOKEN if len(token_ids) % 8 == 7 else count_up(token_ids)
+
+    for worker in service.fleet.values():
+        worker._next_token = next_token
+        worker._eos_token_id = END_TOKEN
+
+
+async def check_alive(service: Service) -> None:
+    """Nothing is left of earlier requests, and the next one is answered as ever."""
+    await service.until(
+        lambda: service.is_idle and service.gateway.router.running == service.gateway.router.queued == 0
+    )
+    service.check_idle()
+    assert service.gateway._inference.in_progress == 0
+    assert service.gateway._inference._being_read == 0
+    assert not service.gateway._inference._in_use
+    tokens, completion = await service.generate(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(max_tokens=3))
+    assert [token.token_id for token in tokens] == list(completion.token_ids) == [8, 9, 10]
+    await service.until(lambda: service.is_idle)

@@ -1,0 +1,120 @@
+"""What `GET /openapi.json` says of the routes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from gateway.http_api.failures import STATUSES
+from tests.gateway.http_api.conftest import Http
+
+API = Path(__file__).resolve().parents[3] / "docs" / "api.md"
+COMPONENTS = "#/components/schemas/"
+NOT_SENT = {499, 500}
+"""To a client that has left, and for bugs."""
+
+
+@pytest.fixture
+async def document(http: Http) -> dict[str, Any]:
+    return dict((await http.client.get("/openapi.json")).json())
+
+
+def references(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+def schema_of(document: dict[str, Any], name: str) -> Draft202012Validator:
+    return Draft202012Validator({"$ref": f"{COMPONENTS}{name}", "components": document["components"]})
+
+
+def test_it_is_whole(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    found = set(references(document))
+    assert found
+    assert all(reference.startswith(COMPONENTS) for reference in found), found
+    assert {reference.removeprefix(COMPONENTS) for reference in found} <= set(schemas)
+    for schema in schemas.values():
+        Draft202012Validator.check_schema(schema)
+    assert "$defs" not in str(document)
+    assert "HTTPValidationError" not in schemas
+
+
+def test_routes_and_statuses(document: dict[str, Any]) -> None:
+    routes = {f"{method} {path}": each for path, item in document["paths"].items() for method, each in item.items()}
+    assert sorted(routes) == [
+        "get /health", "get /live.json", "get /metrics", "get /v1/models", "get /v1/models/{name}", "get /version", "post /detokenize",
+        "post /tokenize", "post /v1/chat/completions", "post /v1/completions",
+    ]  # fmt: skip
+    answered = {str(status) for status in {200, *STATUSES.values()} - NOT_SENT}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        route = routes[f"post {path}"]
+        assert set(route["responses"]) == answered
+        assert set(route["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert "retry-after" in route["responses"]["429"]["headers"]
+    for route in routes.values():
+        for status, response in route["responses"].items():
+            if status != "200":
+                assert response["content"]["application/json"]["schema"] == {"$ref": f"{COMPONENTS}Error"}
+    assert {name for name, route in routes.items() if "401" not in route["responses"]} == {"get /health"}
+    assert "content" not in routes["get /health"]["responses"]["200"]
+    assert set(routes["get /metrics"]["responses"]["200"]["content"]) == {"text/plain"}
+
+
+@pytest.mark.parametrize(
+    ("body", "valid"),
+    [
+        ({"prompt": "x"}, True),
+        ({"prompt": [1, 2], "logit_bias": {"5": 1.5}, "stop": None, "pdserve": {"mode": "pd"}}, True),
+        ({"prompt": ["x", "y"], "stream": True, "stream_options": {"include_usage": True}}, True),
+        ({}, False),
+        ({"prompt": "x", "tokens": 5}, False),
+        ({"prompt": "x", "logit_bias": {"a": 1.5}}, False),
+        ({"prompt": "x", "pdserve": {"modus": "pd"}}, False),
+        ({"prompt": "x", "max_tokens": "5"}, False),
+    ],
+)
+async def test_bodies_are_valid_if_they_are_accepted(
+    http: Http, document: dict[str, Any], body: dict[str, Any], valid: bool
+) -> None:
+    assert schema_of(document, "CompletionBody").is_valid(body) is valid
+    assert ((await http.post("/v1/completions", **body)).status_code == 200) is valid
+
+
+async def test_events_are_what_it_says(http: Http, document: dict[str, Any]) -> None:
+    options = {
+        "max_tokens": 3, "logprobs": 1, "ignore_eos": True, "return_token_ids": True, "pdserve": {"breakdown": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    *events, _ = await http.events("/v1/completions", prompt="the quick", **options)
+    for event in events:
+        schema_of(document, "CompletionChunk").validate(json.loads(event))
+    options["logprobs"] = True
+    *events, _ = await http.events("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], **options)
+    for event in events:
+        schema_of(document, "ChatChunk").validate(json.loads(event))
+
+
+def test_the_manual_shows_every_route(document: dict[str, Any]) -> None:
+    text = API.read_text(encoding="utf-8")
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+    python = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    for path in (*document["paths"], "/openapi.json"):
+        shown = path.replace("{name}", "tiny")
+        assert f"localhost:8000{shown}" in shell, f"docs/api.md calls {path} with curl"
+        assert shown in python or shown.removeprefix("/v1") in WITH_OPENAI, f"docs/api.md calls {path} with Python"
+
+
+WITH_OPENAI = {"/completions", "/chat/completions", "/models", "/models/tiny"}
+"""By methods of the package `openai`."""

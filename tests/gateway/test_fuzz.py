@@ -1,0 +1,325 @@
+"""Damaged and random requests over gRPC: each is answered, or refused with a documented status that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_status import rpc_status
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdserve.pb import inference_pb2 as pb
+from pdserve.pb import inference_pb2_grpc
+from tests.gateway.conftest import Service, StartService
+from tests.gateway.fuzzing import (
+    ANSWER_S,
+    CONCURRENCY,
+    PATIENT,
+    SEED,
+    SHORT,
+    SOAK,
+    SOAK_LEAST,
+    Draws,
+    check_alive,
+    ends_soon,
+    short_and_soak,
+)
+from tests.gateway.mutations import ProtobufMutator, of_length, varint
+
+GENERATE = "/pdserve.v1.Inference/Generate"
+STATUS = "/pdserve.v1.Inference/GetStatus"
+HEALTH = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+OK = grpc.StatusCode.OK
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+SAMPLING: dict[str, Any] = {
+    "max_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2**62, "stop": ["fox", "日本"],
+    "stop_token_ids": [3, 999], "ignore_eos": True, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1.5,
+    "frequency_penalty": 0.5, "logit_bias": {5: -100.0, 7: 2.5}, "logprobs": 3,
+}  # fmt: skip
+SAMPLES = [
+    pb.GenerateRequest(text="the quick brown fox", sampling=pb.Sampling(max_tokens=4)),
+    pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 300, 999]), mode=pb.MODE_COLOCATED, salt="tenant"),
+    pb.GenerateRequest(request_id="a-1", text="größer 😀", sampling=pb.Sampling(**SAMPLING), mode=pb.MODE_PD),
+    pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(100)), sampling=pb.Sampling(**SAMPLING)),
+]
+VALID = SAMPLES[0].SerializeToString()
+NESTED = frozenset({3, 4})
+
+
+def serialized(messages: Iterable[Any]) -> list[bytes]:
+    return [message.SerializeToString() for message in messages]
+
+
+def field_of(error: Any) -> str:
+    """The field that a refusal names in its details."""
+    status = rpc_status.from_call(error)
+    assert status is not None, error
+    named: list[str] = []
+    for detail in status.details:
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            named.extend(violation.field for violation in bad.field_violations)
+    (field,) = named
+    return str(field)
+
+
+async def outcome(service: Service, method: str, data: bytes, responses: list[bytes] | None = None) -> grpc.StatusCode:
+    """The status of a call with these bytes. A refusal names a field."""
+    if method == REFLECTION:
+        begin: Any = service.channel.stream_stream(method)
+        call = begin(iter([data]), timeout=ANSWER_S)
+    else:
+        begin = service.channel.unary_stream(method)
+        call = begin(data, timeout=ANSWER_S)
+    try:
+        async for response in call:
+            if responses is not None:
+                responses.append(response)
+    except grpc.aio.AioRpcError as failure:
+        error = failure
+    else:
+        return OK
+    assert error.code() is not INVALID or field_of(error), data
+    return error.code()
+
+
+async def outcomes(service: Service, method: str, mutator: ProtobufMutator, count: int) -> Counter[grpc.StatusCode]:
+    """The statuses of ``count`` calls with damaged messages, several at a time."""
+    found: Counter[grpc.StatusCode] = Counter()
+    left = iter(range(count))
+
+    async def send() -> None:
+        for _ in left:
+            data = mutator.draw()
+            code = await outcome(service, method, data)
+            found[code] += 1
+            assert code in ALLOWED[method], f"{method}: {code} for {data!r}"
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CONCURRENCY):
+            group.create_task(send())
+    return found
+
+
+ALLOWED = {
+    # RESOURCE_EXHAUSTED: never fits.
+    GENERATE: {OK, INVALID, grpc.StatusCode.RESOURCE_EXHAUSTED},
+    STATUS: {OK, INVALID},
+    HEALTH: {OK, INVALID, grpc.StatusCode.NOT_FOUND},
+    REFLECTION: {OK, INVALID},
+}
+
+
+def test_the_soak_draws_enough() -> None:
+    assert SOAK.total >= SOAK_LEAST
+    assert SHORT.total < 2_000
+
+
+@short_and_soak
+async def test_damaged_messages(start_service: StartService, draws: Draws, caplog: pytest.LogCaptureFixture) -> None:
+    service = await start_service("p0", "d0", router=PATIENT)
+    ends_soon(service)
+    found = await outcomes(service, GENERATE, ProtobufMutator(serialized(SAMPLES), SEED, NESTED), draws.mutated_grpc)
+    assert min(found[OK], found[INVALID]) > draws.mutated_grpc / 50, found
+    samples = {
+        STATUS: [pb.GetStatusRequest()],
+        HEALTH: [health_pb2.HealthCheckRequest(service="pdserve.v1.Inference"), health_pb2.HealthCheckRequest()],
+        REFLECTION: [
+            reflection_pb2.ServerReflectionRequest(list_services="x"),
+            reflection_pb2.ServerReflectionRequest(host="h", file_containing_symbol="pdserve.v1.Inference"),
+            reflection_pb2.ServerReflectionRequest(file_by_filename="pdserve/pb/inference.proto"),
+        ],
+    }
+    for method, messages in samples.items():
+        mutator = ProtobufMutator(serialized(messages), SEED, frozenset())
+        await outcomes(service, method, mutator, max(60, draws.mutated_grpc // 20))
+    await check_alive(service)
+    assert "unexpected" not in caplog.text.lower()
+    assert "Traceback" not in caplog.text
+
+
+# --- built requests --------------------------------------------------------------------------------------------------
+
+
+def real(low: float, high: float, **options: Any) -> st.SearchStrategy[float]:
+    return st.floats(low, high, width=32, **options)
+
+
+token_ids = st.integers(0, 999)
+request_ids = st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True)
+samplings = st.builds(
+    pb.Sampling,
+    max_tokens=st.none() | st.integers(1, 100),
+    temperature=st.none() | real(0, 100),
+    top_k=st.none() | st.integers(0, 2**32 - 1),
+    top_p=st.none() | real(0, 1, exclude_min=True),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=20), max_size=16),
+    stop_token_ids=st.lists(token_ids, max_size=20),
+    ignore_eos=st.booleans(),
+    min_p=st.none() | real(0, 1),
+    repetition_penalty=st.none() | real(0, 10, exclude_min=True),
+    presence_penalty=st.none() | real(-2, 2),
+    frequency_penalty=st.none() | real(-2, 2),
+    logit_bias=st.dictionaries(token_ids, real(-100, 100), max_size=20),
+    logprobs=st.none() | st.integers(0, 20),
+)
+PROMPTS: dict[str, st.SearchStrategy[Any]] = {
+    "text": st.text(min_size=1, max_size=20),
+    "token_ids": st.builds(pb.TokenIds, ids=st.lists(token_ids, min_size=1, max_size=100)),
+}
+
+
+@st.composite
+def valid_requests(draw: st.DrawFn) -> pb.GenerateRequest:
+    prompt = draw(st.sampled_from(sorted(PROMPTS)))
+    values: dict[str, Any] = {prompt: draw(PROMPTS[prompt])}
+    return pb.GenerateRequest(
+        **values,
+        request_id=draw(st.just("") | request_ids),
+        sampling=draw(samplings),
+        mode=draw(st.sampled_from([pb.MODE_UNSPECIFIED, pb.MODE_AUTO, pb.MODE_PD, pb.MODE_COLOCATED])),
+        salt=draw(st.text(max_size=256)),
+    )
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+WRONG: dict[str, st.SearchStrategy[Any]] = {
+    "max_tokens": st.just(0) | st.integers(257, 2**32 - 1),
+    "temperature": st.sampled_from([*NOT_FINITE, -1e-30, -1.0, 100.5, 3e38]),
+    "top_p": st.sampled_from([*NOT_FINITE, 0.0, -0.5, 1.001]),
+    "seed": st.integers(2**63, 2**64 - 1),
+    "stop": st.sampled_from([[""], ["a", ""], ["x"] * 17, ["x" * 1025]]),
+    "stop_token_ids": st.lists(st.integers(1000, 2**32 - 1), min_size=1, max_size=5) | st.just([1] * 1025),
+    "min_p": st.sampled_from([*NOT_FINITE, -0.1, 1.001]),
+    "repetition_penalty": st.sampled_from([*NOT_FINITE, 0.0, -1.0, 10.5]),
+    "presence_penalty": st.sampled_from([*NOT_FINITE, -2.001, 2.001]),
+    "frequency_penalty": st.sampled_from([*NOT_FINITE, -2.001, 2.001]),
+    "logit_bias": st.dictionaries(st.integers(1000, 2**32 - 1), real(-100, 100), min_size=1, max_size=5)
+    | st.sampled_from([{1: value} for value in (*NOT_FINITE, 100.5, -101.0)])
+    | st.just({token_id: 1.0 for token_id in range(301)}),
+    "logprobs": st.integers(21, 2**32 - 1),
+    "request_id": st.sampled_from(["a b", "é", "x" * 129, "\x00", "a\nb", "../x"]),
+    "salt": st.integers(257, 5000).map(lambda length: "é" * length),
+    "mode": st.sampled_from([4, 99, -1, 2**31 - 1, -(2**31)]),
+    "prompt": st.lists(st.integers(1000, 2**32 - 1), min_size=1, max_size=5)
+    | st.sampled_from([[], [1] * 256, [1] * 5000, "", "x " * 5000, None]),
+}
+
+
+def spoil(request: pb.GenerateRequest, field: str, value: Any) -> None:
+    """Give ``request`` a wrong value."""
+    if field == "prompt":
+        request.ClearField("prompt")
+        if isinstance(value, str):
+            request.text = value
+        elif value is not None:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(value)
+        return
+    part: Any = request.sampling if field in pb.Sampling.DESCRIPTOR.fields_by_name else request
+    part.ClearField(field)
+    if isinstance(value, list):
+        getattr(part, field).extend(value)
+    elif isinstance(value, dict):
+        getattr(part, field).update(value)
+    else:
+        setattr(part, field, value)
+
+
+def draw_built(target: str, count: int) -> None:
+    """Check ``count`` valid and wrong requests. Blocks."""
+    checks = settings(max_examples=count // 2, deadline=None, suppress_health_check=list(HealthCheck))
+    with grpc.insecure_channel(target) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        @checks
+        @given(valid_requests())
+        def accepted(request: pb.GenerateRequest) -> None:
+            *tokens, last = stub.Generate(request, timeout=ANSWER_S)
+            assert last.HasField("completion")
+            assert 1 <= len(tokens) == last.completion.output_tokens
+
+        @checks
+        @given(valid_requests(), st.data())
+        def refused(request: pb.GenerateRequest, data: st.DataObject) -> None:
+            field = data.draw(st.sampled_from(sorted(WRONG)))
+            spoil(request, field, data.draw(WRONG[field]))
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Generate(request, timeout=ANSWER_S))
+            error: Any = caught.value
+            assert error.code() is INVALID, error
+            assert field_of(error) == field
+            assert error.details().startswith(f"{field}: ")
+
+        accepted()
+        refused()
+
+
+@short_and_soak
+async def test_built_requests(start_service: StartService, draws: Draws) -> None:
+    service = await start_service("p0", "d0", router=PATIENT)
+    ends_soon(service)
+    await asyncio.to_thread(draw_built, f"127.0.0.1:{service.gateway.port}", draws.built_grpc)
+    await check_alive(service)
+
+
+# --- what was found --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (varint(7 << 3) + b"\x01" + VALID, "message"),
+        (VALID + varint(1 << 3) + b"\x01", "request_id"),
+        (VALID + varint(4 << 3 | 2) + of_length(varint(1 << 3 | 2) + of_length(b"9")), "max_tokens"),
+        (VALID + varint(4 << 3 | 2) + of_length(varint(99 << 3) + b"\x01"), "message"),
+        (VALID + (varint(99 << 3) + b"\x01") * 100_000, "message"),
+        (b"\xff", "message"),
+    ],
+    ids=["unknown", "wrong type", "wrong type within", "unknown within", "many", "malformed"],
+)  # fmt: skip
+async def test_fields_that_would_be_ignored_are_refused(start_service: StartService, data: bytes, field: str) -> None:
+    service = await start_service("p0", "d0")
+    generate: Any = service.channel.unary_stream(GENERATE)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in generate(data, timeout=ANSWER_S):
+            pass
+    assert caught.value.code() is INVALID
+    assert field_of(caught.value) == field
+
+
+@pytest.mark.parametrize("method", [STATUS, HEALTH, "/grpc.health.v1.Health/Watch", REFLECTION])
+async def test_malformed_messages_of_other_services(
+    start_service: StartService, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = await start_service("p0", "d0")
+    assert await outcome(service, method, b"\xff\xff") is INVALID
+    assert not caplog.text
+
+
+async def test_a_compressed_message_counts_as_long_as_it_is(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    channel = grpc.aio.insecure_channel(
+        f"127.0.0.1:{service.gateway.port}", options=[("grpc.max_send_message_length", 2**30)]
+    )
+    async with channel:
+        generate: Any = channel.unary_stream(GENERATE)
+        data = pb.GenerateRequest(text="x" * 2**26).SerializeToString()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in generate(data, timeout=ANSWER_S, compression=grpc.Compression.Gzip):
+                pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await check_alive(service)

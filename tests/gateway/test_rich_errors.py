@@ -1,0 +1,135 @@
+"""The details of failed gRPC calls, as a client's library reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from gateway.grpc_api.failures import MAX_MESSAGE_BYTES, failure_of
+from pdserve.core.errors import (
+    CapacityExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    NotReady,
+    PdserveError,
+    WorkerLost,
+    field_of,
+)
+from pdserve.pb import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.gateway.conftest import Service, StartService
+
+PROMPT = pb.TokenIds(ids=[5, 6, 7])
+DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+
+
+async def details_of(service: Service, **fields: Any) -> tuple[grpc.aio.AioRpcError, dict[str, Any]]:
+    """The error of a call that fails, and its details by the names of their types."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.generate(**fields)
+    # The library checks that status and message are the same as the call's.
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    found = {}
+    for detail in status.details:
+        (kind,) = [kind for kind in DETAILS if detail.Is(kind.DESCRIPTOR)]
+        found[kind.__name__] = kind.FromString(detail.value)
+    return caught.value, found
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sampling": pb.Sampling(top_p=2.0)}, "top_p"),
+        ({"sampling": pb.Sampling(logit_bias={5000: 1.0})}, "logit_bias"),
+        ({"token_ids": pb.TokenIds(ids=[5000])}, "prompt"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"mode": 77}, "mode"),
+    ],
+)
+async def test_a_wrong_field_is_named(start_service: StartService, fields: dict[str, Any], field: str) -> None:
+    service = await start_service("p0", "d0")
+    error, details = await details_of(service, **{"token_ids": PROMPT, **fields})
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert set(details) == {"ErrorInfo", "BadRequest"}
+    (violation,) = details["BadRequest"].field_violations
+    assert violation.field == field
+    assert error.details() == f"{field}: {violation.description}"
+    info = details["ErrorInfo"]
+    assert (info.reason, info.domain) == ("InvalidRequest", "pdserve")
+
+
+async def test_a_full_queue_says_when_to_come_back(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", router={"max_queue": 1, "prefill_backlog_tokens": 1})
+    service.fleet["p0"].hangs.add("prefill")
+    calls = []
+    while (router := service.gateway.router).queued < 1:
+        known = router.running + router.queued
+        calls.append(asyncio.create_task(service.generate(token_ids=PROMPT, mode=pb.MODE_PD)))
+        await service.until(lambda known=known: router.running + router.queued > known)  # type: ignore[misc]
+    error, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert set(details) == {"ErrorInfo", "RetryInfo"}
+    metadata: Any = error.trailing_metadata()
+    assert dict(metadata)["retry-after-ms"] == str(details["RetryInfo"].retry_delay.ToMilliseconds())
+    assert details["RetryInfo"].retry_delay.ToMilliseconds() > 0
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_other_failures_have_their_class(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", router={"max_attempts": 1})
+    service.fleet["d0"].fail("decode", WorkerLost("gone: for good"))
+    error, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "gone: for good")
+    assert set(details) == {"ErrorInfo"}
+    assert details["ErrorInfo"].reason == "WorkerLost"
+
+
+async def test_a_failure_after_tokens_has_details_too(start_service: StartService) -> None:
+    service = await start_service("p0", "d0", router={"max_attempts": 1})
+    service.fleet["d0"].fail("decode_more", WorkerLost("gone"))
+    _, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
+    assert details["ErrorInfo"].reason == "WorkerLost"
+
+
+@pytest.mark.parametrize(
+    ("error", "field"),
+    [
+        (InvalidRequest("top_p: too much: by far"), "top_p"),
+        (DuplicateRequest("request_id: x"), "request_id"),
+        (CapacityExceeded("prompt and max_tokens: too much"), "prompt and max_tokens"),
+        (CapacityExceeded("queue: full", retry_after_s=1.0), None),
+        (InvalidRequest("no field"), None),
+        (NotReady("workers: none"), None),
+        (ValueError("x: y"), None),
+    ],
+)
+def test_the_field_is_what_a_refusal_starts_with(error: BaseException, field: str | None) -> None:
+    assert field_of(error) == field
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "日本" * 50_000, "\ud800" * 5_000])
+async def test_a_long_message_is_cut_before_clients_refuse_it(start_service: StartService, text: str) -> None:
+    service = await start_service("p0", "d0", router={"max_attempts": 1})
+    service.fleet["p0"].fail("prefill", InvalidRequest(f"field: {text}"))
+    error, details = await details_of(service, token_ids=PROMPT, mode=pb.MODE_PD)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    message = error.details() or ""
+    assert message.endswith("…")
+    assert len(message.encode()) <= MAX_MESSAGE_BYTES
+    assert details["BadRequest"].field_violations[0].field == "field"
+
+
+def test_every_class_has_details() -> None:
+    for error in (PdserveError("x"), KeyError("x"), NotReady("x", retry_after_s=2.5)):
+        metadata = dict(failure_of(error).trailing_metadata)
+        assert {"pdserve-error", "grpc-status-details-bin"} <= set(metadata)
+    assert metadata["retry-after-ms"] == "2500"
