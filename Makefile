@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := pdserve engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer bench-abuse bench-dispatch bench-served bench-api proto tiny clean
+.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,6 +67,9 @@ bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and besi
 
 bench-api: $(INSTALLED)  ## HTTP beside gRPC: time to first token, CPU time per token (about 3 minutes)
 	$(BIN)/python -m benchmarks.api
+
+bench-strangers: $(INSTALLED)  ## what 1,000 connections of strangers cost requests (about 7 minutes)
+	$(BIN)/python -m benchmarks.strangers
 
 bench-served: $(INSTALLED)  ## beside vLLM as 1P1D over NIXL; VLLM=VENV with its CPU build (12 to 15 minutes)
 	$(BIN)/python -m benchmarks.served --vllm "$(VLLM)"

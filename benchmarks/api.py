@@ -21,8 +21,10 @@ from rich.table import Table
 
 from experiments.statistics import mean_interval
 from ops.launch.detach import start_detached, stop_detached
+from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client
 from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import LaunchError
 
 REQUESTS = 200
 STREAMS, TOKENS, ROUNDS = 8, 256, 5
@@ -125,8 +127,10 @@ def main() -> None:
     with console.status("starting the service"):
         port = start_detached(config)
     try:
-        with Client(f"127.0.0.1:{port}") as client:
-            pid = client.status().pid
+        if (state := ServiceState.at(f"127.0.0.1:{port}")) is None:
+            raise LaunchError(f"the service on port {port} has ended")
+        with Client(state.operator) as operator:
+            pid = operator.status().pid
         with console.status("measuring, about two minutes"):
             ttft_ms, cpu_us = asyncio.run(measure(f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", pid))
     finally:

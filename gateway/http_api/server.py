@@ -31,7 +31,8 @@ class HttpServer:
 
     def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None = None) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends small writes at once only on sockets whose protocol is named; else each token waits for an ACK.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))

@@ -70,10 +70,14 @@ def refusal(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), error["param"]
 
 
-def connections_of(http: Http) -> int:
+def accepted(http: Http) -> list[Any]:
     served = http.service.gateway._http
     assert served is not None
-    return len(served._server.server_state.connections)
+    return list(served._server.server_state.connections)
+
+
+def connections_of(http: Http) -> int:
+    return len(accepted(http))
 
 
 async def all_closed(http: Http) -> None:
@@ -200,6 +204,14 @@ async def test_a_body_that_never_ends(start_http: StartHttp, drips: bool) -> Non
 
 
 @pytest.mark.usefixtures("impatient")
+async def test_small_writes_leave_at_once(http: Http) -> None:
+    async with connected(http):
+        while connections_of(http) == 0:  # noqa: ASYNC110 - the server is asked
+            await asyncio.sleep(0.01)
+        for each in accepted(http):
+            assert each.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_a_body_that_goes_on_after_its_refusal(http: Http) -> None:
     async with connected(http) as (reader, writer):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")

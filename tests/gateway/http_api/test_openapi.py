@@ -54,8 +54,8 @@ def test_it_is_whole(document: dict[str, Any]) -> None:
 def test_routes_and_statuses(document: dict[str, Any]) -> None:
     routes = {f"{method} {path}": each for path, item in document["paths"].items() for method, each in item.items()}
     assert sorted(routes) == [
-        "get /health", "get /live.json", "get /metrics", "get /v1/models", "get /v1/models/{name}", "get /version", "post /detokenize",
-        "post /tokenize", "post /v1/chat/completions", "post /v1/completions",
+        "get /health", "get /live.json", "get /metrics", "get /v1/models", "get /v1/models/{name}", "get /version",
+        "post /detokenize", "post /tokenize", "post /v1/chat/completions", "post /v1/completions",
     ]  # fmt: skip
     answered = {str(status) for status in {200, *STATUSES.values()} - NOT_SENT}
     for path in ("/v1/completions", "/v1/chat/completions"):
