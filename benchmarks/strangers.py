@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -81,19 +82,22 @@ def _service() -> Iterator[tuple[str, str, list[str]]]:
         path = Path(folder) / "tokens.yaml"
         path.write_text(f"tokens:\n- name: bench\n  sha256: {digest_of(token).hex()}\n")
         path.chmod(0o600)
-        http_port = _free_port()
-        settings = {"gateway.port": 0, "gateway.http_port": http_port, "gateway.tokens": str(path)}
+        settings = {"gateway.port": 0, "gateway.http_port": _free_port(), "gateway.tokens": str(path)}
         config = PdserveConfig.load(None, {**settings, "model.path": "tiny", "transfer.transport": "tcp"})
         port = start_detached(config, lambda stage: None)
         try:
             with Client(ServiceState.read(port).operator) as operator:
-                workers = operator.status().workers
-            inside = [worker.address for worker in workers] + [
-                address for worker in workers for address in worker.kv_addresses.values() if not address.startswith("/")
-            ]
-            yield f"localhost:{port}", token, [f"127.0.0.1:{port}", f"127.0.0.1:{http_port}", *inside]
+                status = operator.status()
+            processes = [psutil.Process(pid) for pid in (status.pid, *(worker.pid for worker in status.workers))]
+            yield f"localhost:{port}", token, sorted({address for each in processes for address in _listening(each)})
         finally:
             stop_detached(port)
+
+
+def _listening(process: psutil.Process) -> Iterator[str]:
+    for connection in process.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            yield f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}"
 
 
 def _window(client: Client, window_s: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Connections of strangers, until it is ended: `python -m benchmarks.strangers_client COUNT ADDRESS...`.
 
-Each connection sends bytes that are no valid opening of any protocol here, or none, and stays open. One that the server
-closes is opened again, `PACE_S` after it was opened.
+Each connection sends nothing, or random bytes, after the opening of one of the service's protocols or none, and stays
+open. One that the server closes is opened again, `PACE_S` after it was opened.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import random
 import sys
 import time
 
+from kv_transfer.transports.socket_proof import MAGIC
+
 PACE_S = 5.0
 BYTES = 4096
+OPENINGS = (b"", MAGIC, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n")
 
 
 async def stranger(address: str, seed: int) -> None:
@@ -26,8 +29,8 @@ async def stranger(address: str, seed: int) -> None:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(host, int(port))
             try:
-                if chance.random() < 0.5:
-                    writer.write(chance.randbytes(BYTES))
+                if chance.random() < 0.8:
+                    writer.write(chance.choice(OPENINGS) + chance.randbytes(BYTES))
                 while await reader.read(2**16):
                     continue
             finally:
