@@ -190,9 +190,9 @@ def _of_rows(a: Sequence[RequestRow], b: Sequence[RequestRow]) -> list[Compariso
 
 
 def _latencies(rows: Sequence[RequestRow]) -> dict[str, list[float]]:
-    """The latencies of the successful requests, by cell, arm, kind (if they have one) and figure."""
+    """The latencies since they were due of the successful requests, by cell, arm, kind (if any) and figure."""
     found: dict[str, list[float]] = {}
-    for row in rows:
+    for row in (each.since_due() for each in rows):
         for name in _LATENCIES:
             value = getattr(row, name)
             if row.error is None and value is not None:

@@ -165,24 +165,23 @@ class Goodput(Experiment):
                 return
 
             def record(outcome: Outcome) -> None:
-                if outcome.index >= 2:  # the first ones warm the service up
-                    bench.record(
-                        outcome.generation,
-                        outcome.error,
-                        arm=COLOCATED,
-                        repeat=0,
-                        index=outcome.index,
-                        turn=outcome.turn,
-                        scheduled_s=outcome.scheduled_s,
-                        sent_s=outcome.sent_s,
-                    )
-                    bench.advance(1)
+                bench.record(
+                    outcome.generation,
+                    outcome.error,
+                    arm=COLOCATED,
+                    repeat=0,
+                    index=outcome.index,
+                    turn=outcome.turn,
+                    scheduled_s=outcome.scheduled_s,
+                    sent_s=outcome.sent_s,
+                )
+                bench.advance(1)
 
             await warm_up(bench, client, requests_of(workload, self.options.seed - 2, status.vocab_size), (COLOCATED,))
             await bench.settle(client, COLOCATED)
             await run_load(
                 client,
-                workload.conversations(_IDLE_REQUESTS + 2, self.options.seed - 1, status.vocab_size),
+                workload.conversations(_IDLE_REQUESTS, self.options.seed - 1, status.vocab_size),
                 ClosedLoop(1),
                 mode=Mode.COLOCATED,
                 timeout_s=REQUEST_TIMEOUT_S,

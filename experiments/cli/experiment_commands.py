@@ -4,7 +4,7 @@ needs; `experiments.cli.experiment` loads it when one of them is called."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -74,7 +74,14 @@ def _no_options_with_resume(given: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"--{clash[0].replace('_', '-')}: a resumed run keeps its options; leave it out")
 
 
+def _no_settings_with_target(target: str | None, config: Path | None, set_: Sequence[str] | None) -> None:
+    if target is not None and (config is not None or set_):
+        option = "--config" if config is not None else "--set"
+        raise InvalidRequest(f"{option}: the running service of --target keeps its settings; leave one of the two out")
+
+
 def _run(kind: type[Experiment], options: Options, common: Mapping[str, Any]) -> None:
+    _no_settings_with_target(common["target"], common["config"], common["set_"])
     target, config, settings = common["target"], common["config"], parse_settings(common["set_"])
     experiment = kind(options)
     access = common["access"]
@@ -256,6 +263,7 @@ def run_all(
         _no_options_with_resume(given)
         series = Series.open(resume)
     else:
+        _no_settings_with_target(target, config, set_)
         names = None if only is None else [part.strip() for part in only.split(",") if part.strip()]
         plan = SeriesPlan(
             Series.names(names), quick, model, target, str(config) if config else None, parse_settings(set_)

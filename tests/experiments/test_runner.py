@@ -283,6 +283,15 @@ def test_resuming_refuses_options_of_a_new_run(tmp_path: Path, pdserve: Any) -> 
             assert f"{option}: a resumed run keeps its options" in ran.err
 
 
+def test_a_running_service_keeps_its_settings(tmp_path: Path, pdserve: Any) -> None:
+    for option, value in (("--config", "x.yaml"), ("--set", "engine.num_blocks=64")):
+        for command in (("prefix",), ("all", "--only", "prefix")):
+            ran = pdserve("experiment", *command, "--target", "localhost:1", "--output", str(tmp_path), option, value)
+            assert ran.code == 2
+            assert f"{option}: the running service of --target keeps its settings" in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_error_says_how_to_go_on(tmp_path: Path, pdserve: Any) -> None:
     with local_cluster({}) as cluster:
         target = cluster.target
