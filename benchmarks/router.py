@@ -1,0 +1,336 @@
+"""The front door under load: `python -m benchmarks.router`.
+
+The gateway, with workers that speak the real protocols and compute nothing (`benchmarks.stub_workers`), beside a bare
+`grpc.aio` server that streams messages of the same shape (`benchmarks.echo_server`). The server that is measured has a
+core of its own; clients and stub workers have another one. Windows alternate. A server's rate is what it does per
+second of its own CPU time, which is its rate on one core however slow the clients are. Then: the latency that the
+gateway adds to an idle request, the cost of a request with 2 and 200 workers and with 10,000 waiting requests, and
+what metrics and traces cost. A table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import grpc
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pdserve import Client
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.secret import ServiceSecret
+from pdserve.pb import inference_pb2 as pb
+
+GENERATE = "/pdserve.v1.Inference/Generate"
+ECHO = "/echo/Generate"
+PROMPT = tuple(range(10, 74))
+SHAPES = {"s4": 4, "s128": 128}
+STREAMS = 32
+FEW, MANY = 2, 200
+WAITING = 10_000
+STEP_MS = 2.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server under load. ``request`` is what clients send for streams with a given number of messages."""
+
+    target: str
+    method: str
+    process: psutil.Process
+
+    def request(self, messages: int) -> bytes:
+        """The request for a stream with so many messages, the completion included."""
+        if self.method == ECHO:
+            return messages.to_bytes(2, "big")
+        sampling = pb.Sampling(max_tokens=messages - 1, ignore_eos=True)
+        return pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling).SerializeToString()
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of load: finished streams, the server's CPU seconds, wall seconds, milliseconds to the first message."""
+
+    finished: int
+    cpu_s: float
+    wall_s: float
+    first_ms: Sequence[float]
+
+    @property
+    def cpu_us(self) -> float:
+        """The server's CPU time per stream in microseconds."""
+        return self.cpu_s * 1e6 / self.finished
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 5,
+    window_s: Annotated[float, typer.Option(min=0.5, help="length of a window, seconds")] = 4.0,
+) -> None:
+    """Measure."""
+    console = Console(highlight=False)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("the measured server and its clients need a core each; this process may use one only")
+    os.sched_setaffinity(0, set(cores[1:]))
+    result: dict[str, Any] = {}
+    table = Table("", "gateway", "bare echo", "ratio", box=None)
+    with _echo(cores[0]) as echo, _gateway(cores[0], FEW, STEP_MS) as gateway:
+        for name, messages in SHAPES.items():
+            found = _alternate({"gateway": gateway, "echo": echo}, messages, STREAMS, rounds, window_s)
+            per_stream = {which: statistics.median(each.cpu_us for each in windows) for which, windows in found.items()}
+            wall = {
+                which: statistics.median(each.finished / each.wall_s for each in windows)
+                for which, windows in found.items()
+            }
+            unit, scale = ("requests", 1) if messages == SHAPES["s4"] else ("messages", messages)
+            ratio = per_stream["echo"] / per_stream["gateway"]
+            rate = {which: 1e6 * scale / cost_us for which, cost_us in per_stream.items()}
+            result[name] = {
+                f"{unit}_per_s": round(rate["gateway"]),
+                "x_echo": round(ratio, 3),
+                f"echo_{unit}_per_s": round(rate["echo"]),
+                f"{unit}_per_s_by_wall": round(wall["gateway"] * scale),
+                f"echo_{unit}_per_s_by_wall": round(wall["echo"] * scale),
+            }
+            table.add_row(
+                f"{unit}/s of one core, {messages} messages",
+                f"{rate['gateway']:.0f}",
+                f"{rate['echo']:.0f}",
+                f"{ratio:.2f}",
+            )
+    with _echo(cores[0]) as echo, _gateway(cores[0], FEW, 0.0) as gateway:
+        found = _alternate({"gateway": gateway, "echo": echo}, SHAPES["s4"], 1, rounds, window_s)
+    p50 = {which: statistics.median(ms for each in windows for ms in each.first_ms) for which, windows in found.items()}
+    result["added_latency_p50_ms"] = round(p50["gateway"] - p50["echo"], 3)
+    table.add_row("first message, idle, p50, ms", f"{p50['gateway']:.2f}", f"{p50['echo']:.2f}", "")
+    console.print(table)
+    result["flat"] = _flat(console, cores[0], rounds, window_s)
+    result["observed"] = _observed(console, cores[0], rounds, window_s)
+    print(json.dumps(result))  # noqa: T201 - the last line is for programs
+
+
+def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+    """The cost of a request with few and many workers, and with few and many waiting requests."""
+    table = Table("CPU per request, µs", "few", "many", "ratio", box=None)
+    result: dict[str, Any] = {}
+    with _gateway(core, FEW, STEP_MS) as few, _gateway(core, MANY, STEP_MS) as many:
+        found = _alternate({"few": few, "many": many}, SHAPES["s4"], STREAMS, rounds, window_s)
+        idle = {which: _idle_cpu_share(server, window_s) for which, server in (("few", few), ("many", many))}
+    cost = {
+        which: statistics.median((each.cpu_s - idle[which] * each.wall_s) * 1e6 / each.finished for each in windows)
+        for which, windows in found.items()
+    }
+    result["workers"] = {"few": FEW, "many": MANY, "us": cost, "ratio": round(cost["many"] / cost["few"], 3)}
+    table.add_row(
+        f"{FEW} and {MANY} workers",
+        *(f"{cost[each]:.0f}" for each in ("few", "many")),
+        f"{cost['many'] / cost['few']:.2f}",
+    )
+    # Prompts of which only one at a time is taken: all others of the open streams wait.
+    settings = {"router.max_queue": 4 * WAITING, "router.prefill_backlog_tokens": 1}
+    with _gateway(core, FEW, STEP_MS, settings) as gateway:
+        waits = {
+            "few": [_load(gateway, 4, 8, window_s) for _ in range(rounds)],
+            "many": [_load(gateway, 4, WAITING, 3 * window_s)],
+        }
+    cost = {which: statistics.median(each.cpu_us for each in windows) for which, windows in waits.items()}
+    result["waiting"] = {"few": 8, "many": WAITING, "us": cost, "ratio": round(cost["many"] / cost["few"], 3)}
+    table.add_row(
+        f"8 and {WAITING} streams, one prompt at a time",
+        *(f"{cost[each]:.0f}" for each in ("few", "many")),
+        f"{cost['many'] / cost['few']:.2f}",
+    )
+    console.print(table)
+    return result
+
+
+def _observed(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+    """The cost of a message without metrics, with them and a scrape per second, and with traces in addition."""
+    table = Table("CPU per message, µs", "unobserved", "metrics", "metrics, traces", box=None)
+    result: dict[str, Any] = {}
+    with _collector() as endpoint, contextlib.ExitStack() as stack:
+        traced = {"gateway.otlp_endpoint": endpoint}
+        servers = {
+            "unobserved": stack.enter_context(_gateway(core, FEW, STEP_MS, module="benchmarks.unobserved_gateway")),
+            "metrics": stack.enter_context(_gateway(core, FEW, STEP_MS, scraped=True)),
+            "traces": stack.enter_context(_gateway(core, FEW, STEP_MS, traced, scraped=True)),
+        }
+        for name, messages in SHAPES.items():
+            found = _alternate(servers, messages, STREAMS, rounds, window_s)
+            cost = {which: statistics.median(each.cpu_us for each in w) / messages for which, w in found.items()}
+            result[name] = {
+                "us": {which: round(each, 2) for which, each in cost.items()},
+                "metrics_cost": round(cost["metrics"] / cost["unobserved"] - 1, 4),
+                "traces_cost": round(cost["traces"] / cost["unobserved"] - 1, 4),
+            }
+            table.add_row(f"{messages} messages", *(f"{each:.1f}" for each in cost.values()))
+    console.print(table)
+    return result
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+
+
+def _alternate(
+    servers: dict[str, Server], messages: int, streams: int, rounds: int, window_s: float
+) -> dict[str, list[Window]]:
+    found: dict[str, list[Window]] = {name: [] for name in servers}
+    for server in servers.values():  # warm-up
+        _load(server, messages, streams, 1.0)
+    for number in range(rounds):
+        for name in list(servers) if number % 2 == 0 else list(servers)[::-1]:
+            found[name].append(_load(servers[name], messages, streams, window_s))
+    return found
+
+
+def _load(server: Server, messages: int, streams: int, window_s: float) -> Window:
+    request = server.request(messages).hex()
+    command = [server.target, server.method, request, str(messages), str(streams), str(window_s)]
+    before, begun_s = server.process.cpu_times(), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.router_client", *command], check=True, stdout=subprocess.PIPE, text=True
+    )
+    after, wall_s = server.process.cpu_times(), time.monotonic() - begun_s
+    cpu_s = after.user + after.system - before.user - before.system
+    answer = json.loads(done.stdout)
+    return Window(answer["finished"], cpu_s, wall_s, answer["first_ms"])
+
+
+def _idle_cpu_share(server: Server, window_s: float) -> float:
+    """CPU seconds per second without requests: heartbeats."""
+    before = server.process.cpu_times()
+    time.sleep(window_s)
+    after = server.process.cpu_times()
+    return (after.user + after.system - before.user - before.system) / window_s
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _echo(core: int) -> Iterator[Server]:
+    command = [sys.executable, "-m", "benchmarks.echo_server"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            _pin(process.pid, core)
+            yield Server(f"127.0.0.1:{port}", ECHO, psutil.Process(process.pid))
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def _gateway(
+    core: int,
+    workers: int,
+    step_ms: float,
+    settings: dict[str, Any] | None = None,
+    *,
+    module: str = "gateway",
+    scraped: bool = False,
+) -> Iterator[Server]:
+    secret, port, http_port = ServiceSecret.new(), _free_port(), _free_port()
+    registry = f"127.0.0.1:{_free_port()}"
+    config = PdserveConfig.load(
+        None,
+        {
+            **(settings or {}),
+            "model.path": "tiny",
+            "gateway.host": "127.0.0.1",
+            "gateway.port": port,
+            "gateway.http_port": http_port if scraped else 0,
+        },
+    )
+    environment = {**os.environ, **secret.environment()}
+    stopped = threading.Event()
+    with contextlib.ExitStack() as stack, TemporaryDirectory(prefix="pdserve-bench-") as folder:
+        log = stack.enter_context(Path(folder, "log").open("wb"))
+        for arguments in (
+            ["benchmarks.stub_workers", str(workers), registry, str(step_ms)],
+            [module, config.model_dump_json(), registry],
+        ):
+            command = [sys.executable, "-m", *arguments]
+            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            stack.callback(process.terminate)
+        _pin(process.pid, core)
+        target = f"127.0.0.1:{port}"
+        _wait_ready(target, workers, process)
+        if scraped:
+            scraper = threading.Thread(target=_scrape, args=(f"http://127.0.0.1:{http_port}/metrics", stopped))
+            scraper.start()
+            stack.callback(scraper.join)
+            stack.callback(stopped.set)
+        yield Server(target, GENERATE, psutil.Process(process.pid))
+
+
+def _wait_ready(target: str, workers: int, process: subprocess.Popen[bytes]) -> None:
+    until_s = time.monotonic() + 60.0
+    with Client(target) as client:
+        while time.monotonic() < until_s:
+            if process.poll() is not None:
+                raise SystemExit("the gateway has ended")
+            with contextlib.suppress(PdserveError):
+                status = client.status()
+                linked = [worker for worker in status.workers if len(worker.links) == workers // 2]
+                if len(status.workers) == workers and len(linked) == workers // 2:
+                    return
+            time.sleep(0.1)
+    raise SystemExit("the workers were not ready within 60 s")
+
+
+def _scrape(url: str, stopped: threading.Event) -> None:
+    while not stopped.wait(1.0):
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            answer.read()
+
+
+@contextlib.contextmanager
+def _collector() -> Iterator[str]:
+    """Takes traces and drops them."""
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    drop: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(lambda data, context: b"")
+    service = "opentelemetry.proto.collector.trace.v1.TraceService"
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": drop}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def _pin(pid: int, core: int) -> None:
+    process = psutil.Process(pid)
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, {core})
+    process.cpu_affinity([core])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    typer.run(main)
