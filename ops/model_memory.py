@@ -69,7 +69,10 @@ def activation_bytes(shape: ModelShape, dtype: str, tokens: int, sampled: int = 
     (q, k, v, output) and MLP (gate, up, product), plus float32 logits of ``sampled`` rows. Assumes an attention that
     never materialises its scores; excludes the allocator's slack."""
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    widest = max(2 * q_size + 2 * kv_size, 3 * shape.intermediate_size)
+    inner = shape.intermediate_size
+    if shape.experts is not None:
+        inner = max(inner * bool(shape.experts.dense_layers), shape.experts.per_token * shape.experts.intermediate_size)
+    widest = max(2 * q_size + 2 * kv_size, 3 * inner)
     return tokens * (2 * shape.hidden_size + widest) * DTYPE_BYTES[dtype] + sampled * shape.vocab_size * 4
 
 
@@ -83,10 +86,11 @@ def fit(shape: ModelShape, dtype: str, memory_bytes: int, tokens: int, context: 
 
 
 def prefill_flops_per_token(shape: ModelShape, prompt_tokens: int) -> float:
-    """Mean floating-point operations per prompt token: 2 per weight of the layers' matrices, and causal attention over
+    """Mean floating-point operations per prompt token: 2 per weight of the layers' matrices (of a mixture of experts,
+    those that compute the token), and causal attention over
     half the prompt or what a layer's window leaves of it (scores and values, 2 operations each); the head runs for the
     last token only."""
-    weights = 2.0 * shape.num_layers * shape.layer_matrices
+    weights = 2.0 * shape.num_layers * shape.active_layer_matrices
     seen = sum(_mean_seen(prompt_tokens, window) for window in shape.layer_windows)
     attention = 4.0 * shape.num_heads * shape.head_dim * seen
     head = 2.0 * shape.vocab_size * shape.hidden_size / prompt_tokens

@@ -20,6 +20,10 @@ class Linear(ABC):
         """SiLU of the product."""
 
     @abstractmethod
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU of the product, by its approximation with tanh."""
+
+    @abstractmethod
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """The product times ``factor`` (``[rows, out]``), element by element."""
 
@@ -40,6 +44,9 @@ class PlainLinear(Linear):
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         return functional.silu(self(x), inplace=True)
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(self(x), approximate="tanh")
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return self(x).mul_(factor)
@@ -69,6 +76,10 @@ class PackedLinear(Linear):
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "swish", [], "")
+        return result
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "gelu", [], "tanh")
         return result
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.model.folder import read_tensor_shapes
 from engine.model.source import DUMMY_SEED, ModelSource
+from engine.model.tensor_names import named_tensors
 from engine.model.weights import ModelWeights
 from pdserve.core.errors import ModelError
 
@@ -27,20 +28,21 @@ def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) 
         _fill_randomly(weights, device)
     else:
         _fill_from_folder(weights, source)
+    weights.arrange()
     return weights
 
 
 def check_weights(source: ModelSource) -> None:
     """Raise the `ModelError` that `load_weights` would raise for the folder's files, without loading them."""
     if source.folder is not None:
-        _find_tensors(ModelWeights(source.shape, torch.float32, torch.device("meta")).tensors(), source)
+        _find_tensors(named_tensors(ModelWeights(source.shape, torch.float32, torch.device("meta"))), source)
 
 
 def _fill_randomly(weights: ModelWeights, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
-    for name, tensor in weights.tensors().items():
+    for name, tensor in named_tensors(weights).items():
         if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+            tensor.fill_(1.0 - weights.shape.norm_offset)
         else:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
 
@@ -69,7 +71,7 @@ def _find_tensors(wanted: Mapping[str, torch.Tensor], source: ModelSource) -> di
 
 
 def _fill_from_folder(weights: ModelWeights, source: ModelSource) -> None:
-    wanted = weights.tensors()
+    wanted = named_tensors(weights)
     found = _find_tensors(wanted, source)
     for path in dict.fromkeys(found.values()):
         try:

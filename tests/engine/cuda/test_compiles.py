@@ -76,7 +76,7 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     stand_in(cuda_decode_attention, "_attend_split")
     stand_in(cuda_decode_attention, "_combine_splits")
     stand_in(cuda_prefill_attention, "_attend_tile")
-    for name in ("_rms_norm", "_silu_times", "_rotate_and_write"):
+    for name in ("_rms_norm", "_gate_times", "_rotate_and_write"):
         stand_in(cuda_layer, name)
     return recorders
 
@@ -110,5 +110,5 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
     for window in (None, 4096):
         cuda_prefill_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
-    cuda_layer.silu_times(meta(rows, 2 * intermediate))
+    cuda_layer.gate_times(meta(rows, 2 * intermediate), "silu")
     assert all(kernel.compiled for kernel in kernels)

@@ -10,9 +10,10 @@ import torch
 
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention
 from engine.kernels.cuda_decode_attention import attend_decodes
-from engine.kernels.cuda_layer import rms_norm, rotate_and_write, silu_times
+from engine.kernels.cuda_layer import gate_times, rms_norm, rotate_and_write
 from engine.model.kv_pool import TORCH_DTYPES, KVPool, LayerKV
 from engine.model.rope import rotate_
+from engine.model.shape import Activation
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.cuda.conftest import INTERPRETED
@@ -25,13 +26,14 @@ LAYERS, LAYER = 2, 1
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads, KV heads, head dim, block size and window."""
+    """Heads, KV heads, head dim, block size, window and soft cap."""
 
     heads: int
     kv_heads: int
     head_dim: int
     block_size: int
     window: int | None = None
+    softcap: float | None = None
 
 
 SHAPES = [
@@ -41,6 +43,8 @@ SHAPES = [
     Shape(6, 1, 64, 64),
     Shape(4, 2, 32, 64, window=1),
     Shape(2, 1, 128, 128, window=64),
+    Shape(4, 2, 32, 16, softcap=0.7),
+    Shape(4, 1, 24, 16, window=33, softcap=2.5),
 ]
 
 
@@ -57,15 +61,17 @@ def make_pool(shape: Shape, dtype: str, device: torch.device) -> KVPool:
     return KVPool(layout, NUM_BLOCKS, torch.randn(size).to(device, TORCH_DTYPES[dtype]), {})
 
 
-def reference(query: torch.Tensor, kv: LayerKV, blocks: list[int], position: int, window: int | None) -> torch.Tensor:
+def reference(query: torch.Tensor, kv: LayerKV, blocks: list[int], position: int, shape: Shape) -> torch.Tensor:
     """What ``query`` (``[heads, head_dim]``) at ``position`` makes of its context, in float64 on the CPU."""
-    first = 0 if window is None else max(0, position + 1 - window)
+    first = 0 if shape.window is None else max(0, position + 1 - shape.window)
     group = query.shape[0] // kv.k.shape[1]
     keys, values = (
         part[blocks].double().cpu().transpose(0, 1).flatten(1, 2)[:, first : position + 1].repeat_interleave(group, 0)
         for part in (kv.k, kv.v)
     )
     scores = torch.einsum("hd,hcd->hc", query.double().cpu(), keys) * query.shape[1] ** -0.5
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
     return torch.einsum("hc,hcd->hd", scores.softmax(-1), values)
 
 
@@ -82,7 +88,7 @@ def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.de
     pool = make_pool(shape, dtype, device)
     spans = [(0, 1), (16, 1), (63, 1), (64, 1), (101, 1), (0, 37), (5, 3), (64, 34), (171, 140)]
     tables = scattered(shape, *(start + rows for start, rows in spans))
-    attention = CUDAAttention(pool, shape.heads)
+    attention = CUDAAttention(pool, shape.heads, shape.softcap)
     seqs = [
         ScheduledSeq(str(i), [0] * rows, start, blocks, True, GREEDY)
         for i, ((start, rows), blocks) in enumerate(zip(spans, tables, strict=True))
@@ -109,7 +115,7 @@ def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.de
             written = torch.cat((kv.k[block, :, offset], kv.v[block, :, offset]))
             torch.testing.assert_close(written, qkv[row, shape.heads :], rtol=0, atol=0)
             before[block, LAYER, :, :, offset] = written.view(2, -1, shape.head_dim)
-            expected = reference(qkv[row, : shape.heads], kv, list(seq.block_ids), position, shape.window)
+            expected = reference(qkv[row, : shape.heads], kv, list(seq.block_ids), position, shape)
             tolerance = TOLERANCES[dtype]
             torch.testing.assert_close(out[row], expected, rtol=tolerance, atol=tolerance)
             row += 1
@@ -135,7 +141,7 @@ def test_padding_reads_nothing(splits: int, device: torch.device) -> None:
         assert not out[1].any()
         assert not out[3].any()
         for row, blocks, position in ((0, tables[0], 129), (2, tables[1], 69)):
-            expected = reference(query[row], kv, blocks, position, None)
+            expected = reference(query[row], kv, blocks, position, shape)
             torch.testing.assert_close(out[row].double().cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
@@ -172,7 +178,7 @@ def test_rope_and_write(shape: Shape, normed: bool, dtype: str, device: torch.de
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [16, 72, 2100])
-def test_norm_and_silu(size: int, dtype: str, device: torch.device) -> None:
+def test_norm_and_gate(size: int, dtype: str, device: torch.device) -> None:
     torch.manual_seed(3)
     x = torch.randn(3, 2 * size).to(device, TORCH_DTYPES[dtype])
     weight = torch.rand(2 * size).to(device, TORCH_DTYPES[dtype])
@@ -180,5 +186,10 @@ def test_norm_and_silu(size: int, dtype: str, device: torch.device) -> None:
     normed = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), normed, rtol=tolerance, atol=tolerance)
-    product = torch.nn.functional.silu(exact[:, :size]) * exact[:, size:]
-    torch.testing.assert_close(silu_times(x).double(), product, rtol=tolerance, atol=tolerance)
+    gate, up = exact[:, :size], exact[:, size:]
+    gates: tuple[tuple[Activation, torch.Tensor], ...] = (
+        ("silu", torch.nn.functional.silu(gate)),
+        ("gelu_tanh", torch.nn.functional.gelu(gate, approximate="tanh")),
+    )
+    for activation, gated in gates:
+        torch.testing.assert_close(gate_times(x, activation).double(), gated * up, rtol=tolerance, atol=tolerance)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.model.hf_config import FAMILIES, shape_from_hf
+from engine.model.families import FAMILIES
+from engine.model.hf_config import shape_from_hf
 from pdserve.core.errors import ModelError
 
 BASE: dict[str, Any] = {
@@ -17,7 +18,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 512,
 }
-LLAMA, MISTRAL, QWEN2, QWEN3 = (BASE | {"architectures": [name]} for name in FAMILIES)
+LLAMA, MISTRAL, QWEN2, QWEN3 = (BASE | {"architectures": [name]} for name in list(FAMILIES)[:4])
 
 
 def test_keys_that_are_missing_take_the_family_s_defaults() -> None:
