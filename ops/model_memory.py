@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.model.outline import ModelOutline
 from engine.model.shape import ModelShape
 from engine.model.source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
@@ -24,12 +25,15 @@ class KVVariant:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Memory of a device that is left for KV: in bytes, in ``tokens``, and in ``requests`` of the full context."""
+    """Memory of a device that is left for KV: in bytes, in ``tokens``, and in ``requests`` of the full context.
+    ``devices`` of this size together hold the weights and one request of the full context; pdserve does not divide a
+    model over devices."""
 
     memory_bytes: int
     kv_bytes: int
     tokens: int
     requests: int
+    devices: int
 
 
 def kv_variants(shape: ModelShape, dtype: str) -> list[KVVariant]:
@@ -82,7 +86,22 @@ def fit(shape: ModelShape, dtype: str, memory_bytes: int, tokens: int, context: 
     left = memory_bytes - shape.weight_bytes(dtype) - activation_bytes(shape, dtype, tokens)
     kv_bytes = max(0, left)
     kv_tokens = kv_bytes // shape.kv_bytes_per_token(dtype)
-    return Fit(memory_bytes, kv_bytes, kv_tokens, kv_tokens // context)
+    request_bytes = context * shape.kv_bytes_per_token(dtype)
+    usable = max(1, memory_bytes - activation_bytes(shape, dtype, tokens))
+    devices = -(-(shape.weight_bytes(dtype) + request_bytes) // usable)
+    return Fit(memory_bytes, kv_bytes, kv_tokens, kv_tokens // context, devices)
+
+
+def fit_outline(outline: ModelOutline, dtype: str, memory_bytes: int, context: int) -> Fit:
+    """As `fit`, without activations, of which an outline knows nothing. Without a cache per token, as many tokens fit
+    as the requests have."""
+    kv_bytes = max(0, memory_bytes - outline.weight_bytes(dtype))
+    request_bytes = outline.request_bytes(dtype, context)
+    requests = kv_bytes // request_bytes
+    per_token = outline.kv_bytes_per_token(dtype)
+    kv_tokens = kv_bytes // per_token if per_token else requests * context
+    devices = -(-(outline.weight_bytes(dtype) + request_bytes) // memory_bytes)
+    return Fit(memory_bytes, kv_bytes, kv_tokens, requests, devices)
 
 
 def prefill_flops_per_token(shape: ModelShape, prompt_tokens: int) -> float:

@@ -20,7 +20,10 @@ def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
     architecture = fields.architecture()
     family = FAMILIES.get(architecture)
     if family is None:
-        raise fields.error(f"architecture {architecture!r} is not supported; supported: {list(FAMILIES)}")
+        raise fields.error(
+            f"architecture {architecture!r} is not supported; supported: {list(FAMILIES)}; `pdserve model-info` tells "
+            "the sizes of others"
+        )
     _refuse_unsupported(fields, family)
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")

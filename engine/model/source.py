@@ -119,6 +119,16 @@ def resolve_model(path: str) -> ModelSource:
     return source
 
 
+def config_of(path: str) -> tuple[dict[str, Any], Path] | None:
+    """The ``config.json`` that ``path`` names, and its place: a folder, a file ``*.json``, or 'dummy:' and either. None
+    for the built-in models and where there is no such file. `ModelError` if it cannot be parsed."""
+    if path == "tiny" or path.removeprefix("dummy:") in DUMMIES:
+        return None
+    place = Path(path.removeprefix("dummy:")).expanduser()
+    file = place if place.suffix == ".json" else place / "config.json"
+    return (_read_json(file), file) if file.is_file() else None
+
+
 def _tiny_folder() -> Path:
     here = Path(__file__).resolve()
     places = (here.parents[2] / "models" / "tiny", here.parent / "tiny")  # a checkout, an installed wheel
