@@ -9,7 +9,7 @@ import triton.language as tl
 from engine.kernels.cuda_decode_attention import FUSED
 from engine.model.attention import AttentionStep
 from engine.model.decoder import DecoderLayer
-from engine.model.experts import GroupedExperts
+from engine.model.experts import GroupedExperts, LoopedExperts
 from engine.model.kv_pool import LayerKV
 from engine.model.linear import PlainLinear
 from engine.model.mlp import MLP
@@ -202,7 +202,9 @@ class CUDALayer(DecoderLayer):
         if isinstance(weights, MLPWeights):
             return CUDAMLP(weights, shape.activation)
         assert shape.experts is not None
-        return GroupedExperts(weights, shape.experts, shape.activation)
+        quantized = not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor)
+        kind = LoopedExperts if quantized else GroupedExperts
+        return kind(weights, shape.experts, shape.activation)
 
     def __call__(
         self,

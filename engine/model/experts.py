@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from engine.model.linear import linear
 from engine.model.mlp import MLP, GatedMLP
+from engine.model.quantized import unbind
 from engine.model.shape import Activation, Experts
 from engine.model.weights import ExpertWeights, MLPWeights
 
@@ -43,7 +44,7 @@ class LoopedExperts(MLP):
         self._router = Router(weights.router, experts)
         self._mlps = [
             GatedMLP(MLPWeights(gate_up, down, None, None), activation)
-            for gate_up, down in zip(weights.gate_up, weights.down, strict=True)
+            for gate_up, down in zip(unbind(weights.gate_up), unbind(weights.down), strict=True)
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +65,8 @@ class GroupedExperts(MLP):
 
     def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation) -> None:
         self._router = Router(weights.router, experts)
+        assert isinstance(weights.gate_up, torch.Tensor)
+        assert isinstance(weights.down, torch.Tensor)
         self._gate_up, self._down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)
         self._numbers = torch.arange(experts.count, device=weights.router.device)
         self._silu = activation == "silu"

@@ -47,6 +47,25 @@ class Family:
     fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
     experts: Literal["mixtral", "qwen3_moe"] | None = None
 
+    def modules(self, has_experts: bool) -> dict[str, tuple[str, ...]]:
+        """The names of the matrices of a layer, by the part that holds them. Of experts those of the first, instead of
+        all."""
+        parts: dict[str, tuple[str, ...]] = {
+            "qkv": tuple(f"self_attn.{name}_proj" for name in "qkv"),
+            "out": ("self_attn.o_proj",),
+            "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+            "down": ("mlp.down_proj",),
+        }
+        if self.fused_projections:
+            parts |= {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
+        if has_experts and self.experts == "mixtral":
+            expert = "block_sparse_moe.experts.0"
+            parts |= {"gate_up": (f"{expert}.w1", f"{expert}.w3"), "down": (f"{expert}.w2",)}
+        elif has_experts:
+            expert = "mlp.experts.0"
+            parts |= {"gate_up": (f"{expert}.gate_proj", f"{expert}.up_proj"), "down": (f"{expert}.down_proj",)}
+        return parts
+
 
 _GEMMA = Family(
     head_dim=256, kv_heads=4, reads_attention_bias=True, norms="around", norm_offset=1.0,

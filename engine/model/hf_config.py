@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.model.config_fields import ConfigFields
 from engine.model.families import FAMILIES, Family
+from engine.model.quantization import read_quantization
 from engine.model.rope_config import read_ropes, read_rotary_dim
 from engine.model.shape import Experts, ModelShape, Rope
 
@@ -74,6 +75,7 @@ def shape_from_hf(config: Mapping[str, Any], origin: str) -> ModelShape:
         else None,
         embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
         experts=_experts(fields, family, num_layers),
+        quantization=read_quantization(fields),
     )
 
 
@@ -82,11 +84,6 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     activation = config.get(family.activation_key) or family.activation
     if activation != family.activation:
         raise fields.error(f"'{family.activation_key}' must be '{family.activation}', got {activation!r}")
-    if config.get("quantization_config"):
-        raise fields.error(
-            "'quantization_config' is set; quantized checkpoints are not supported; use the model's "
-            "float32, bfloat16 or float16 weights"
-        )
     if config.get("use_mrope"):
         raise fields.error("'use_mrope' is set; rope over several axes is not supported")
     if config.get("use_bidirectional_attention"):

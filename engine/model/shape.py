@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.model.quantization import Quantization
 from pdserve.core.kv_layout import DTYPE_BYTES
 
 Norms = Literal["before", "after", "around"]
@@ -78,6 +79,7 @@ class ModelShape:
     ``attention_softcap`` and ``final_softcap``: scores, or logits, x become ``cap * tanh(x / cap)`` (None: they stay).
     ``embedding_scale``: factor of the embeddings in the model's input.
     ``experts``: the mixture of experts in place of MLPs (None: there is none).
+    ``quantization``: how the checkpoint stores its matrices (None: in ``dtype``).
     """
 
     architecture: str
@@ -111,6 +113,7 @@ class ModelShape:
     final_softcap: float | None = None
     embedding_scale: float = 1.0
     experts: Experts | None = None
+    quantization: Quantization | None = None
 
     @property
     def attention(self) -> str:
@@ -204,7 +207,7 @@ class ModelShape:
         return self.hidden_size * (experts.count + 3 * experts.per_token * experts.intermediate_size)
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights in ``dtype``."""
+        """Bytes of all weights in ``dtype``, also of those that the checkpoint stores in 8 bits."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def kv_bytes_per_token(self, dtype: str, num_kv_heads: int | None = None) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from engine.model.families import FAMILIES, Family
+from engine.model.quantized import Matrix, unbind
 from engine.model.shape import ModelShape
 from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 
 
-def named_tensors(weights: ModelWeights) -> dict[str, torch.Tensor]:
+def named_tensors(weights: ModelWeights) -> dict[str, Matrix]:
     """Views of ``weights`` by their names in checkpoints."""
     shape = weights.shape
-    named = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    named: dict[str, Matrix] = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     if not shape.tie_word_embeddings:
         named["lm_head.weight"] = weights.head
     family = FAMILIES[shape.architecture]
@@ -23,7 +24,25 @@ def named_tensors(weights: ModelWeights) -> dict[str, torch.Tensor]:
     return named
 
 
-def _norms(layer: LayerWeights, shape: ModelShape) -> dict[str, torch.Tensor]:
+_PARTS = (
+    (("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
+    (("o_proj",), "out"),
+    (("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "gate_up"),
+    (("down_proj", "w2"), "down"),
+)
+
+
+def part_of(name: str) -> tuple[int, str] | None:
+    """The layer of a matrix, and its part (as `engine.model.families.Family.modules` names it), by its name in
+    checkpoints. None for other weights."""
+    pieces = name.split(".")
+    if not name.startswith("model.layers.") or pieces[-1] != "weight":
+        return None
+    part = next((part for modules, part in _PARTS if pieces[-2] in modules), None)
+    return None if part is None else (int(pieces[2]), part)
+
+
+def _norms(layer: LayerWeights, shape: ModelShape) -> dict[str, Matrix]:
     after_attention = layer.mlp_norm if shape.norms == "before" else layer.attended_norm
     before_mlp = layer.mlp_norm if shape.norms == "around" else None
     norms = {
@@ -35,14 +54,14 @@ def _norms(layer: LayerWeights, shape: ModelShape) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": norm for name, norm in norms.items() if norm is not None}
 
 
-def _attention(layer: LayerWeights, shape: ModelShape, family: Family) -> dict[str, torch.Tensor]:
+def _attention(layer: LayerWeights, shape: ModelShape, family: Family) -> dict[str, Matrix]:
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    parts: dict[str, torch.Tensor] = {}
+    parts: dict[str, Matrix] = {}
     for kind, qkv, out in (("weight", layer.qkv, layer.out), ("bias", layer.qkv_bias, layer.out_bias)):
         if qkv is not None and family.fused_projections:
             parts[f"self_attn.qkv_proj.{kind}"] = qkv
         elif qkv is not None:
-            q, k, v = torch.split(qkv, [q_size, kv_size, kv_size])
+            q, k, v = qkv.split([q_size, kv_size, kv_size])
             parts |= {f"self_attn.{name}_proj.{kind}": part for name, part in (("q", q), ("k", k), ("v", v))}
         if out is not None:
             parts[f"self_attn.o_proj.{kind}"] = out
@@ -52,8 +71,8 @@ def _attention(layer: LayerWeights, shape: ModelShape, family: Family) -> dict[s
     return parts
 
 
-def _mlp(mlp: MLPWeights, family: Family) -> dict[str, torch.Tensor]:
-    parts: dict[str, torch.Tensor] = {}
+def _mlp(mlp: MLPWeights, family: Family) -> dict[str, Matrix]:
+    parts: dict[str, Matrix] = {}
     for kind, gate_up, down in (("weight", mlp.gate_up, mlp.down), ("bias", mlp.gate_up_bias, mlp.down_bias)):
         if gate_up is not None and family.fused_projections:
             parts[f"mlp.gate_up_proj.{kind}"] = gate_up
@@ -64,12 +83,12 @@ def _mlp(mlp: MLPWeights, family: Family) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _experts(mlp: ExpertWeights, family: Family) -> dict[str, torch.Tensor]:
+def _experts(mlp: ExpertWeights, family: Family) -> dict[str, Matrix]:
     mixtral = family.experts == "mixtral"
     prefix = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    parts = {f"{prefix}.gate.weight": mlp.router}
-    for i, (gate_up, out) in enumerate(zip(mlp.gate_up, mlp.down, strict=True)):
+    parts: dict[str, Matrix] = {f"{prefix}.gate.weight": mlp.router}
+    for i, (gate_up, out) in enumerate(zip(unbind(mlp.gate_up), unbind(mlp.down), strict=True)):
         expert = f"{prefix}.experts.{i}"
         parts[f"{expert}.{gate}.weight"], parts[f"{expert}.{up}.weight"] = gate_up.chunk(2)
         parts[f"{expert}.{down}.weight"] = out

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.model.families import FAMILIES
+from engine.model.quantized import Matrix, QuantizedTensor
 from engine.model.shape import ModelShape
+from pdserve.core.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
     """The weights of an MLP. One matrix holds gate and up, for wide products."""
 
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix  # [hidden, intermediate]
     gate_up_bias: torch.Tensor | None  # a bias has as many entries as its matrix has rows
     down_bias: torch.Tensor | None
 
@@ -25,8 +28,8 @@ class ExpertWeights:
     """The weights of a mixture of experts."""
 
     router: torch.Tensor  # [experts, hidden]
-    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]
-    down: torch.Tensor  # [experts, hidden, intermediate]
+    gate_up: Matrix  # [experts, 2 * intermediate, hidden]
+    down: Matrix  # [experts, hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class LayerWeights:
     does not have."""
 
     input_norm: torch.Tensor | None  # [hidden]: norm of attention's input
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    out: torch.Tensor  # [hidden, heads * head_dim]
+    qkv: Matrix  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    out: Matrix  # [hidden, heads * head_dim]
     attended_norm: torch.Tensor | None  # [hidden]: norm of attention's output
     mlp_norm: torch.Tensor | None  # [hidden]: norm of the MLP's input
     mlp: MLPWeights | ExpertWeights
@@ -49,16 +52,24 @@ class LayerWeights:
 
 class ModelWeights:
     """Uninitialised weights of a ``shape``. Copy a checkpoint into the tensors of
-    `engine.model.tensor_names.named_tensors` to load it, then call `arrange`."""
+    `engine.model.tensor_names.named_tensors` to load it, then call `arrange`.
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    ``keep_quantized``: matrices that the checkpoint stores in 8 bits stay so. `ModelError` if parts of one wide product
+    are stored differently.
+    """
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, keep_quantized: bool = False
+    ) -> None:
         def empty(*size: int) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         hidden = shape.hidden_size
         self.shape = shape
         self.embedding = empty(shape.vocab_size, hidden)
-        self.layers = [_layer(shape, i, empty) for i in range(shape.num_layers)]
+        self.layers = [
+            _layer(shape, i, empty, _matrices(shape, i, dtype, device, keep_quantized)) for i in range(shape.num_layers)
+        ]
         self.norm = empty(hidden)
         self.head = self.embedding if shape.tie_word_embeddings else empty(shape.vocab_size, hidden)
 
@@ -74,7 +85,8 @@ class ModelWeights:
         order = rotary_order(shape.head_dim, shape.rotary_dim).to(self.norm.device)
         turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         for layer in self.layers:
-            for rows in (layer.qkv, layer.qkv_bias):
+            qkv = (layer.qkv.values, layer.qkv.scales) if isinstance(layer.qkv, QuantizedTensor) else (layer.qkv,)
+            for rows in (*qkv, layer.qkv_bias):
                 if rows is not None:
                     heads = rows[:turned].view(-1, shape.head_dim, *rows.shape[1:])
                     heads.copy_(heads[:, order])
@@ -87,7 +99,45 @@ def rotary_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
     return torch.cat((turned[0], others[0], turned[1], others[1]))
 
 
-def _layer(shape: ModelShape, index: int, empty: Callable[..., torch.Tensor]) -> LayerWeights:
+def quantized_parts(shape: ModelShape, layer: int) -> frozenset[str]:
+    """The parts of ``layer`` (as `engine.model.families.Family.modules` names them) that are stored in 8 bits."""
+    if shape.quantization is None:
+        return frozenset()
+    found: set[str] = set()
+    for part, modules in FAMILIES[shape.architecture].modules(shape.has_experts(layer)).items():
+        covered = [shape.quantization.covers(f"model.layers.{layer}.{module}") for module in modules]
+        if any(covered) != all(covered):
+            raise ModelError(
+                f"'quantization_config' covers only some of {', '.join(modules)} in layer {layer}; they are one product"
+            )
+        if all(covered):
+            found.add(part)
+    return frozenset(found)
+
+
+def _matrices(
+    shape: ModelShape, layer: int, dtype: torch.dtype, device: torch.device, keep_quantized: bool
+) -> Callable[..., Matrix]:
+    """Makes the matrices of a layer: by the name of their part, and their size."""
+    quantized = quantized_parts(shape, layer) if keep_quantized else frozenset()
+
+    def empty(part: str, *size: int) -> Matrix:
+        quantization = shape.quantization
+        if quantization is None or part not in quantized:
+            return torch.empty(size, dtype=dtype, device=device)
+        groups = quantization.column_groups(size[-1])
+        return QuantizedTensor(
+            torch.empty(size, dtype=getattr(torch, quantization.values), device=device),
+            torch.empty((*size[:-1], groups), dtype=torch.float32, device=device),
+            quantization.block[1],
+        )
+
+    return empty
+
+
+def _layer(
+    shape: ModelShape, index: int, empty: Callable[..., torch.Tensor], matrix: Callable[..., Matrix]
+) -> LayerWeights:
     def empty_if(wanted: bool, *size: int) -> torch.Tensor | None:
         return empty(*size) if wanted else None
 
@@ -99,13 +149,13 @@ def _layer(shape: ModelShape, index: int, empty: Callable[..., torch.Tensor]) ->
     if experts is not None and shape.has_experts(index):
         mlp = ExpertWeights(
             router=empty(experts.count, hidden),
-            gate_up=empty(experts.count, 2 * experts.intermediate_size, hidden),
-            down=empty(experts.count, hidden, experts.intermediate_size),
+            gate_up=matrix("gate_up", experts.count, 2 * experts.intermediate_size, hidden),
+            down=matrix("down", experts.count, hidden, experts.intermediate_size),
         )
     else:
         mlp = MLPWeights(
-            gate_up=empty(2 * inner, hidden),
-            down=empty(hidden, inner),
+            gate_up=matrix("gate_up", 2 * inner, hidden),
+            down=matrix("down", hidden, inner),
             gate_up_bias=empty_if(shape.mlp_bias, 2 * inner),
             down_bias=empty_if(shape.mlp_bias, hidden),
         )
@@ -114,8 +164,8 @@ def _layer(shape: ModelShape, index: int, empty: Callable[..., torch.Tensor]) ->
         qk_norm = empty(q_size + kv_size) if shape.qk_norm_spans_heads else empty(2, shape.head_dim)
     return LayerWeights(
         input_norm=empty_if(before, hidden),
-        qkv=empty(q_size + 2 * kv_size, hidden),
-        out=empty(hidden, q_size),
+        qkv=matrix("qkv", q_size + 2 * kv_size, hidden),
+        out=matrix("out", hidden, q_size),
         attended_norm=empty_if(after, hidden),
         mlp_norm=empty_if(before, hidden),
         mlp=mlp,

@@ -66,7 +66,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         head_dim=shape.head_dim,
     )
     _check_context(spec, shape)
-    weights = load_weights(source, TORCH_DTYPES[dtype], device)
+    weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=device.type == "cuda")
     available = DEFAULT_CPU_KV_BYTES
     if device.type == "cuda":
         available = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
@@ -136,7 +136,8 @@ def _cuda_runner(
     model = LlamaDecoder(weights, max_model_len, CUDALayer, long_rope)
     attention = CUDAAttention(pool, model.shape.num_heads, model.shape.attention_softcap)
     graphs = None
-    recordable = model.shape.experts is None or groups_natively(weights.norm.dtype, pool.tensor.device)
+    grouped = model.shape.quantization is None and groups_natively(weights.norm.dtype, pool.tensor.device)
+    recordable = model.shape.experts is None or grouped
     if spec.cuda_graphs and not recordable:
         log.warning("decode runs without CUDA graphs: PyTorch's grouped products of experts are not native here")
     if spec.cuda_graphs and recordable:

@@ -24,6 +24,8 @@ def _weights(experts: Experts, dtype: torch.dtype = torch.float32) -> ExpertWeig
 
 def _written_out(x: torch.Tensor, weights: ExpertWeights, experts: Experts, activation: Activation) -> torch.Tensor:
     """All experts of every row, one by one, in float64."""
+    assert isinstance(weights.gate_up, torch.Tensor)
+    assert isinstance(weights.down, torch.Tensor)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for row, numbers in enumerate(x.double()):
         probabilities = (weights.router.double() @ numbers).softmax(0)

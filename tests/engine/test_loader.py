@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.model.folder import check_weight_files, tokenizer_note
 from engine.model.loader import check_weights, load_weights
 from engine.model.source import ModelSource, resolve_model
-from engine.model.tensor_names import named_tensors
+from engine.model.tensor_names import named_tensors as all_tensors
 from engine.model.weights import ModelWeights
 from pdserve.core.errors import ModelError
 from tests.local_cluster import ROOT
@@ -32,6 +32,11 @@ def folder(tmp_path: Path) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(tmp_path)
     return tmp_path
+
+
+def named_tensors(weights: ModelWeights) -> dict[str, torch.Tensor]:
+    """All tensors by name; none is quantized."""
+    return {name: tensor for name, tensor in all_tensors(weights).items() if isinstance(tensor, torch.Tensor)}
 
 
 def _load(folder: Path) -> ModelWeights:

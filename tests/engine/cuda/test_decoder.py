@@ -14,6 +14,7 @@ from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
 from engine.kernels.cuda_layer import CUDALayer
 from engine.model.decoder import LlamaDecoder
+from engine.model.experts import groups_natively
 from engine.model.kv_pool import KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
@@ -21,6 +22,7 @@ from engine.model.source import resolve_model
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import BLOCK, GREEDY, generate
+from tests.engine.test_quantized import write_quantized
 from tests.random_models import save_random
 
 BASE: dict[str, Any] = {
@@ -72,7 +74,9 @@ class CountingGraphs(DecodeGraphs):
         return super().logits(seqs)
 
 
-def make_engine(folder: Path, device: torch.device, block_size: int) -> tuple[ModelRunner, CountingGraphs]:
+def make_engine(
+    folder: Path, device: torch.device, block_size: int, keep_quantized: bool = False
+) -> tuple[ModelRunner, CountingGraphs]:
     """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU."""
     source = resolve_model(str(folder))
     shape = source.shape
@@ -80,11 +84,12 @@ def make_engine(folder: Path, device: torch.device, block_size: int) -> tuple[Mo
         source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
     )
     pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
-    weights = load_weights(source, torch.float32, device)
+    weights = load_weights(source, torch.float32, device, keep_quantized)
     model = LlamaDecoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128))
     attention = CUDAAttention(pool, shape.num_heads, shape.attention_softcap)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
-    if device.type == "cuda":
+    recordable = shape.experts is None or groups_natively(weights.norm.dtype, device)
+    if device.type == "cuda" and recordable:
         graphs.capture()
         assert not pool.tensor.any()
     return ModelRunner(model, attention, pool, graphs), graphs
@@ -146,6 +151,14 @@ def test_tokens_of_more_families(family: str, device: torch.device, tmp_path: Pa
     runner, graphs = make_engine(tmp_path, device, BLOCK)
     assert generate(runner, prompts, 4, chunk=16) == their_tokens(tmp_path, prompts, 4)
     assert graphs.batches
+
+
+def test_tokens_of_weights_in_8_bits(device: torch.device, tmp_path: Path) -> None:
+    """They are dequantized for each product, and those of experts one expert at a time, which no graph records."""
+    stored, plain = write_quantized(tmp_path, "mixtral", "fp8_block")
+    prompts = {str(n): torch.randint(0, 131, (n,)).tolist() for n in (1, 11)}
+    runner, _ = make_engine(stored, device, BLOCK, keep_quantized=True)
+    assert generate(runner, prompts, 3) == their_tokens(plain, prompts, 3)
 
 
 def test_a_padded_step_writes_its_own_tokens_alone(

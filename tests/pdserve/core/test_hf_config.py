@@ -81,6 +81,11 @@ def test_windows_by_layer(config: dict[str, Any], windows: tuple[int | None, ...
 
 
 GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE = (BASE | {"architectures": [name]} for name in list(FAMILIES)[4:])
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 
@@ -98,7 +103,31 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]
         (QWEN2 | {"layer_types": [SLIDING] * 4}, "'layer_types' names sliding_attention, but there is no window"),
         (QWEN2 | {"use_mrope": True}, "'use_mrope' is set"),
         (LLAMA | {"attention_bias": 1}, "'attention_bias' must be true or false, got 1"),
-        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "'quantization_config' is set"),
+        *(
+            (
+                LLAMA | {"quantization_config": config},
+                f"'quantization_config': checkpoints of {config['quant_method']!r} are not supported; use the model's ",
+            )
+            for config in (
+                {"quant_method": "gptq", "bits": 4},
+                {"quant_method": "awq", "bits": 4},
+                {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            )
+        ),
+        *(
+            (
+                LLAMA | {"quantization_config": PACKED | change},
+                f"'quantization_config': {words}",
+            )
+            for change, words in (
+                ({}, "format 'pack-quantized' of 4 bits is not supported; use the model's"),
+                ({"config_groups": {}}, "'config_groups' must be an object with one group"),
+                (
+                    {"format": "float-quantized", "config_groups": {"0": {"targets": ["Linear"]}}},
+                    "the group must have ",
+                ),
+            )
+        ),
         (LLAMA | {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' 0.5 is not supported"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' 0.5 is not supported"),
         (LLAMA | {"rope_parameters": {FULL: {"rope_theta": 1e4}}}, "'rope_parameters' has settings of its own for "),
