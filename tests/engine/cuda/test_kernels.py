@@ -43,8 +43,15 @@ SHAPES = [
     Shape(6, 1, 64, 64),
     Shape(4, 2, 32, 64, window=1),
     Shape(2, 1, 128, 128, window=64),
-    Shape(4, 2, 32, 16, softcap=0.7),
-    Shape(4, 1, 24, 16, window=33, softcap=2.5),
+]
+SWEEP = [  # groups of 1 to 16 heads, of 64 to 256 numbers
+    Shape(4, 4, 64, 16),
+    Shape(4, 2, 80, 16, window=30),
+    Shape(4, 1, 96, 32),
+    Shape(8, 1, 128, 64, window=64),
+    Shape(16, 1, 192, 32),
+    Shape(16, 1, 256, 64, window=17, softcap=1.5),
+    Shape(4, 2, 256, 16, softcap=30.0),
 ]
 
 
@@ -84,21 +91,48 @@ def scattered(shape: Shape, *tokens: int) -> list[list[int]]:
 @pytest.mark.parametrize(("shape", "dtype"), [(s, d) for i, s in enumerate(SHAPES) for d in dtypes(i)], ids=str)
 def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.device) -> None:
     """Contexts around tiles, windows and blocks; chunks that start anywhere."""
-    torch.manual_seed(0)
-    pool = make_pool(shape, dtype, device)
     spans = [(0, 1), (16, 1), (63, 1), (64, 1), (101, 1), (0, 37), (5, 3), (64, 34), (171, 140)]
-    tables = scattered(shape, *(start + rows for start, rows in spans))
+    check_step(shape, dtype, make_pool(shape, dtype, device), scattered(shape, *map(sum, spans)), spans)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(s, d) for i, s in enumerate(SWEEP) for d in dtypes(i)], ids=str)
+def test_groups_and_head_sizes(shape: Shape, dtype: str, device: torch.device) -> None:
+    """All sizes of groups and heads of models, in a small ragged step."""
+    spans = [(0, 1), (64, 1), (70, 1), (0, 9), (60, 20)]
+    check_step(shape, dtype, make_pool(shape, dtype, device), scattered(shape, *map(sum, spans)), spans)
+
+
+def test_a_pool_of_more_than_2_to_the_31_numbers(device: torch.device) -> None:
+    """Offsets of its last blocks do not fit into 32 bits. The memory between the first and the last is never used."""
+    shape = Shape(4, 2, 64, 16)
+    layout = KVLayout.uniform("m", "float16", shape.block_size, LAYERS, shape.kv_heads, shape.head_dim)
+    numbers = layout.block_bytes // 2
+    last = 2**31 // numbers + 2
+    pool = KVPool(layout, last + 1, torch.empty((last + 1) * numbers, dtype=torch.float16, device=device), {})
+    assert pool.tensor.numel() > 2**31
+    tables = [[last], [last - 2, 0, last - 1], [1, last - 3]]
+    for table in tables:
+        pool.tensor[table] = torch.randn(pool.tensor[table].shape).to(device, torch.float16)
+    check_step(shape, "float16", pool, tables, [(9, 1), (35, 1), (5, 20)])
+
+
+def check_step(shape: Shape, dtype: str, pool: KVPool, tables: list[list[int]], spans: list[tuple[int, int]]) -> None:
+    """Run a step of ``spans`` (start, rows) over ``tables``, and compare what it writes and returns."""
+    torch.manual_seed(0)
+    device = pool.tensor.device
     attention = CUDAAttention(pool, shape.heads, shape.softcap)
     seqs = [
         ScheduledSeq(str(i), [0] * rows, start, blocks, True, GREEDY)
         for i, ((start, rows), blocks) in enumerate(zip(spans, tables, strict=True))
     ]
-    shuffled = random.Random(1).sample(seqs, len(seqs))
-    seqs = attention.order(shuffled)
+    seqs = attention.order(random.Random(1).sample(seqs, len(seqs)))
     step = attention.plan(seqs)
     rows = sum(len(s.token_ids) for s in seqs)
     qkv = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim).to(device, TORCH_DTYPES[dtype])
-    before = pool.tensor.clone()
+    used = sorted({block for table in tables for block in table})
+    whole = pool.tensor if pool.num_blocks == NUM_BLOCKS else pool.tensor[used]
+    places = {block: block if pool.num_blocks == NUM_BLOCKS else used.index(block) for block in used}
+    before = whole.clone()
     kv = pool.layers[LAYER]
     unturned = torch.ones(rows, 1, shape.head_dim, device=device), torch.zeros(rows, 1, shape.head_dim, device=device)
     rotate_and_write(qkv, *unturned, None, 0.0, step.slots, kv.k, kv.v)
@@ -114,12 +148,13 @@ def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.de
             block, offset = seq.block_ids[position // shape.block_size], position % shape.block_size
             written = torch.cat((kv.k[block, :, offset], kv.v[block, :, offset]))
             torch.testing.assert_close(written, qkv[row, shape.heads :], rtol=0, atol=0)
-            before[block, LAYER, :, :, offset] = written.view(2, -1, shape.head_dim)
+            before[places[block], LAYER, :, :, offset] = written.view(2, -1, shape.head_dim)
             expected = reference(qkv[row, : shape.heads], kv, list(seq.block_ids), position, shape)
             tolerance = TOLERANCES[dtype]
             torch.testing.assert_close(out[row], expected, rtol=tolerance, atol=tolerance)
             row += 1
-    assert torch.equal(pool.tensor, before)  # and nothing else was written
+    whole = pool.tensor if pool.num_blocks == NUM_BLOCKS else pool.tensor[used]
+    assert torch.equal(whole, before)  # and nothing else was written
 
 
 @pytest.mark.parametrize("splits", [4, 16])
