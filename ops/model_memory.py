@@ -172,8 +172,9 @@ class ServedModel:
 def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
     """The KV layout of the workers' pools; dtype ``auto`` counts as the checkpoint's. `ModelError` if the weights
     cannot be read."""
+    longest = config.engine.max_model_len or source.shape.max_position_embeddings
     return KVLayout.uniform(
-        model_hash=source.model_hash(),
+        model_hash=source.model_hash(source.shape.uses_long_rope(longest)),
         dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
         block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=source.shape.num_layers,
@@ -193,7 +194,7 @@ def _need(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: 
     else:
         pool_bytes = DEFAULT_CPU_KV_BYTES if device == "cpu" else 0
     return MemoryNeed(
-        source.shape.weight_bytes(dtype),
+        source.shape.weight_bytes(dtype, keep_quantized=device == "cuda"),
         pool_bytes,
         activation_bytes(source.shape, dtype, tokens, engine.max_num_seqs),
     )

@@ -206,9 +206,18 @@ class ModelShape:
         experts = self.experts
         return self.hidden_size * (experts.count + 3 * experts.per_token * experts.intermediate_size)
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights in ``dtype``, also of those that the checkpoint stores in 8 bits."""
-        return self.num_parameters * DTYPE_BYTES[dtype]
+    def weight_bytes(self, dtype: str, keep_quantized: bool = False) -> int:
+        """Bytes of all weights in ``dtype``. With ``keep_quantized`` those that the checkpoint stores in 8 bits take
+        one byte each, and their scales four; all layers count as quantized, whatever the checkpoint ignores."""
+        if not keep_quantized or self.quantization is None:
+            return self.num_parameters * DTYPE_BYTES[dtype]
+        routers = 0
+        if self.experts is not None:
+            routers = sum(self.has_experts(i) for i in range(self.num_layers)) * self.experts.count * self.hidden_size
+        quantized = self.num_layers * self._attention_matrices - routers
+        quantized += sum(self._mlp_matrices(i) for i in range(self.num_layers))
+        scales = quantized // (self.quantization.block[1] or self.hidden_size)
+        return (self.num_parameters - quantized) * DTYPE_BYTES[dtype] + quantized + 4 * scales
 
     def kv_bytes_per_token(self, dtype: str, num_kv_heads: int | None = None) -> int:
         """Bytes of one token's keys and values in all layers. ``num_kv_heads`` replaces the model's own number."""

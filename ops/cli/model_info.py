@@ -107,6 +107,7 @@ def _facts(
         "parameters": shape.num_parameters,
         "active_parameters": shape.active_parameters,
         "weight_bytes": shape.weight_bytes(dtype),
+        "weight_bytes_on_gpus": shape.weight_bytes(dtype, keep_quantized=True),
         "kv_bytes_per_token": shape.kv_bytes_per_token(dtype),
         "kv_variants": [asdict(variant) for variant in model_memory.kv_variants(shape, dtype)],
         "mla_assumed": {"latent_dim": latent, "rope_dim": rope},
@@ -141,9 +142,12 @@ def _show(facts: dict[str, Any]) -> None:
     active = ""
     if facts["active_parameters"] != facts["parameters"]:
         active = f", of them {facts['active_parameters']:,} per token"
+    eight_bits = ""
+    if shape["quantization"] is not None:
+        eight_bits = f", {human_bytes(facts['weight_bytes_on_gpus'])} on GPUs, which keep the checkpoint's 8 bits"
     console.print(
         f"parameters   {facts['parameters']:,}{active}\n"
-        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}{stored}\n"
+        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}{stored}{eight_bits}\n"
         f"activations  {human_bytes(facts['activation_bytes'])} at the peak of a step of "
         f"{facts['activation_tokens']} tokens\n"
         f"KV cache     {human_bytes(per_token)} a token, {human_bytes(facts['kv_bytes_context'])} for a context of "
