@@ -72,7 +72,7 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class ModelArithmetic:
     """The numbers of a model that the counts need. ``windows`` has one entry per layer. ``idle_matrices`` of
-    ``layer_matrices`` are those of experts that do not compute a token; a step reads them nevertheless, as others do."""
+    ``layer_matrices`` are those of experts that do not compute a token; a step reads them nevertheless."""
 
     layer_matrices: int
     qkv_matrices: int
