@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.model.outline import ModelOutline
 from engine.model.shape import ModelShape
 from engine.model.source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
@@ -24,12 +25,15 @@ class KVVariant:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Memory of a device that is left for KV: in bytes, in ``tokens``, and in ``requests`` of the full context."""
+    """Memory of a device that is left for KV: in bytes, in ``tokens``, and in ``requests`` of the full context.
+    ``devices`` of this size together hold the weights and one request of the full context; pdserve does not divide a
+    model over devices."""
 
     memory_bytes: int
     kv_bytes: int
     tokens: int
     requests: int
+    devices: int
 
 
 def kv_variants(shape: ModelShape, dtype: str) -> list[KVVariant]:
@@ -69,7 +73,10 @@ def activation_bytes(shape: ModelShape, dtype: str, tokens: int, sampled: int = 
     (q, k, v, output) and MLP (gate, up, product), plus float32 logits of ``sampled`` rows. Assumes an attention that
     never materialises its scores; excludes the allocator's slack."""
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    widest = max(2 * q_size + 2 * kv_size, 3 * shape.intermediate_size)
+    inner = shape.intermediate_size
+    if shape.experts is not None:
+        inner = max(inner * bool(shape.experts.dense_layers), shape.experts.per_token * shape.experts.intermediate_size)
+    widest = max(2 * q_size + 2 * kv_size, 3 * inner)
     return tokens * (2 * shape.hidden_size + widest) * DTYPE_BYTES[dtype] + sampled * shape.vocab_size * 4
 
 
@@ -79,14 +86,30 @@ def fit(shape: ModelShape, dtype: str, memory_bytes: int, tokens: int, context: 
     left = memory_bytes - shape.weight_bytes(dtype) - activation_bytes(shape, dtype, tokens)
     kv_bytes = max(0, left)
     kv_tokens = kv_bytes // shape.kv_bytes_per_token(dtype)
-    return Fit(memory_bytes, kv_bytes, kv_tokens, kv_tokens // context)
+    request_bytes = context * shape.kv_bytes_per_token(dtype)
+    usable = max(1, memory_bytes - activation_bytes(shape, dtype, tokens))
+    devices = -(-(shape.weight_bytes(dtype) + request_bytes) // usable)
+    return Fit(memory_bytes, kv_bytes, kv_tokens, kv_tokens // context, devices)
+
+
+def fit_outline(outline: ModelOutline, dtype: str, memory_bytes: int, context: int) -> Fit:
+    """As `fit`, without activations, of which an outline knows nothing. Without a cache per token, as many tokens fit
+    as the requests have."""
+    kv_bytes = max(0, memory_bytes - outline.weight_bytes(dtype))
+    request_bytes = outline.request_bytes(dtype, context)
+    requests = kv_bytes // request_bytes
+    per_token = outline.kv_bytes_per_token(dtype)
+    kv_tokens = kv_bytes // per_token if per_token else requests * context
+    devices = -(-(outline.weight_bytes(dtype) + request_bytes) // memory_bytes)
+    return Fit(memory_bytes, kv_bytes, kv_tokens, requests, devices)
 
 
 def prefill_flops_per_token(shape: ModelShape, prompt_tokens: int) -> float:
-    """Mean floating-point operations per prompt token: 2 per weight of the layers' matrices, and causal attention over
+    """Mean floating-point operations per prompt token: 2 per weight of the layers' matrices (of a mixture of experts,
+    those that compute the token), and causal attention over
     half the prompt or what a layer's window leaves of it (scores and values, 2 operations each); the head runs for the
     last token only."""
-    weights = 2.0 * shape.num_layers * shape.layer_matrices
+    weights = 2.0 * shape.num_layers * shape.active_layer_matrices
     seen = sum(_mean_seen(prompt_tokens, window) for window in shape.layer_windows)
     attention = 4.0 * shape.num_heads * shape.head_dim * seen
     head = 2.0 * shape.vocab_size * shape.hidden_size / prompt_tokens
@@ -149,8 +172,9 @@ class ServedModel:
 def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
     """The KV layout of the workers' pools; dtype ``auto`` counts as the checkpoint's. `ModelError` if the weights
     cannot be read."""
+    longest = config.engine.max_model_len or source.shape.max_position_embeddings
     return KVLayout.uniform(
-        model_hash=source.model_hash(),
+        model_hash=source.model_hash(source.shape.uses_long_rope(longest)),
         dtype=source.shape.dtype if config.model.dtype == "auto" else config.model.dtype,
         block_size=config.engine.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=source.shape.num_layers,
@@ -170,7 +194,7 @@ def _need(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: 
     else:
         pool_bytes = DEFAULT_CPU_KV_BYTES if device == "cpu" else 0
     return MemoryNeed(
-        source.shape.weight_bytes(dtype),
+        source.shape.weight_bytes(dtype, keep_quantized=device == "cuda"),
         pool_bytes,
         activation_bytes(source.shape, dtype, tokens, engine.max_num_seqs),
     )

@@ -86,16 +86,25 @@ class _Scratch:
 class CPUAttention(Attention):
     """Attention over ``pool``, for ``num_heads`` query heads and layers with any of ``windows`` (None: no window).
 
+    ``softcap`` caps scores softly: s becomes ``softcap * tanh(s / softcap)`` (None: they stay).
     ``fused`` computes prompt chunks with PyTorch's fused attention, which is faster on CPUs with matrix tiles (AMX) and
-    slower on others. By default it depends on the CPU.
+    slower on others. By default it depends on the CPU. It has no soft cap, so it is not used with one.
     """
 
     def __init__(
-        self, pool: KVPool, num_heads: int, windows: Collection[int | None], fused: bool | None = None
+        self,
+        pool: KVPool,
+        num_heads: int,
+        windows: Collection[int | None],
+        softcap: float | None = None,
+        fused: bool | None = None,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, pool.kv_heads, pool.head_dim
         self.block_size = pool.layout.block_size
-        self.fused = bool(torch.cpu._is_amx_tile_supported()) if fused is None else fused
+        self.softcap = softcap
+        if fused is None:
+            fused = bool(torch.cpu._is_amx_tile_supported())
+        self.fused = fused and softcap is None
         self.keys_values = _Scratch(pool.tensor.dtype)
         self.scores = _Scratch(pool.tensor.dtype)
         self._pool = pool
@@ -253,7 +262,7 @@ class _CPUStep(AttentionStep):
         attention, rows = self._attention, tile.end - tile.begin
         keys, values = self._fetch(layer, tile.pages, rows)
         folded = query[tile.begin : tile.end].reshape(keys.shape[0], -1, attention.head_dim)
-        if rows == 1 and tile.last - tile.first <= SHORT_CONTEXT:
+        if rows == 1 and tile.last - tile.first <= SHORT_CONTEXT and attention.softcap is None:
             columns = slice(tile.first, tile.last)
             out[tile.begin] = functional.scaled_dot_product_attention(
                 folded.unsqueeze(0), keys[None, :, columns], values[None, :, columns], scale=scale
@@ -266,12 +275,15 @@ class _CPUStep(AttentionStep):
         torch.bmm(scores, values, out=out[tile.begin : tile.end].view(folded.shape))
 
     def _scores(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-        """Products of ``query`` (``[n, rows, head_dim]``) and ``keys`` (``[n, columns, head_dim]``), in scratch memory:
-        ``[n, rows, columns]``."""
+        """Products of ``query`` (``[n, rows, head_dim]``) and ``keys`` (``[n, columns, head_dim]``), softly capped, in
+        scratch memory: ``[n, rows, columns]``."""
         scores = self._attention.scores.take(query.shape[0], query.shape[1], keys.shape[1])
         if scale == 1.0:
-            return torch.bmm(query, keys.transpose(1, 2), out=scores)
-        return torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
+            torch.bmm(query, keys.transpose(1, 2), out=scores)
+        else:
+            torch.baddbmm(scores, query, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
+        softcap = self._attention.softcap
+        return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
     def _strip(
         self,

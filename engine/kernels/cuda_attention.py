@@ -35,6 +35,7 @@ class CUDAStep(AttentionStep):
     ``tables``: ``[sequences, blocks]``, the block tables.
     ``tiles``: argument of `engine.kernels.cuda_prefill_attention.attend_chunks` (None: there are no chunks).
     ``splits``: programs per decode.
+    ``softcap``: soft cap of the scores (None: there is none).
     """
 
     slots: torch.Tensor
@@ -42,6 +43,7 @@ class CUDAStep(AttentionStep):
     tables: torch.Tensor
     tiles: torch.Tensor | None
     splits: int
+    softcap: float | None = None
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -57,16 +59,19 @@ class CUDAStep(AttentionStep):
                 scale,
                 self.splits,
                 out[:decodes],
+                self.softcap,
             )
         if self.tiles is not None:
-            attend_chunks(query, layer.k, layer.v, self.tables, self.tiles, window, scale, out)
+            attend_chunks(query, layer.k, layer.v, self.tables, self.tiles, window, scale, out, self.softcap)
         return out.flatten(1)
 
 
 class CUDAAttention(Attention):
-    """Attention over ``pool`` for ``num_heads`` query heads and layers with any windows."""
+    """Attention over ``pool`` for ``num_heads`` query heads and layers with any windows, with scores softly capped by
+    ``softcap`` (None: not at all)."""
 
-    def __init__(self, pool: KVPool, num_heads: int) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, softcap: float | None = None) -> None:
+        self.softcap = softcap
         self.block_size = pool.layout.block_size
         self.device = pool.tensor.device
         self._kv_heads = pool.kv_heads
@@ -91,7 +96,8 @@ class CUDAAttention(Attention):
         contexts = np.array([s.start + 1 for s in seqs[:decodes]], dtype=np.int32)
         tiles = self._tiles(seqs, decodes)
         parts = self._to_device([np.concatenate(slots) if slots else contexts, contexts, tables, tiles])
-        return CUDAStep(parts[0], parts[1], parts[2], parts[3] if len(tiles) else None, self.splits(decodes))
+        with_tiles = parts[3] if len(tiles) else None
+        return CUDAStep(parts[0], parts[1], parts[2], with_tiles, self.splits(decodes), self.softcap)
 
     def splits(self, decodes: int) -> int:
         """Number of programs that share the context of one decode, a power of 2.

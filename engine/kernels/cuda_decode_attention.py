@@ -20,6 +20,14 @@ FUSED = {"enable_fp_fusion": True}  # the default changes in Triton 3.10, and 3.
 
 
 @triton.jit
+def capped(scores, scale, softcap, SOFTCAPPED: tl.constexpr):
+    """Scores in powers of 2, from products of queries and keys; see `score_factors`."""
+    if SOFTCAPPED:
+        return (2.0 * tl.sigmoid(scores * scale) - 1.0) * softcap
+    return scores * scale
+
+
+@triton.jit
 def _split_of(context, window, split, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
     """The first visible column, and the bounds of ``split``, which starts at a multiple of the tile size."""
     first = tl.maximum(context - window, 0)
@@ -41,6 +49,7 @@ def _attend_split(
     maxima,  # [rows, heads, SPLITS], float32: the largest score, in powers of 2
     totals,  # the same: sums of weights
     scale,
+    softcap,
     window,
     query_row,
     query_head,
@@ -54,6 +63,7 @@ def _attend_split(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + row)
@@ -80,7 +90,7 @@ def _attend_split(
         offsets = (offsets + kv_head * (BLOCK_SIZE * HEAD_DIM))[:, None] + dims[None, :]
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + offsets, mask=loaded, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Every tile has a column that is seen, so that the maximum is finite from here on.
         now = tl.maximum(largest, tl.max(scores, 1))
@@ -127,6 +137,13 @@ def _combine_splits(
     tl.store(out + place * HEAD_DIM + dims, acc.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """The arguments ``scale`` and ``softcap`` of the kernels, for scores that are multiplied by ``scale`` and capped
+    softly by ``softcap`` (None: not at all). They include the factor of powers of 2, and that of a tanh by a sigmoid:
+    tanh(x) = 2 * sigmoid(2 * x) - 1."""
+    return (scale * LOG2_E, 0.0) if softcap is None else (2.0 * scale / softcap, softcap * LOG2_E)
+
+
 def attend_decodes(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -137,12 +154,14 @@ def attend_decodes(
     scale: float,
     splits: int,
     out: torch.Tensor,
+    softcap: float | None = None,
 ) -> None:
     """Compute the attention of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same shape, contiguous).
 
     Row i sees the last ``window`` of its first ``contexts[i]`` tokens, in the blocks of ``tables[i]``. If its context
     is 0, it reads no block and its result is 0. ``keys`` and ``values`` are those of a layer
-    (`engine.model.kv_pool.LayerKV`). Scores are multiplied by ``scale``. ``splits`` is a power of 2.
+    (`engine.model.kv_pool.LayerKV`). Scores s become ``scale * s``, and then ``softcap * tanh(s / softcap)`` if
+    there is a soft cap. ``splits`` is a power of 2.
     """
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
@@ -161,7 +180,7 @@ def attend_decodes(
         partials,
         maxima,
         totals,
-        scale * LOG2_E,
+        *score_factors(scale, softcap),
         window,
         query.stride(0),
         query.stride(1),
@@ -175,6 +194,7 @@ def attend_decodes(
         ROWS=max(16, triton.next_power_of_2(group)),
         COLUMNS=columns,
         DIMS=dims,
+        SOFTCAPPED=softcap is not None,
         num_warps=4,
         num_stages=3,
         **FUSED,

@@ -102,7 +102,7 @@ class DecodeGraphs:
         inputs = self._inputs[: (_HEADER + self._max_blocks) * size].view(-1, size)
         token_ids, positions, slots, contexts = inputs[:_HEADER].unbind()
         tables = inputs[_HEADER:].t()
-        attention = CUDAStep(slots, contexts, tables, None, self._attention.splits(size))
+        attention = CUDAStep(slots, contexts, tables, None, self._attention.splits(size), self._attention.softcap)
         return ModelStep(token_ids=token_ids, positions=positions, attention=attention)
 
     def _compute(self, size: int) -> torch.Tensor:

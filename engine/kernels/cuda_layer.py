@@ -1,4 +1,4 @@
-"""The decoder layer on GPUs: PyTorch's matrix products, with Triton kernels for norms, rope and SiLU between them."""
+"""The decoder layer on GPUs: PyTorch's matrix products, and Triton kernels for what is between them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import triton.language as tl
 from engine.kernels.cuda_decode_attention import FUSED
 from engine.model.attention import AttentionStep
 from engine.model.decoder import DecoderLayer
+from engine.model.experts import GroupedExperts, LoopedExperts
 from engine.model.kv_pool import LayerKV
 from engine.model.linear import PlainLinear
-from engine.model.shape import ModelShape
-from engine.model.weights import LayerWeights
+from engine.model.mlp import MLP
+from engine.model.norm import RMSNorm
+from engine.model.shape import Activation, ModelShape
+from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights
 
 _HEADS = 8  # heads of one program of the rope kernel
-_SILU_COLUMNS = 1024
+_GATE_COLUMNS = 1024
 
 
 @triton.jit
@@ -30,13 +33,19 @@ def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _silu_times(x, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+def _gate_times(x, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < SIZE
     gate = tl.load(x + row * (2 * SIZE) + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * (2 * SIZE) + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+    if SILU:
+        gate = gate * tl.sigmoid(gate)
+    else:
+        # GELU by tanh: 0.5 * (1 + tanh(z)) is sigmoid(2 * z), with z = sqrt(2 / pi) * (x + 0.044715 * x**3). Below -80
+        # the sigmoid is 0, and its exponential would overflow.
+        gate = gate * tl.sigmoid(tl.maximum(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), -80.0))
+    tl.store(out + row * SIZE + columns, (gate * up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -106,12 +115,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def silu_times(x: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of each row of ``x`` (``[rows, 2 * size]``, contiguous) times the second half."""
+def gate_times(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activated first half of each row of ``x`` (``[rows, 2 * size]``, contiguous) times the second half."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    columns = min(_SILU_COLUMNS, triton.next_power_of_2(size))
-    _silu_times[(rows, triton.cdiv(size, columns))](x, out, SIZE=size, COLUMNS=columns, num_warps=4, **FUSED)
+    columns = min(_GATE_COLUMNS, triton.next_power_of_2(size))
+    _gate_times[(rows, triton.cdiv(size, columns))](
+        x, out, SIZE=size, COLUMNS=columns, SILU=activation == "silu", num_warps=4, **FUSED
+    )
     return out
 
 
@@ -161,16 +172,39 @@ def rotate_and_write(
     return query
 
 
+class CUDAMLP(MLP):
+    """The gated MLP. Gate and up are one product."""
+
+    def __init__(self, weights: MLPWeights, activation: Activation) -> None:
+        self._gate_up = PlainLinear(weights.gate_up, weights.gate_up_bias)
+        self._down = PlainLinear(weights.down, weights.down_bias)
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(gate_times(self._gate_up(x), self._activation))
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        self._down.add_to(residual, gate_times(self._gate_up(x), self._activation))
+        return residual
+
+
 class CUDALayer(DecoderLayer):
-    """A decoder layer for steps of `engine.kernels.cuda_attention`. Gate and up are one product."""
+    """A decoder layer for steps of `engine.kernels.cuda_attention`."""
 
     scales_queries = False
 
     def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None) -> None:
         super().__init__(weights, shape, window)
+        self.scale = shape.attention_scale
         self.sum_out = PlainLinear(weights.out, weights.out_bias)
-        self.gate_up = PlainLinear(weights.gate_up, weights.gate_up_bias)
-        self.sum_down = PlainLinear(weights.down, weights.down_bias)
+
+    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> MLP:
+        if isinstance(weights, MLPWeights):
+            return CUDAMLP(weights, shape.activation)
+        assert shape.experts is not None
+        quantized = not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor)
+        kind = LoopedExperts if quantized else GroupedExperts
+        return kind(weights, shape.experts, shape.activation)
 
     def __call__(
         self,
@@ -181,15 +215,24 @@ class CUDALayer(DecoderLayer):
         wanted: torch.Tensor | None = None,
         wanted_attention: AttentionStep | None = None,
     ) -> torch.Tensor:
-        """As `DecoderLayer.__call__`. The products add to the residual stream in place: ``x`` is overwritten, and
-        returned if all rows are wanted."""
-        qkv = self.qkv(rms_norm(x, self.input_norm.weight, self.eps)).view(x.shape[0], -1, self.head_dim)
+        """As `DecoderLayer.__call__`. Where outputs are not normed, the products add to the residual stream in place:
+        ``x`` is overwritten, and returned if all rows are wanted."""
+        qkv = self._qkv(_normed(x, self.input_norm))
         query = rotate_and_write(qkv, *angles, self.qk_norm, self.eps, attention.slots, kv.k, kv.v)
         if wanted is not None and wanted_attention is not None:
             attention, query, x = wanted_attention, query[wanted], x[wanted]
             if not x.shape[0]:
                 return x
-        self.sum_out.add_to(x, attention.attend(query, kv, self.window, self.head_dim**-0.5))
-        normed = rms_norm(x, self.post_norm.weight, self.eps)
-        self.sum_down.add_to(x, silu_times(self.gate_up(normed)))
-        return x
+        attended = attention.attend(query, kv, self.window, self.scale)
+        if self.attended_norm is None:
+            self.sum_out.add_to(x, attended)
+        else:
+            x = x + _normed(self.sum_out(attended), self.attended_norm)
+        normed = _normed(x, self.mlp_norm)
+        if self.mlp_out_norm is None:
+            return self.mlp.plus(normed, x)
+        return x + _normed(self.mlp(normed), self.mlp_out_norm)
+
+
+def _normed(x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.cuda_decode_attention import FUSED, LOG2_E
+from engine.kernels.cuda_decode_attention import FUSED, capped, score_factors
 
 _AMPERE = (8, 0)
 
@@ -32,6 +32,7 @@ def _columns(
     end,
     last,
     scale,
+    softcap,
     window,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -39,6 +40,7 @@ def _columns(
     DIMS: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
 ):
     """Process the tiles from column ``begin`` to ``end``. Unless ``MASKED``, every row sees all of them."""
     dims = tl.arange(0, DIMS)
@@ -53,7 +55,7 @@ def _columns(
         offsets = offsets[:, None] + dims[None, :]
         loaded = (columns <= last)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + offsets, mask=loaded, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAPPED)
         if MASKED:
             seen = columns[None, :] <= positions[:, None]
             if WINDOWED:
@@ -82,6 +84,7 @@ def _attend_tile(
     tiles,  # [tiles, 4], int32: sequence, first row, number of rows, position of the first row
     out,  # [rows, heads, head_dim]
     scale,
+    softcap,
     window,
     query_row,
     query_head,
@@ -95,6 +98,7 @@ def _attend_tile(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
 ):
     head, tile = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * 4).to(tl.int64)
@@ -128,15 +132,15 @@ def _attend_tile(
         full = tl.minimum(full, edge)
         acc, largest, total = _columns(
             acc, largest, total, q, keys, values, table, table_column, block_stride, positions, begin, full, last,
-            scale, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, True, True,
+            scale, softcap, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, True, True, SOFTCAPPED,
         )  # fmt: skip
     acc, largest, total = _columns(
         acc, largest, total, q, keys, values, table, table_column, block_stride, positions, full, edge, last,
-        scale, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, False, WINDOWED,
+        scale, softcap, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, False, WINDOWED, SOFTCAPPED,
     )  # fmt: skip
     acc, largest, total = _columns(
         acc, largest, total, q, keys, values, table, table_column, block_stride, positions, edge, last + 1, last,
-        scale, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, True, WINDOWED,
+        scale, softcap, window, HEAD_DIM, BLOCK_SIZE, COLUMNS, DIMS, True, WINDOWED, SOFTCAPPED,
     )  # fmt: skip
     acc = acc / total[:, None]
     place = ((first_row + rows)[:, None] * tl.num_programs(0) + head) * HEAD_DIM + dims[None, :]
@@ -166,13 +170,15 @@ def attend_chunks(
     window: int | None,
     scale: float,
     out: torch.Tensor,
+    softcap: float | None = None,
 ) -> None:
     """Compute the attention of the rows in ``tiles`` of ``query`` (``[rows, heads, head_dim]``) into ``out`` (the same
     shape, contiguous).
 
     ``tiles`` is ``[tiles, 4]``, int32: sequence, first row, number of rows, position of the first row. A tile has at
     most `tile_rows` rows of one sequence. The tokens up to the last row are in the blocks of ``tables[sequence]``.
-    ``keys`` and ``values`` are those of a layer (`engine.model.kv_pool.LayerKV`). Scores are multiplied by ``scale``.
+    ``keys`` and ``values`` are those of a layer (`engine.model.kv_pool.LayerKV`). ``scale`` and ``softcap`` are those
+    of `engine.kernels.cuda_decode_attention.attend_decodes`.
     """
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
@@ -185,7 +191,7 @@ def attend_chunks(
         tables,
         tiles,
         out,
-        scale * LOG2_E,
+        *score_factors(scale, softcap),
         window or 0,
         query.stride(0),
         query.stride(1),
@@ -199,6 +205,7 @@ def attend_chunks(
         COLUMNS=64 if rows == 128 else 32,
         DIMS=dims,
         WINDOWED=window is not None,
+        SOFTCAPPED=softcap is not None,
         num_warps=8 if rows == 128 else 4,
         num_stages=3 if capability_of(query.device) >= _AMPERE else 1,  # older GPUs cannot copy ahead
         **FUSED,

@@ -27,7 +27,7 @@ class AttentionStep(ABC):
         """Attention of ``query`` (``[rows, heads, head_dim]``) over the pool: ``[rows, heads * head_dim]``.
 
         Each row sees itself and the tokens before it, or only the last ``window`` of these. Scores are multiplied by
-        ``scale`` (1 if the queries are scaled already).
+        ``scale`` (1 if the queries are scaled already), and then capped softly if the `Attention` has a soft cap.
         """
 
 

@@ -1,6 +1,6 @@
-"""The decoder of all families (Llama, Mistral, Qwen) on CPUs and GPUs: a flat batch of rows in, hidden states out.
+"""The decoder of all families on CPUs and GPUs: a flat batch of rows in, hidden states out.
 
-`engine.model.shape.ModelShape` says where families differ: biases, norms of queries and keys, windows.
+`engine.model.shape.ModelShape` says where families differ: biases, norms, windows, ropes, soft caps, experts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import torch
 from torch.nn import functional
 
 from engine.model.attention import AttentionStep
+from engine.model.experts import LoopedExperts
 from engine.model.kv_pool import KVPool, LayerKV
-from engine.model.linear import Linear, linear
+from engine.model.linear import linear
+from engine.model.mlp import MLP, GatedMLP
+from engine.model.norm import RMSNorm
 from engine.model.rope import head_factors, rope_tables, rotate_, spread
-from engine.model.shape import ModelShape
-from engine.model.weights import LayerWeights, ModelWeights
+from engine.model.shape import ModelShape, Rope
+from engine.model.weights import ExpertWeights, LayerWeights, MLPWeights, ModelWeights
 from engine.scheduling.batch import LayerHook
 
 
@@ -34,37 +37,6 @@ class ModelStep:
     wanted_attention: AttentionStep | None = None
 
 
-class RMSNorm:
-    """Divides each row of ``x`` (``[rows, hidden]``) by its root mean square and multiplies it by ``weight``
-    (``[hidden]``).
-
-    In bfloat16 the arithmetic is in float32 and the result is rounded once, in as few passes as possible:
-    ``x / hypot(|x|, sqrt(hidden * eps)) * (weight * sqrt(hidden))`` is the same number. For a single row on a CPU the
-    number of calls dominates, so it uses a layer norm: ``(x, -x)`` has mean 0 and the mean square of ``x``.
-    """
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = eps
-        if weight.dtype is torch.bfloat16:
-            hidden = weight.shape[0]
-            self._weight_twice = torch.cat((weight, weight))
-            self._scaled_weight = weight.float() * hidden**0.5
-            self._least = torch.tensor((hidden * eps) ** 0.5, device=weight.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not torch.bfloat16:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        if x.shape[0] == 1 and x.device.type == "cpu":
-            twice = torch.cat((x, -x), dim=-1)
-            return functional.layer_norm(twice, self._weight_twice.shape, self._weight_twice, None, self.eps)[
-                :, : x.shape[1]
-            ]
-        wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return wide.div_(torch.hypot(length, self._least)).mul_(self._scaled_weight).to(x.dtype)
-
-
 class DecoderLayer:
     """One layer of a model of ``shape``, for any device.
 
@@ -77,19 +49,46 @@ class DecoderLayer:
     or those of the rope tables."""
 
     def __init__(self, weights: LayerWeights, shape: ModelShape, window: int | None) -> None:
+        def norm(weight: torch.Tensor | None) -> RMSNorm | None:
+            return None if weight is None else RMSNorm(weight, shape.rms_norm_eps, shape.norm_offset)
+
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.eps = shape.rms_norm_eps
         self.window = window
-        self.input_norm = RMSNorm(weights.input_norm, self.eps)
+        self.input_norm = norm(weights.input_norm)
         self.qkv = linear(weights.qkv, weights.qkv_bias)
         self.out = linear(weights.out, weights.out_bias)
-        self.post_norm = RMSNorm(weights.post_norm, self.eps)
-        self.gate, self.up = _halves(weights.gate_up, weights.gate_up_bias)
-        self.down = linear(weights.down, weights.down_bias)
+        self.attended_norm = norm(weights.attended_norm)
+        self.mlp_norm = norm(weights.mlp_norm)
+        self.mlp = self._make_mlp(weights.mlp, shape)
+        self.mlp_out_norm = norm(weights.mlp_out_norm)
         self.qk_norm: torch.Tensor | None = None  # [heads + kv_heads, head_dim]
-        if weights.qk_norm is not None:
+        self.span_norms: list[tuple[slice, RMSNorm]] = []  # columns of ``qkv``, and their norm
+        if weights.qk_norm is not None and shape.qk_norm_spans_heads:
+            ends = [self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim]
+            self.span_norms = [
+                (slice(begin, end), RMSNorm(weights.qk_norm[begin:end], self.eps, shape.norm_offset))
+                for begin, end in zip([0, ends[0]], ends, strict=True)
+            ]
+        elif weights.qk_norm is not None:
             repeats = torch.tensor([self.heads, self.kv_heads], device=weights.qk_norm.device)
-            self.qk_norm = weights.qk_norm.repeat_interleave(repeats, dim=0)
+            qk_norm = weights.qk_norm if shape.norm_offset == 0.0 else weights.qk_norm.float() + shape.norm_offset
+            self.qk_norm = qk_norm.repeat_interleave(repeats, dim=0)
+
+    def _make_mlp(self, weights: MLPWeights | ExpertWeights, shape: ModelShape) -> MLP:
+        """The MLP of the device."""
+        if isinstance(weights, MLPWeights):
+            return GatedMLP(weights, shape.activation)
+        assert shape.experts is not None
+        return LoopedExperts(weights, shape.experts, shape.activation)
+
+    def _qkv(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of normed rows ``x``: ``[rows, heads + 2 * kv_heads, head_dim]``. Norms over all
+        heads are applied, those per head are not."""
+        qkv = self.qkv(x)
+        for columns, norm in self.span_norms:
+            qkv[:, columns] = norm(qkv[:, columns])
+        return qkv.view(x.shape[0], -1, self.head_dim)
 
     def __call__(
         self,
@@ -106,7 +105,7 @@ class DecoderLayer:
         ``wanted_attention``.
         """
         rotated = self.heads + self.kv_heads
-        qkv = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)
+        qkv = self._qkv(x if self.input_norm is None else self.input_norm(x))
         if self.qk_norm is not None:
             qkv[:, :rotated] = functional.rms_norm(qkv[:, :rotated], (self.head_dim,), eps=self.eps) * self.qk_norm
         rotate_(qkv[:, :rotated], *angles)
@@ -116,31 +115,40 @@ class DecoderLayer:
             attention, query, x = wanted_attention, query[wanted], x[wanted]
             if not x.shape[0]:
                 return x
-        x = self.out.plus(attention.attend(query, kv, self.window, 1.0), x)
-        normed = self.post_norm(x)
-        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), x)
+        attended = attention.attend(query, kv, self.window, 1.0)
+        x = self.out.plus(attended, x) if self.attended_norm is None else x + self.attended_norm(self.out(attended))
+        normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        return self.mlp.plus(normed, x) if self.mlp_out_norm is None else x + self.mlp_out_norm(self.mlp(normed))
 
 
 class LlamaDecoder:
     """Runs the model on a flat batch, at positions below ``max_positions``.
 
     It empties ``weights.layers``, so that packed weights are not in memory twice. ``layer_type`` is the layer of the
-    device.
+    device. ``long_rope`` selects the long factors of longrope.
     """
 
     def __init__(
-        self, weights: ModelWeights, max_positions: int, layer_type: type[DecoderLayer] = DecoderLayer
+        self,
+        weights: ModelWeights,
+        max_positions: int,
+        layer_type: type[DecoderLayer] = DecoderLayer,
+        long_rope: bool = False,
     ) -> None:
         shape = weights.shape
         self.shape = shape
         self._scales_queries = layer_type.scales_queries
         self._embedding = weights.embedding
         self._layers = [layer_type(weights.layers.pop(0), shape, window) for window in shape.layer_windows]
-        self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps)
+        self._final_norm = RMSNorm(weights.norm, shape.rms_norm_eps, shape.norm_offset)
         self._head = linear(weights.head)
-        device = weights.norm.device
-        self._cos, self._sin = rope_tables(shape, max_positions, weights.norm.dtype, device)
-        self._factors = head_factors(shape.num_heads, shape.num_kv_heads, shape.head_dim**-0.5, device)
+        dtype, device = weights.norm.dtype, weights.norm.device
+        self._tables = {
+            rope: rope_tables(rope, shape, max_positions, long_rope, dtype, device) for rope in set(shape.layer_ropes)
+        }
+        self._ropes = shape.layer_ropes
+        self._factors = head_factors(shape.num_heads, shape.num_kv_heads, shape.attention_scale, device)
+        self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()
 
     @property
     def windows(self) -> frozenset[int | None]:
@@ -150,26 +158,26 @@ class LlamaDecoder:
     def forward(self, step: ModelStep, pool: KVPool, hook: LayerHook | None = None) -> torch.Tensor:
         """Run ``step``, write the keys and values of all rows to ``pool``, and return the hidden states after the last
         norm, ``[wanted rows, hidden]``. Calls ``hook`` when its layers have been run (on a GPU: launched)."""
-        angles = self._cos[step.positions], self._sin[step.positions]
-        if self._scales_queries:
-            angles = spread(*angles, self._factors)
+        angles = {rope: self._angles(rope, step.positions) for rope in self._tables}
         x = functional.embedding(step.token_ids, self._embedding)
-        for i, (layer, kv) in enumerate(zip(self._layers[:-1], pool.layers[:-1], strict=True), 1):
-            x = layer(x, angles, kv, step.attention)
+        if self._embedding_scale != 1.0:
+            x.mul_(self._embedding_scale)
+        layers = zip(self._layers[:-1], self._ropes[:-1], pool.layers[:-1], strict=True)
+        for i, (layer, rope, kv) in enumerate(layers, 1):
+            x = layer(x, angles[rope], kv, step.attention)
             if hook is not None and i in hook.after:
                 hook.done(i)
-        layer, kv = self._layers[-1], pool.layers[-1]
-        x = layer(x, angles, kv, step.attention, step.wanted, step.wanted_attention)
+        layer, rope, kv = self._layers[-1], self._ropes[-1], pool.layers[-1]
+        x = layer(x, angles[rope], kv, step.attention, step.wanted, step.wanted_attention)
         return self._final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, vocabulary]`` of hidden states ``[rows, hidden]``, in the model's dtype."""
-        return self._head(hidden)
+        logits = self._head(hidden)
+        cap = self.shape.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-
-def _halves(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Linear, Linear]:
-    first, second = weight.chunk(2)
-    if bias is None:
-        return linear(first), linear(second)
-    first_bias, second_bias = bias.chunk(2)
-    return linear(first, first_bias), linear(second, second_bias)
+    def _angles(self, rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._tables[rope]
+        angles = cos[positions], sin[positions]
+        return spread(*angles, self._factors) if self._scales_queries else angles

@@ -2,63 +2,104 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.model.folder import read_tensor_shapes
+from engine.model.quantized import Matrix, QuantizedTensor
+from engine.model.shape import ModelShape
 from engine.model.source import DUMMY_SEED, ModelSource
-from engine.model.weights import ModelWeights
+from engine.model.tensor_names import named_tensors, part_of
+from engine.model.weights import ModelWeights, quantized_parts
 from pdserve.core.errors import ModelError
 
 _DUMMY_STD = 0.02
+_DUMMY_LEVELS = 40.0  # standard deviation of quantized weights
+_UNUSED = (".input_scale", ".weight_format")  # of activations, which are not quantized; of bitsandbytes
 
 
-def load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Load all weights of ``source``, converted to ``dtype``.
+def load_weights(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, keep_quantized: bool = False
+) -> ModelWeights:
+    """Load all weights of ``source``, converted to ``dtype``. Matrices that are stored in 8 bits are dequantized, or
+    stay as they are with ``keep_quantized``.
 
     Raises `ModelError` with the file and tensor that is missing, unexpected, of a wrong shape, corrupt, truncated, or
     beyond the range of ``dtype``.
     """
-    weights = ModelWeights(source.shape, dtype, device)
+    weights = ModelWeights(source.shape, dtype, device, keep_quantized)
     if source.folder is None:
         _fill_randomly(weights, device)
     else:
         _fill_from_folder(weights, source)
+    weights.arrange()
     return weights
 
 
 def check_weights(source: ModelSource) -> None:
     """Raise the `ModelError` that `load_weights` would raise for the folder's files, without loading them."""
     if source.folder is not None:
-        _find_tensors(ModelWeights(source.shape, torch.float32, torch.device("meta")).tensors(), source)
+        weights = ModelWeights(source.shape, torch.float32, torch.device("meta"))
+        _find_tensors(_stored_shapes(weights), source)
 
 
 def _fill_randomly(weights: ModelWeights, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
-    for name, tensor in weights.tensors().items():
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+    for name, tensor in named_tensors(weights).items():
+        if isinstance(tensor, QuantizedTensor):
+            tensor.scales.fill_(_DUMMY_STD / _DUMMY_LEVELS)
+            drawn = torch.empty(tensor.shape, device=device).normal_(0.0, _DUMMY_LEVELS, generator=generator)
+            tensor.values.copy_(drawn.round_().clamp_(-127, 127))
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1.0 - weights.shape.norm_offset)
         else:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def _find_tensors(wanted: Mapping[str, torch.Tensor], source: ModelSource) -> dict[str, Path]:
-    """The file of each wanted tensor. Checks all files before any is loaded."""
+def _stored_shapes(weights: ModelWeights) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The shapes that each tensor may have in the checkpoint, by name, scales included."""
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
+    quantization = weights.shape.quantization
+    quantized = _quantized_names(weights)
+    for name, tensor in named_tensors(weights).items():
+        shapes[name] = (tuple(tensor.shape),)
+        if quantization is not None and name in quantized:
+            shapes[quantization.scale_name(name)] = quantization.scale_shapes(*tensor.shape)
+    return shapes
+
+
+def _quantized_names(weights: ModelWeights) -> frozenset[str]:
+    """The names of the weights that are stored in 8 bits."""
+    shape = weights.shape
+    if shape.quantization is None:
+        return frozenset()
+    by_layer = [quantized_parts(shape, i) for i in range(shape.num_layers)]
+    return frozenset(
+        name
+        for name in named_tensors(weights)
+        if (place := part_of(name)) is not None and place[1] in by_layer[place[0]]
+    )
+
+
+def _find_tensors(wanted: Mapping[str, tuple[tuple[int, ...], ...]], source: ModelSource) -> dict[str, Path]:
+    """The file of each wanted tensor, which has one of the given shapes. Checks all files before any is loaded."""
     found: dict[str, Path] = {}
     for path in source.weight_files():
         for name, shape in read_tensor_shapes(path).items():
-            target = wanted.get(name)
-            if target is None:
+            allowed = wanted.get(name)
+            if allowed is None:
                 _check_ignorable(name, path, source)
                 continue
             if name in found:
                 raise ModelError(f"{path}: tensor {name!r} is also in {found[name].name}")
-            if shape != target.shape:
+            if shape not in allowed:
                 raise ModelError(
-                    f"{path}: tensor {name!r} is {list(shape)}, but config.json requires {list(target.shape)}"
+                    f"{path}: tensor {name!r} is {list(shape)}, but config.json requires {list(allowed[0])}"
                 )
             found[name] = path
     missing = [name for name in wanted if name not in found]
@@ -69,18 +110,61 @@ def _find_tensors(wanted: Mapping[str, torch.Tensor], source: ModelSource) -> di
 
 
 def _fill_from_folder(weights: ModelWeights, source: ModelSource) -> None:
-    wanted = weights.tensors()
-    found = _find_tensors(wanted, source)
-    for path in dict.fromkeys(found.values()):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in (name for name, holder in found.items() if holder == path):
-                    tensor = file.get_tensor(name)
-                    wanted[name].copy_(tensor)
-                    if weights.norm.dtype is torch.float16 and tensor.dtype is not torch.float16:
-                        _check_range(name, wanted[name], path)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: corrupt or truncated: {' '.join(str(error).split())}") from None
+    targets = named_tensors(weights)
+    found = _find_tensors(_stored_shapes(weights), source)
+    quantized = _quantized_names(weights)
+    with contextlib.ExitStack() as stack:
+        files = {path: _opened(path, stack) for path in dict.fromkeys(found.values())}
+        for name, target in targets.items():
+            path = found[name]
+            try:
+                tensor = files[path].get_tensor(name)
+                if name in quantized:
+                    _fill_quantized(target, tensor, name, weights.shape, files, found)
+                elif isinstance(target, torch.Tensor):
+                    target.copy_(tensor)
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: corrupt or truncated: {' '.join(str(error).split())}") from None
+            converted = weights.norm.dtype is torch.float16 and tensor.dtype is not torch.float16
+            if converted and isinstance(target, torch.Tensor):
+                _check_range(name, target, path)
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
+    try:
+        return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: corrupt or truncated: {' '.join(str(error).split())}") from None
+
+
+def _fill_quantized(
+    target: Matrix,
+    values: torch.Tensor,
+    name: str,
+    shape: ModelShape,
+    files: Mapping[Path, Any],
+    found: Mapping[str, Path],
+) -> None:
+    quantization = shape.quantization
+    assert quantization is not None
+    if str(values.dtype).removeprefix("torch.") != quantization.values:
+        raise ModelError(
+            f"{found[name]}: tensor {name!r} is {str(values.dtype).removeprefix('torch.')}, but config.json requires "
+            f"{quantization.values}"
+        )
+    scale = quantization.scale_name(name)
+    scales = files[found[scale]].get_tensor(scale).float() / quantization.divisor
+    rows, columns = values.shape
+    expanded = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(scales.shape[0], -1)
+    height = quantization.block[0] or rows
+    expanded = expanded.repeat_interleave(height, dim=0)[:rows] if height > 1 else expanded
+    expanded = expanded.expand(rows, quantization.column_groups(columns))
+    stored = QuantizedTensor(values, expanded, quantization.block[1])
+    if isinstance(target, torch.Tensor):
+        target.copy_(stored.dequantized(torch.float32))
+    else:
+        target.values.copy_(stored.values)
+        target.scales.copy_(stored.scales)
 
 
 def _check_range(name: str, tensor: torch.Tensor, path: Path) -> None:
@@ -91,6 +175,8 @@ def _check_range(name: str, tensor: torch.Tensor, path: Path) -> None:
 
 
 def _check_ignorable(name: str, path: Path, source: ModelSource) -> None:
+    if source.shape.quantization is not None and name.endswith(_UNUSED):
+        return
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and source.shape.tie_word_embeddings):
         return
     raise ModelError(f"{path}: unexpected tensor {name!r}; the model of config.json has none of that name")

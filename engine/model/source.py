@@ -61,8 +61,9 @@ class ModelSource:
         """The safetensors files of the weights (empty for a dummy). `ModelError` if one is missing."""
         return [] if self.folder is None else weight_files(self.folder)
 
-    def model_hash(self) -> str:
-        """16 hex digits that identify the weights.
+    def model_hash(self, long_rope: bool = False) -> str:
+        """16 hex digits that identify the weights, and whether longrope's long factors are used (``long_rope``), as
+        keys differ by that.
 
         The digest (xxh3-64) covers the shape, and of each safetensors file the name, size, header, and first and last
         MiB, because a whole checkpoint takes too long to read twice. `ModelError` if a file cannot be read.
@@ -71,6 +72,8 @@ class ModelSource:
         digest = xxhash.xxh3_64(json.dumps(shape, sort_keys=True).encode())
         if self.is_dummy:
             digest.update(f"random weights {DUMMY_SEED}".encode())
+        if long_rope:
+            digest.update(b"long rope")
         for path in self.weight_files():
             for part in _fingerprint(path):
                 digest.update(part)
@@ -114,6 +117,16 @@ def resolve_model(path: str) -> ModelSource:
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder}: has no *.safetensors file; only safetensors weights can be loaded")
     return source
+
+
+def config_of(path: str) -> tuple[dict[str, Any], Path] | None:
+    """The ``config.json`` that ``path`` names, and its place: a folder, a file ``*.json``, or 'dummy:' and either. None
+    for the built-in models and where there is no such file. `ModelError` if it cannot be parsed."""
+    if path == "tiny" or path.removeprefix("dummy:") in DUMMIES:
+        return None
+    place = Path(path.removeprefix("dummy:")).expanduser()
+    file = place if place.suffix == ".json" else place / "config.json"
+    return (_read_json(file), file) if file.is_file() else None
 
 
 def _tiny_folder() -> Path:

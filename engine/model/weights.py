@@ -1,91 +1,176 @@
-"""The weights of a decoder of any family (Llama, Mistral, Qwen)."""
+"""The weights of a decoder of any family."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from engine.model.families import FAMILIES
+from engine.model.quantized import Matrix, QuantizedTensor
 from engine.model.shape import ModelShape
+from pdserve.core.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class MLPWeights:
+    """The weights of an MLP. One matrix holds gate and up, for wide products."""
+
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix  # [hidden, intermediate]
+    gate_up_bias: torch.Tensor | None  # a bias has as many entries as its matrix has rows
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of a mixture of experts."""
+
+    router: torch.Tensor  # [experts, hidden]
+    gate_up: Matrix  # [experts, 2 * intermediate, hidden]
+    down: Matrix  # [experts, hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. One matrix holds q, k and v, and another gate and up, for wide products. None marks
-    weights that the family does not have."""
+    """The weights of one layer. One matrix holds q, k and v, for a wide product. None marks weights that the family
+    does not have."""
 
-    input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    out: torch.Tensor  # [hidden, heads * head_dim]
-    post_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    input_norm: torch.Tensor | None  # [hidden]: norm of attention's input
+    qkv: Matrix  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    out: Matrix  # [hidden, heads * head_dim]
+    attended_norm: torch.Tensor | None  # [hidden]: norm of attention's output
+    mlp_norm: torch.Tensor | None  # [hidden]: norm of the MLP's input
+    mlp: MLPWeights | ExpertWeights
+    mlp_out_norm: torch.Tensor | None  # [hidden]: norm of the MLP's output
     qkv_bias: torch.Tensor | None  # a bias has as many entries as its matrix has rows
     out_bias: torch.Tensor | None
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None  # [2, head_dim]: weights of queries, then of keys
+    qk_norm: torch.Tensor | None  # [2, head_dim]: weights of queries, then of keys; or, over all heads,
+    # [(heads + kv_heads) * head_dim]
 
 
 class ModelWeights:
-    """Uninitialised weights of a ``shape``. Copy a checkpoint into `tensors` to load it."""
+    """Uninitialised weights of a ``shape``. Copy a checkpoint into the tensors of
+    `engine.model.tensor_names.named_tensors` to load it, then call `arrange`.
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    ``keep_quantized``: matrices that the checkpoint stores in 8 bits stay so. `ModelError` if parts of one wide product
+    are stored differently.
+    """
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, keep_quantized: bool = False
+    ) -> None:
         def empty(*size: int) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        def empty_if(wanted: bool, *size: int) -> torch.Tensor | None:
-            return empty(*size) if wanted else None
-
-        hidden, inner = shape.hidden_size, shape.intermediate_size
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        hidden = shape.hidden_size
         self.shape = shape
         self.embedding = empty(shape.vocab_size, hidden)
         self.layers = [
-            LayerWeights(
-                input_norm=empty(hidden),
-                qkv=empty(q_size + 2 * kv_size, hidden),
-                out=empty(hidden, q_size),
-                post_norm=empty(hidden),
-                gate_up=empty(2 * inner, hidden),
-                down=empty(hidden, inner),
-                qkv_bias=empty_if(shape.qkv_bias, q_size + 2 * kv_size),
-                out_bias=empty_if(shape.out_bias, hidden),
-                gate_up_bias=empty_if(shape.mlp_bias, 2 * inner),
-                down_bias=empty_if(shape.mlp_bias, hidden),
-                qk_norm=empty_if(shape.qk_norm, 2, shape.head_dim),
-            )
-            for _ in range(shape.num_layers)
+            _layer(shape, i, empty, _matrices(shape, i, dtype, device, keep_quantized)) for i in range(shape.num_layers)
         ]
         self.norm = empty(hidden)
         self.head = self.embedding if shape.tie_word_embeddings else empty(shape.vocab_size, hidden)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of the weights by their names in Hugging Face checkpoints."""
+    def arrange(self) -> None:
+        """Order the dimensions of queries and keys for rope.
+
+        Where rope turns the first r dimensions of a head only, they and the others are interleaved by halves, so that
+        each pair is half a head apart, as in models whose rope turns whole heads. Scores do not depend on the order.
+        """
         shape = self.shape
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        if not shape.tie_word_embeddings:
-            named["lm_head.weight"] = self.head
-        for i, layer in enumerate(self.layers):
-            parts: dict[str, torch.Tensor] = {
-                "input_layernorm.weight": layer.input_norm,
-                "post_attention_layernorm.weight": layer.post_norm,
-            }
-            for kind, qkv, out, gate_up, down in (
-                ("weight", layer.qkv, layer.out, layer.gate_up, layer.down),
-                ("bias", layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias),
-            ):
-                if qkv is not None:
-                    q, k, v = torch.split(qkv, [q_size, kv_size, kv_size])
-                    parts |= {f"self_attn.{name}_proj.{kind}": part for name, part in (("q", q), ("k", k), ("v", v))}
-                if out is not None:
-                    parts[f"self_attn.o_proj.{kind}"] = out
-                if gate_up is not None:
-                    parts[f"mlp.gate_proj.{kind}"], parts[f"mlp.up_proj.{kind}"] = gate_up.chunk(2)
-                if down is not None:
-                    parts[f"mlp.down_proj.{kind}"] = down
-            if layer.qk_norm is not None:
-                parts["self_attn.q_norm.weight"], parts["self_attn.k_norm.weight"] = layer.qk_norm
-            named |= {f"model.layers.{i}.{name}": tensor for name, tensor in parts.items()}
-        return named
+        if shape.rotary_dim is None:
+            return
+        order = rotary_order(shape.head_dim, shape.rotary_dim).to(self.norm.device)
+        turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        for layer in self.layers:
+            qkv = (layer.qkv.values, layer.qkv.scales) if isinstance(layer.qkv, QuantizedTensor) else (layer.qkv,)
+            for rows in (*qkv, layer.qkv_bias):
+                if rows is not None:
+                    heads = rows[:turned].view(-1, shape.head_dim, *rows.shape[1:])
+                    heads.copy_(heads[:, order])
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """The dimensions of a head in the order of `ModelWeights.arrange`: half of the turned ones, half of the others,
+    and the other halves."""
+    turned, others = torch.arange(rotary_dim).chunk(2), torch.arange(rotary_dim, head_dim).chunk(2)
+    return torch.cat((turned[0], others[0], turned[1], others[1]))
+
+
+def quantized_parts(shape: ModelShape, layer: int) -> frozenset[str]:
+    """The parts of ``layer`` (as `engine.model.families.Family.modules` names them) that are stored in 8 bits."""
+    if shape.quantization is None:
+        return frozenset()
+    found: set[str] = set()
+    for part, modules in FAMILIES[shape.architecture].modules(shape.has_experts(layer)).items():
+        covered = [shape.quantization.covers(f"model.layers.{layer}.{module}") for module in modules]
+        if any(covered) != all(covered):
+            raise ModelError(
+                f"'quantization_config' covers only some of {', '.join(modules)} in layer {layer}; they are one product"
+            )
+        if all(covered):
+            found.add(part)
+    return frozenset(found)
+
+
+def _matrices(
+    shape: ModelShape, layer: int, dtype: torch.dtype, device: torch.device, keep_quantized: bool
+) -> Callable[..., Matrix]:
+    """Makes the matrices of a layer: by the name of their part, and their size."""
+    quantized = quantized_parts(shape, layer) if keep_quantized else frozenset()
+
+    def empty(part: str, *size: int) -> Matrix:
+        quantization = shape.quantization
+        if quantization is None or part not in quantized:
+            return torch.empty(size, dtype=dtype, device=device)
+        groups = quantization.column_groups(size[-1])
+        return QuantizedTensor(
+            torch.empty(size, dtype=getattr(torch, quantization.values), device=device),
+            torch.empty((*size[:-1], groups), dtype=torch.float32, device=device),
+            quantization.block[1],
+        )
+
+    return empty
+
+
+def _layer(
+    shape: ModelShape, index: int, empty: Callable[..., torch.Tensor], matrix: Callable[..., Matrix]
+) -> LayerWeights:
+    def empty_if(wanted: bool, *size: int) -> torch.Tensor | None:
+        return empty(*size) if wanted else None
+
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    before, after = shape.norms != "after", shape.norms != "before"
+    experts = shape.experts
+    mlp: MLPWeights | ExpertWeights
+    if experts is not None and shape.has_experts(index):
+        mlp = ExpertWeights(
+            router=empty(experts.count, hidden),
+            gate_up=matrix("gate_up", experts.count, 2 * experts.intermediate_size, hidden),
+            down=matrix("down", experts.count, hidden, experts.intermediate_size),
+        )
+    else:
+        mlp = MLPWeights(
+            gate_up=matrix("gate_up", 2 * inner, hidden),
+            down=matrix("down", hidden, inner),
+            gate_up_bias=empty_if(shape.mlp_bias, 2 * inner),
+            down_bias=empty_if(shape.mlp_bias, hidden),
+        )
+    qk_norm = None
+    if shape.qk_norm:
+        qk_norm = empty(q_size + kv_size) if shape.qk_norm_spans_heads else empty(2, shape.head_dim)
+    return LayerWeights(
+        input_norm=empty_if(before, hidden),
+        qkv=matrix("qkv", q_size + 2 * kv_size, hidden),
+        out=matrix("out", hidden, q_size),
+        attended_norm=empty_if(after, hidden),
+        mlp_norm=empty_if(before, hidden),
+        mlp=mlp,
+        mlp_out_norm=empty_if(after, hidden),
+        qkv_bias=empty_if(shape.qkv_bias, q_size + 2 * kv_size),
+        out_bias=empty_if(shape.out_bias, hidden),
+        qk_norm=qk_norm,
+    )

@@ -13,6 +13,7 @@ from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import Ready
 from engine.model.decoder import LlamaDecoder
 from engine.model.dtypes import choose_dtype, native_dtypes
+from engine.model.experts import groups_natively
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
@@ -54,8 +55,10 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
     if choice.note:
         log.warning("%s", choice.note)
     dtype = choice.dtype
+    # The pool must not matter here: the workers of a service may have pools of different sizes.
+    long_rope = shape.uses_long_rope(spec.max_model_len or shape.max_position_embeddings)
     layout = KVLayout.uniform(
-        model_hash=source.model_hash(),
+        model_hash=source.model_hash(long_rope),
         dtype=dtype,
         block_size=spec.block_size or DEFAULT_BLOCK_SIZE,
         num_layers=shape.num_layers,
@@ -63,7 +66,7 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         head_dim=shape.head_dim,
     )
     _check_context(spec, shape)
-    weights = load_weights(source, TORCH_DTYPES[dtype], device)
+    weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=device.type == "cuda")
     available = DEFAULT_CPU_KV_BYTES
     if device.type == "cuda":
         available = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
@@ -71,14 +74,15 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
     # By default a request may be as long as the pool can hold.
     max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)
     if device.type == "cpu":
-        model = LlamaDecoder(weights, max_model_len)
+        model = LlamaDecoder(weights, max_model_len, long_rope=long_rope)
         _trim_heap()
         pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
-        runner = ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
+        attention = CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap)
+        runner = ModelRunner(model, attention, pool)
         runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
     else:
         pool = KVPool.on_cuda(layout, num_blocks, device)
-        runner = _cuda_runner(spec, weights, pool, max_model_len)
+        runner = _cuda_runner(spec, weights, pool, max_model_len, long_rope)
     ready = Ready(
         layout=layout,
         num_blocks=num_blocks,
@@ -119,7 +123,9 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _cuda_runner(spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_model_len: int) -> ModelRunner:
+def _cuda_runner(
+    spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_model_len: int, long_rope: bool
+) -> ModelRunner:
     """The runner of a GPU, warmed up, with its graphs recorded. `ConfigError` if Triton is missing."""
     try:  # imported here because engines on CPUs do without Triton
         from engine.kernels.cuda_attention import CUDAAttention
@@ -127,10 +133,14 @@ def _cuda_runner(spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_mode
         from engine.kernels.cuda_layer import CUDALayer
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
-    model = LlamaDecoder(weights, max_model_len, CUDALayer)
-    attention = CUDAAttention(pool, model.shape.num_heads)
+    model = LlamaDecoder(weights, max_model_len, CUDALayer, long_rope)
+    attention = CUDAAttention(pool, model.shape.num_heads, model.shape.attention_softcap)
     graphs = None
-    if spec.cuda_graphs:
+    grouped = model.shape.quantization is None and groups_natively(weights.norm.dtype, pool.tensor.device)
+    recordable = model.shape.experts is None or grouped
+    if spec.cuda_graphs and not recordable:
+        log.warning("decode runs without CUDA graphs: PyTorch's grouped products of experts are not native here")
+    if spec.cuda_graphs and recordable:
         max_blocks = pool.layout.blocks_for(max_model_len)
         graphs = DecodeGraphs(model, attention, pool, spec.max_num_seqs, max_blocks)
         graphs.capture()

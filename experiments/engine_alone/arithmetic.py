@@ -71,7 +71,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class ModelArithmetic:
-    """The numbers of a model that the counts need. ``windows`` has one entry per layer."""
+    """The numbers of a model that the counts need. ``windows`` has one entry per layer. ``idle_matrices`` of
+    ``layer_matrices`` are those of experts that do not compute a token; a step reads them nevertheless."""
 
     layer_matrices: int
     qkv_matrices: int
@@ -80,6 +81,7 @@ class ModelArithmetic:
     head_matrix: int
     windows: tuple[int | None, ...]
     dtype_bytes: int
+    idle_matrices: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape, dtype: str) -> ModelArithmetic:
@@ -93,6 +95,7 @@ class ModelArithmetic:
             head_matrix=shape.vocab_size * shape.hidden_size,
             windows=shape.layer_windows,
             dtype_bytes=DTYPE_BYTES[dtype],
+            idle_matrices=shape.layer_matrices - shape.active_layer_matrices,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,8 +116,9 @@ class ModelArithmetic:
         """One step over ``parts``."""
         layers = len(self.windows)
         rows, sampled = sum(part.rows for part in parts), sum(part.sample for part in parts)
-        last = rows * self.qkv_matrices + sampled * (self.layer_matrices - self.qkv_matrices)
-        multiplied = rows * (layers - 1) * self.layer_matrices + last + sampled * self.head_matrix
+        active = self.layer_matrices - self.idle_matrices
+        last = rows * self.qkv_matrices + sampled * (active - self.qkv_matrices)
+        multiplied = rows * (layers - 1) * active + last + sampled * self.head_matrix
         pairs = kv_tokens = 0
         for number, window in enumerate(self.windows, 1):
             for part in parts:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ops.cli.model_outline import outline_facts, show_outline
 from ops.cli.options import JsonOption, plain_table, print_json, print_note, stdout_console
 
 if TYPE_CHECKING:
@@ -17,9 +18,7 @@ _DEFAULT_WINDOW = 4096
 
 
 def model_info(
-    model: Annotated[
-        str, typer.Argument(help="a model folder, 'tiny', 'dummy:135m', 'dummy:8b', 'dummy:PATH/config.json'")
-    ],
+    model: Annotated[str, typer.Argument(help="a model folder, a config.json, 'tiny', 'dummy:135m', or 'dummy:8b'")],
     dtype: Annotated[
         str, typer.Option(help="auto (a type that the device computes natively), float32, bfloat16 or float16")
     ] = "auto",
@@ -38,22 +37,31 @@ def model_info(
     as_json: JsonOption = False,
 ) -> None:
     """Count a model's parameters, the size of its KV cache (as it is, and with MHA, GQA, MQA, MLA or a window), and
-    what fits into memory."""
+    what fits into memory. A config.json is enough, and models that pdserve does not serve are counted as well."""
     from engine.model.dtypes import choose_dtype
     from engine.model.folder import tokenizer_note
-    from engine.model.source import resolve_model
+    from engine.model.outline import is_served, outline_from_hf
+    from engine.model.source import config_of, resolve_model
     from pdserve.core.errors import InvalidRequest
     from pdserve.core.kv_layout import DTYPE_BYTES
 
-    source = resolve_model(model)
     if dtype not in ("auto", *DTYPE_BYTES):
         raise InvalidRequest(f"dtype: {dtype!r} is none of auto, {', '.join(DTYPE_BYTES)}")
     if memory is not None and not 0 < memory < 1e9:
         raise InvalidRequest(f"memory: {memory} is not a positive number of GB")
+    sizes_gb = _DEFAULT_MEMORY_GB if memory is None else (memory,)
+    found = config_of(model)
+    if found is not None and not is_served(found[0]):
+        outline = outline_from_hf(found[0], str(found[1]))
+        choice = choose_dtype(dtype, outline.dtype, {"this host": _devices(device)})
+        facts = outline_facts(model, outline, choice.dtype, sizes_gb, context)
+        print_json(facts) if as_json else show_outline(facts)
+        return
+    alone = found is not None and not any(found[1].parent.glob("*.safetensors"))  # the config without weights
+    source = resolve_model(f"dummy:{found[1]}" if found is not None and (alone or model.endswith(".json")) else model)
     context = context or source.shape.max_position_embeddings
     if window is not None or not source.shape.windows:
         window = window or min(_DEFAULT_WINDOW, max(1, context // 4))
-    sizes_gb = _DEFAULT_MEMORY_GB if memory is None else (memory,)
     choice = choose_dtype(dtype, source.shape.dtype, {"this host": _devices(device)})
     facts = _facts(source.name, source.shape, choice.dtype, sizes_gb, tokens, context, window)
     facts["notes"] = [note for note in (choice.note, tokenizer_note(source.folder)) if note]
@@ -97,7 +105,9 @@ def _facts(
         "attention": shape.attention,
         "shape": asdict(shape),
         "parameters": shape.num_parameters,
+        "active_parameters": shape.active_parameters,
         "weight_bytes": shape.weight_bytes(dtype),
+        "weight_bytes_on_gpus": shape.weight_bytes(dtype, keep_quantized=True),
         "kv_bytes_per_token": shape.kv_bytes_per_token(dtype),
         "kv_variants": [asdict(variant) for variant in model_memory.kv_variants(shape, dtype)],
         "mla_assumed": {"latent_dim": latent, "rope_dim": rope},
@@ -129,9 +139,15 @@ def _show(facts: dict[str, Any]) -> None:
     for line in _peculiarities(shape):
         console.print(line)
     stored = "" if facts["checkpoint_dtype"] == facts["dtype"] else f" (stored in {facts['checkpoint_dtype']})"
+    active = ""
+    if facts["active_parameters"] != facts["parameters"]:
+        active = f", of them {facts['active_parameters']:,} per token"
+    eight_bits = ""
+    if shape["quantization"] is not None:
+        eight_bits = f", {human_bytes(facts['weight_bytes_on_gpus'])} on GPUs, which keep the checkpoint's 8 bits"
     console.print(
-        f"parameters   {facts['parameters']:,}\n"
-        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}{stored}\n"
+        f"parameters   {facts['parameters']:,}{active}\n"
+        f"weights      {human_bytes(facts['weight_bytes'])} in {facts['dtype']}{stored}{eight_bits}\n"
         f"activations  {human_bytes(facts['activation_bytes'])} at the peak of a step of "
         f"{facts['activation_tokens']} tokens\n"
         f"KV cache     {human_bytes(per_token)} a token, {human_bytes(facts['kv_bytes_context'])} for a context of "
@@ -158,7 +174,7 @@ def _show(facts: dict[str, Any]) -> None:
         fits = (
             f"{fit['tokens']:,} tokens of KV: {fit['requests']:,} requests of {facts['context']}"
             if fit["kv_bytes"]
-            else "too small for weights and activations"
+            else f"too small for weights and activations; {fit['devices']} such devices would hold them and one request"
         )
         console.print(f"in {human_bytes(fit['memory_bytes'])}: {fits}")
     console.print(
@@ -174,12 +190,17 @@ def _show(facts: dict[str, Any]) -> None:
 def _peculiarities(shape: dict[str, Any]) -> list[str]:
     """What distinguishes the model from a plain Llama, one line each."""
     lines = []
+    if shape["experts"] is not None:
+        experts = shape["experts"]
+        plain = f", in all layers but {len(experts['dense_layers'])}" if experts["dense_layers"] else ""
+        lines.append(f"experts      {experts['per_token']} of {experts['count']} per token{plain}")
     names = {"qkv_bias": "queries, keys, values", "out_bias": "attention output", "mlp_bias": "MLP"}
     biases = [name for key, name in names.items() if shape[key]]
     if biases:
         lines.append(f"biases       {' · '.join(biases)}")
     if shape["qk_norm"]:
-        lines.append("norms        queries and keys, per head, before rope")
+        heads = "over all heads" if shape["qk_norm_spans_heads"] else "per head"
+        lines.append(f"norms        queries and keys, {heads}, before rope")
     windowed = [i for i, window in enumerate(shape["windows"]) if window is not None]
     if windowed:
         widest = max(shape["windows"][i] for i in windowed)

@@ -61,8 +61,9 @@ def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> 
     pool = KVPool.on_memory_file(layout, num_blocks, fd)
     os.close(fd)
     weights = load_weights(source, torch.float32, torch.device("cpu"))
-    model = LlamaDecoder(weights, shape.max_position_embeddings)
-    return ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows), pool)
+    long_rope = shape.uses_long_rope(shape.max_position_embeddings)
+    model = LlamaDecoder(weights, shape.max_position_embeddings, long_rope=long_rope)
+    return ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap), pool)
 
 
 def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -> torch.Tensor:
@@ -76,8 +77,10 @@ def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -
     pool = KVPool.on_memory_file(layout, len(blocks), fd)
     os.close(fd)
     device = torch.device("cpu")
-    model = LlamaDecoder(load_weights(source, TORCH_DTYPES[dtype], device), len(prompt))
-    attention = CPUAttention(pool, shape.num_heads, model.windows)
+    weights = load_weights(source, TORCH_DTYPES[dtype], device)
+    long_rope = shape.uses_long_rope(shape.max_position_embeddings)
+    model = LlamaDecoder(weights, len(prompt), long_rope=long_rope)
+    attention = CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap)
     logits: list[torch.Tensor] = []
     for start in range(0, len(prompt), chunk):
         tokens = prompt[start : start + chunk]

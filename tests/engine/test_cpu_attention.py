@@ -41,7 +41,9 @@ def _seqs(lengths: Sequence[tuple[int, int]], block_size: int) -> list[Scheduled
     ]
 
 
-def _written_out(query: torch.Tensor, pool: KVPool, seqs: Sequence[ScheduledSeq], window: int | None) -> torch.Tensor:
+def _written_out(
+    query: torch.Tensor, pool: KVPool, seqs: Sequence[ScheduledSeq], window: int | None, softcap: float | None = None
+) -> torch.Tensor:
     out: list[torch.Tensor] = []
     layer, row = pool.layers[LAYER], 0
     for seq in seqs:
@@ -53,6 +55,8 @@ def _written_out(query: torch.Tensor, pool: KVPool, seqs: Sequence[ScheduledSeq]
         for position in range(seq.start, context):
             first = 0 if window is None else max(0, position + 1 - window)
             scores = torch.einsum("hd,hkd->hk", query[row], keys[:, first : position + 1]) * SCALE
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             out.append(torch.einsum("hk,hkd->hd", scores.softmax(-1), values[:, first : position + 1]).flatten())
             row += 1
     return torch.stack(out)
@@ -98,6 +102,20 @@ def test_what_attention_is(
     query = torch.randn(rows, HEADS + 3, HEAD_DIM)[:, :HEADS]  # a view, as in the model
     out = step.attend(query, pool.layers[LAYER], window, SCALE)
     torch.testing.assert_close(out, _written_out(query, pool, seqs, window), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_scores_are_capped_softly(window: int | None) -> None:
+    torch.manual_seed(0)
+    unordered = _seqs([(3, 1), (90, 1), (31, 33), (0, 140)], 16)
+    pool = _pool(sum(len(s.block_ids) for s in unordered), 16)
+    attention = CPUAttention(pool, HEADS, {window}, softcap=0.8, fused=True)
+    seqs = attention.order(unordered)
+    assert not attention.fused  # PyTorch's fused attention has no soft cap
+    query = 3 * torch.randn(175, HEADS, HEAD_DIM)
+    out = attention.plan(seqs).attend(query, pool.layers[LAYER], window, SCALE)
+    torch.testing.assert_close(out, _written_out(query, pool, seqs, window, 0.8), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(out, _written_out(query, pool, seqs, window), rtol=1e-1, atol=1e-1)
 
 
 def test_queries_may_come_scaled() -> None:

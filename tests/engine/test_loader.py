@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.model.folder import check_weight_files, tokenizer_note
 from engine.model.loader import check_weights, load_weights
 from engine.model.source import ModelSource, resolve_model
+from engine.model.tensor_names import named_tensors as all_tensors
 from engine.model.weights import ModelWeights
 from pdserve.core.errors import ModelError
 from tests.local_cluster import ROOT
@@ -33,6 +34,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def named_tensors(weights: ModelWeights) -> dict[str, torch.Tensor]:
+    """All tensors by name; none is quantized."""
+    return {name: tensor for name, tensor in all_tensors(weights).items() if isinstance(tensor, torch.Tensor)}
+
+
 def _load(folder: Path) -> ModelWeights:
     return load_weights(resolve_model(str(folder)), torch.float32, CPU)
 
@@ -47,7 +53,7 @@ def _store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_every_tensor_lands_where_it_belongs(folder: Path) -> None:
-    named = _load(folder).tensors()
+    named = named_tensors(_load(folder))
     stored = _edit(folder)
     assert named.keys() == stored.keys()
     for name, tensor in stored.items():
@@ -55,7 +61,7 @@ def test_every_tensor_lands_where_it_belongs(folder: Path) -> None:
 
 
 def test_shards_give_the_same_weights(folder: Path, tmp_path: Path) -> None:
-    whole = _load(folder).tensors()
+    whole = named_tensors(_load(folder))
     tensors = _edit(folder)
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -65,7 +71,7 @@ def test_shards_give_the_same_weights(folder: Path, tmp_path: Path) -> None:
     weight_map = {n: file for file, part in shards.items() for n in part}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in _load(folder).tensors().items())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in named_tensors(_load(folder)).items())
 
     (folder / "model-2-of-2.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-2-of-2\.safetensors: missing, but .*index\.json names it"):
@@ -179,7 +185,7 @@ def test_biases_and_head_norms_land_where_they_belong(tmp_path: Path, family: st
     }  # fmt: skip
     save_random(tmp_path, config, seed=3)
     stored = _edit(tmp_path)
-    named = _load(tmp_path).tensors()
+    named = named_tensors(_load(tmp_path))
     assert named.keys() == stored.keys()
     assert all(torch.equal(named[name], tensor) for name, tensor in stored.items())
     own = {"llama": "mlp.up_proj.bias", "qwen2": "self_attn.v_proj.bias", "qwen3": "self_attn.k_norm.weight"}[family]
@@ -188,7 +194,7 @@ def test_biases_and_head_norms_land_where_they_belong(tmp_path: Path, family: st
     with pytest.raises(ModelError, match=rf"'model\.layers\.1\.{own}' is in none"):
         _load(tmp_path)
 
-    dummy = load_weights(resolve_model(f"dummy:{tmp_path / 'config.json'}"), torch.float32, CPU).tensors()
+    dummy = named_tensors(load_weights(resolve_model(f"dummy:{tmp_path / 'config.json'}"), torch.float32, CPU))
     for name, tensor in dummy.items():
         assert torch.equal(tensor, torch.ones_like(tensor)) == name.endswith("norm.weight"), name
 
@@ -205,7 +211,7 @@ def test_dummies() -> None:
 
 def test_dummies_of_a_config_draw_the_same_weights_everywhere(folder: Path) -> None:
     source: ModelSource = resolve_model(f"dummy:{folder / 'config.json'}")
-    first, second = (load_weights(source, torch.float32, CPU).tensors() for _ in range(2))
+    first, second = (named_tensors(load_weights(source, torch.float32, CPU)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(first["model.norm.weight"], torch.ones(16))
     assert first["model.embed_tokens.weight"].std().item() == pytest.approx(0.02, rel=0.2)

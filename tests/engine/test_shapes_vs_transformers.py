@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.model.hf_config import shape_from_hf
-from engine.model.shape import ModelShape
+from engine.model.shape import ModelShape, Rope
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 131,
@@ -84,6 +84,49 @@ def _their_windows(family: str, model: Any) -> tuple[int | None, ...]:
     return tuple(layer.self_attn.sliding_window for layer in layers)
 
 
+SMALL = PLAIN | {"num_attention_heads": 4, "num_key_value_heads": 2}
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma2ForCausalLM": {"model_type": "gemma2"},
+    "Gemma3ForCausalLM": {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 9},
+    "Phi3ForCausalLM": {"model_type": "phi3", "pad_token_id": None, "sliding_window": 7},
+    "Olmo2ForCausalLM": {"model_type": "olmo2", "attention_bias": True},
+    "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 3},
+    "Qwen3MoeForCausalLM": {
+        "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "head_dim": 24, "decoder_sparse_step": 2,
+        "moe_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 11,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", MORE_FAMILIES)
+def test_more_families_are_read_like_transformers_reads_them(architecture: str) -> None:
+    given = {"architectures": [architecture], **SMALL, **MORE_FAMILIES[architecture]}
+    theirs = AutoConfig.for_model(**given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    for config in (given, json.loads(theirs.to_json_string(use_diff=False)) | {"architectures": [architecture]}):
+        shape = shape_from_hf(config, "m")
+        assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+        attention = model.model.layers[0].self_attn
+        assert (shape.head_dim, shape.num_kv_heads) == (attention.head_dim, theirs.num_key_value_heads)
+        assert shape.attention_scale == attention.scaling
+        assert shape.rms_norm_eps == theirs.rms_norm_eps
+        assert shape.tie_word_embeddings is theirs.tie_word_embeddings
+        assert shape.attention_softcap == (
+            attention.attn_logit_softcapping if architecture == "Gemma2ForCausalLM" else None
+        )
+        assert shape.final_softcap == getattr(theirs, "final_logit_softcapping", None)
+        kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * shape.num_layers
+        window = getattr(theirs, "sliding_window", None)
+        expected = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        assert shape.layer_windows == expected
+        ropes = theirs.rope_parameters
+        main = ropes.get("full_attention", ropes)
+        assert (shape.rope.theta, shape.rope.scaling.kind) == (main["rope_theta"], main["rope_type"])
+        if "sliding_attention" in ropes:
+            assert shape.local_rope == Rope(ropes["sliding_attention"]["rope_theta"])
+
+
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Mistral-7B-v0.1": (
         {"architectures": ["MistralForCausalLM"], "vocab_size": 32_000, "hidden_size": 4096,
@@ -102,6 +145,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
          "max_position_embeddings": 40_960, "tie_word_embeddings": True},
         596_049_920,
+    ),
+    "gemma-2-2b": (
+        {"architectures": ["Gemma2ForCausalLM"], "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
+         "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+         "max_position_embeddings": 8192},
+        2_614_341_888,
+    ),
+    "Phi-3-mini-4k-instruct": (
+        {"architectures": ["Phi3ForCausalLM"], "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096, "sliding_window": 2047},
+        3_821_079_552,
+    ),
+    "Qwen3-30B-A3B": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151_936, "hidden_size": 2048,
+         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "max_position_embeddings": 40_960},
+        30_532_122_624,
     ),
 }  # fmt: skip
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from engine.model.shape import Experts
 from engine.model.source import resolve_model
 from experiments.engine_alone.arithmetic import Cost, ModelArithmetic, Part
 
@@ -71,3 +74,11 @@ def test_the_shapes_weights_are_what_a_step_reads() -> None:
     one = arithmetic.decode(1, 1000).num_bytes - arithmetic.decode(1, 0).num_bytes
     assert one == 1000 * shape.kv_bytes_per_token("bfloat16")
     assert ModelArithmetic.from_dict(arithmetic.to_dict()) == arithmetic
+
+
+def test_experts_that_do_not_compute_a_token_cost_no_flops() -> None:
+    shape = resolve_model("dummy:135m").shape
+    two, four = (replace(shape, experts=Experts(8, used, 1536)) for used in (2, 4))
+    costs = [ModelArithmetic.of(each, "bfloat16").decode(1, 10) for each in (two, four)]
+    assert costs[1].flops - costs[0].flops == 30 * 2 * 2 * 3 * 576 * 1536
+    assert costs[0].num_bytes == costs[1].num_bytes  # others of the batch may use them

@@ -349,6 +349,52 @@ def test_model_info_names_peculiarities_of_a_family(pdserve: Any, tmp_path: Path
     assert not [word for word in ("biases", "norms", "the KV pool keeps") if word in plain]
 
 
+def test_model_info_of_a_model_that_is_not_served(pdserve: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4, "torch_dtype": "float32"}
+    config.write_text(json.dumps(gpt2))
+    for name in (str(tmp_path), str(config), f"dummy:{config}"):
+        ran = pdserve("model-info", name, "--memory", "0.001", "--context", "100")
+        assert ran.code == 0, ran.err
+        text = " ".join(ran.out.split())
+        assert "GPT2LMHeadModel" in text
+        assert "not served" in text
+        assert "1.5 kB a token; 153.6 kB for a context of 100" in text
+        assert "too small; 14 such devices would hold the weights and one request" in text
+    facts = pdserve("model-info", str(config), "--json", "--memory", "1").json
+    assert (facts["served"], facts["exact"], facts["kv_bytes_per_token"]) == (False, True, 3 * 2 * 64 * 4)
+    assert facts["fits"][0]["requests"] == (10**9 - facts["weight_bytes"]) // facts["kv_bytes_context"]
+    config.write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    failed = pdserve("model-info", str(config))
+    assert (failed.code, "'hidden_size' must be a positive whole number" in failed.err) == (1, True)
+
+
+def test_model_info_needs_the_config_alone(pdserve: Any, tmp_path: Path) -> None:
+    """Also of a served model, here one with experts and a scale of its own."""
+    config = tmp_path / "config.json"
+    mixtral = {
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32_768,
+        "torch_dtype": "bfloat16",
+    }
+    config.write_text(json.dumps(mixtral))
+    ran = pdserve("model-info", str(tmp_path), "--dtype", "bfloat16")
+    assert ran.code == 0, ran.err
+    text = " ".join(ran.out.split())
+    assert "parameters 46,702,792,704, of them 12,879,925,248 per token" in text
+    assert "experts 2 of 8 per token" in text
+    assert "in 80.0 GB: too small for weights and activations; 2 such devices" in text
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.write_text(json.dumps(mixtral | {"quantization_config": fp8}))
+    text = " ".join(pdserve("model-info", str(tmp_path), "--dtype", "bfloat16").out.split())
+    assert "weights 93.4 GB in bfloat16, 48.4 GB on GPUs, which keep the checkpoint's 8 bits" in text
+
+
 def test_start_up_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom experiments.cli.main import main\n"

@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 # Shared memory that one program may have, by compute capability.
-SHARED_BYTES = {75: 64 * 1024, 80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {75: 64 * 1024, 80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 MODELS = {  # heads, KV heads, head dim, hidden, intermediate, block size, dtype
+    "gemma-2-2b": (8, 4, 256, 2304, 9216, 64, torch.bfloat16),
     "llama-3-8b": (32, 8, 128, 4096, 14_336, 64, torch.bfloat16),
     "smollm-135m": (9, 3, 64, 576, 1536, 16, torch.bfloat16),
     "llama-3-8b-float16": (32, 8, 128, 4096, 14_336, 64, torch.float16),
@@ -58,6 +59,7 @@ class Recorder:
                 attributes[i,] = [["tt.divisibility", 16]]
         source = ASTSource(self._kernel, {name: signature[name] for name in names}, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", self._capability, 32), options=keywords)
+        assert compiled.asm["cubin"]
         assert compiled.metadata.shared <= SHARED_BYTES[self._capability]
         self.compiled += 1
 
@@ -76,7 +78,7 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     stand_in(cuda_decode_attention, "_attend_split")
     stand_in(cuda_decode_attention, "_combine_splits")
     stand_in(cuda_prefill_attention, "_attend_tile")
-    for name in ("_rms_norm", "_silu_times", "_rotate_and_write"):
+    for name in ("_rms_norm", "_gate_times", "_rotate_and_write"):
         stand_in(cuda_layer, name)
     return recorders
 
@@ -86,6 +88,10 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     [
         ("llama-3-8b", 80),
         ("llama-3-8b", 90),
+        ("llama-3-8b", 100),
+        ("gemma-2-2b", 80),
+        ("gemma-2-2b", 90),
+        ("gemma-2-2b", 100),
         ("smollm-135m", 89),
         ("odd", 90),
         ("llama-3-8b-float16", 75),
@@ -106,9 +112,10 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
     cos = sin = meta(rows, 1, head_dim)
     query = cuda_layer.rotate_and_write(qkv, cos, sin, meta(heads + kv_heads, head_dim), 1e-5, slots, keys, values)
     out = meta(rows, heads, head_dim)
-    cuda_decode_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, out)
+    softcap = 50.0 if model == "gemma-2-2b" else None
+    cuda_decode_attention.attend_decodes(query, keys, values, tables, contexts, 2**30, 0.125, 16, out, softcap)
     for window in (None, 4096):
-        cuda_prefill_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out)
+        cuda_prefill_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
-    cuda_layer.silu_times(meta(rows, 2 * intermediate))
+    cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
     assert all(kernel.compiled for kernel in kernels)

@@ -14,6 +14,7 @@ from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
 from engine.kernels.cuda_layer import CUDALayer
 from engine.model.decoder import LlamaDecoder
+from engine.model.experts import groups_natively
 from engine.model.kv_pool import KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
@@ -21,6 +22,7 @@ from engine.model.source import resolve_model
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.harness import BLOCK, GREEDY, generate
+from tests.engine.test_quantized import write_quantized
 from tests.random_models import save_random
 
 BASE: dict[str, Any] = {
@@ -40,6 +42,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": BLOCK + 3},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 1},
 }
+# The interpreter is slow: each of these takes one short run.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": BLOCK + 3,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": BLOCK + 3,
+        "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+    },
+    "phi3": {"model_type": "phi3", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "olmo2": {"model_type": "olmo2", "attention_bias": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 24, "num_experts": 4, "moe_intermediate_size": 32,
+        "num_experts_per_tok": 3, "mlp_only_layers": [0],
+    },
+}  # fmt: skip
 LENGTHS = (1, BLOCK, 37)
 TOKENS = 5
 MAX_SEQS = 5
@@ -54,7 +74,9 @@ class CountingGraphs(DecodeGraphs):
         return super().logits(seqs)
 
 
-def make_engine(folder: Path, device: torch.device, block_size: int) -> tuple[ModelRunner, CountingGraphs]:
+def make_engine(
+    folder: Path, device: torch.device, block_size: int, keep_quantized: bool = False
+) -> tuple[ModelRunner, CountingGraphs]:
     """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU."""
     source = resolve_model(str(folder))
     shape = source.shape
@@ -62,11 +84,12 @@ def make_engine(folder: Path, device: torch.device, block_size: int) -> tuple[Mo
         source.model_hash(), "float32", block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
     )
     pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
-    weights = load_weights(source, torch.float32, device)
-    model = LlamaDecoder(weights, shape.max_position_embeddings, CUDALayer)
-    attention = CUDAAttention(pool, shape.num_heads)
+    weights = load_weights(source, torch.float32, device, keep_quantized)
+    model = LlamaDecoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128))
+    attention = CUDAAttention(pool, shape.num_heads, shape.attention_softcap)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
-    if device.type == "cuda":
+    recordable = shape.experts is None or groups_natively(weights.norm.dtype, device)
+    if device.type == "cuda" and recordable:
         graphs.capture()
         assert not pool.tensor.any()
     return ModelRunner(model, attention, pool, graphs), graphs
@@ -84,6 +107,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def expected(case: tuple[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
     """What transformers makes of the prompts."""
     folder, prompts = case
+    return their_tokens(folder, prompts, TOKENS)
+
+
+def their_tokens(folder: Path, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
+    """The greedy tokens of transformers after each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens: dict[str, list[int]] = {}
     for name, prompt in prompts.items():
@@ -92,7 +120,7 @@ def expected(case: tuple[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
             output = model.generate(
                 given,
                 attention_mask=torch.ones_like(given),
-                max_new_tokens=TOKENS,
+                max_new_tokens=num_tokens,
                 do_sample=False,
                 use_cache=False,
             )
@@ -113,6 +141,24 @@ def test_tokens_are_those_of_transformers(
     runner, graphs = make_engine(folder, device, block_size)
     assert generate(runner, prompts, TOKENS, chunk=chunk, stagger=1) == expected
     assert 3 in graphs.batches  # padded to 4
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_tokens_of_more_families(family: str, device: torch.device, tmp_path: Path) -> None:
+    """A prompt that is longer than the windows, in two chunks, and decodes beside it."""
+    save_random(tmp_path, BASE | MORE_FAMILIES[family], seed=len(family))
+    prompts = {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in (1, 19)}
+    runner, graphs = make_engine(tmp_path, device, BLOCK)
+    assert generate(runner, prompts, 4, chunk=16) == their_tokens(tmp_path, prompts, 4)
+    assert graphs.batches
+
+
+def test_tokens_of_weights_in_8_bits(device: torch.device, tmp_path: Path) -> None:
+    """They are dequantized for each product, and those of experts one expert at a time, which no graph records."""
+    stored, plain = write_quantized(tmp_path, "mixtral", "fp8_block")
+    prompts = {str(n): torch.randint(0, 131, (n,)).tolist() for n in (1, 11)}
+    runner, _ = make_engine(stored, device, BLOCK, keep_quantized=True)
+    assert generate(runner, prompts, 3) == their_tokens(plain, prompts, 3)
 
 
 def test_a_padded_step_writes_its_own_tokens_alone(

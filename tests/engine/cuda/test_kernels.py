@@ -10,9 +10,10 @@ import torch
 
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention
 from engine.kernels.cuda_decode_attention import attend_decodes
-from engine.kernels.cuda_layer import rms_norm, rotate_and_write, silu_times
+from engine.kernels.cuda_layer import gate_times, rms_norm, rotate_and_write
 from engine.model.kv_pool import TORCH_DTYPES, KVPool, LayerKV
 from engine.model.rope import rotate_
+from engine.model.shape import Activation
 from engine.scheduling.batch import ScheduledSeq
 from pdserve.core.kv_layout import KVLayout
 from tests.engine.cuda.conftest import INTERPRETED
@@ -25,13 +26,14 @@ LAYERS, LAYER = 2, 1
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads, KV heads, head dim, block size and window."""
+    """Heads, KV heads, head dim, block size, window and soft cap."""
 
     heads: int
     kv_heads: int
     head_dim: int
     block_size: int
     window: int | None = None
+    softcap: float | None = None
 
 
 SHAPES = [
@@ -41,6 +43,15 @@ SHAPES = [
     Shape(6, 1, 64, 64),
     Shape(4, 2, 32, 64, window=1),
     Shape(2, 1, 128, 128, window=64),
+]
+SWEEP = [  # groups of 1 to 16 heads, of 64 to 256 numbers
+    Shape(4, 4, 64, 16),
+    Shape(4, 2, 80, 16, window=30),
+    Shape(4, 1, 96, 32),
+    Shape(8, 1, 128, 64, window=64),
+    Shape(16, 1, 192, 32),
+    Shape(16, 1, 256, 64, window=17, softcap=1.5),
+    Shape(4, 2, 256, 16, softcap=30.0),
 ]
 
 
@@ -57,15 +68,17 @@ def make_pool(shape: Shape, dtype: str, device: torch.device) -> KVPool:
     return KVPool(layout, NUM_BLOCKS, torch.randn(size).to(device, TORCH_DTYPES[dtype]), {})
 
 
-def reference(query: torch.Tensor, kv: LayerKV, blocks: list[int], position: int, window: int | None) -> torch.Tensor:
+def reference(query: torch.Tensor, kv: LayerKV, blocks: list[int], position: int, shape: Shape) -> torch.Tensor:
     """What ``query`` (``[heads, head_dim]``) at ``position`` makes of its context, in float64 on the CPU."""
-    first = 0 if window is None else max(0, position + 1 - window)
+    first = 0 if shape.window is None else max(0, position + 1 - shape.window)
     group = query.shape[0] // kv.k.shape[1]
     keys, values = (
         part[blocks].double().cpu().transpose(0, 1).flatten(1, 2)[:, first : position + 1].repeat_interleave(group, 0)
         for part in (kv.k, kv.v)
     )
     scores = torch.einsum("hd,hcd->hc", query.double().cpu(), keys) * query.shape[1] ** -0.5
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
     return torch.einsum("hc,hcd->hd", scores.softmax(-1), values)
 
 
@@ -78,21 +91,48 @@ def scattered(shape: Shape, *tokens: int) -> list[list[int]]:
 @pytest.mark.parametrize(("shape", "dtype"), [(s, d) for i, s in enumerate(SHAPES) for d in dtypes(i)], ids=str)
 def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.device) -> None:
     """Contexts around tiles, windows and blocks; chunks that start anywhere."""
-    torch.manual_seed(0)
-    pool = make_pool(shape, dtype, device)
     spans = [(0, 1), (16, 1), (63, 1), (64, 1), (101, 1), (0, 37), (5, 3), (64, 34), (171, 140)]
-    tables = scattered(shape, *(start + rows for start, rows in spans))
-    attention = CUDAAttention(pool, shape.heads)
+    check_step(shape, dtype, make_pool(shape, dtype, device), scattered(shape, *map(sum, spans)), spans)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(s, d) for i, s in enumerate(SWEEP) for d in dtypes(i)], ids=str)
+def test_groups_and_head_sizes(shape: Shape, dtype: str, device: torch.device) -> None:
+    """All sizes of groups and heads of models, in a small ragged step."""
+    spans = [(0, 1), (64, 1), (70, 1), (0, 9), (60, 20)]
+    check_step(shape, dtype, make_pool(shape, dtype, device), scattered(shape, *map(sum, spans)), spans)
+
+
+def test_a_pool_of_more_than_2_to_the_31_numbers(device: torch.device) -> None:
+    """Offsets of its last blocks do not fit into 32 bits. The memory between the first and the last is never used."""
+    shape = Shape(4, 2, 64, 16)
+    layout = KVLayout.uniform("m", "float16", shape.block_size, LAYERS, shape.kv_heads, shape.head_dim)
+    numbers = layout.block_bytes // 2
+    last = 2**31 // numbers + 2
+    pool = KVPool(layout, last + 1, torch.empty((last + 1) * numbers, dtype=torch.float16, device=device), {})
+    assert pool.tensor.numel() > 2**31
+    tables = [[last], [last - 2, 0, last - 1], [1, last - 3]]
+    for table in tables:
+        pool.tensor[table] = torch.randn(pool.tensor[table].shape).to(device, torch.float16)
+    check_step(shape, "float16", pool, tables, [(9, 1), (35, 1), (5, 20)])
+
+
+def check_step(shape: Shape, dtype: str, pool: KVPool, tables: list[list[int]], spans: list[tuple[int, int]]) -> None:
+    """Run a step of ``spans`` (start, rows) over ``tables``, and compare what it writes and returns."""
+    torch.manual_seed(0)
+    device = pool.tensor.device
+    attention = CUDAAttention(pool, shape.heads, shape.softcap)
     seqs = [
         ScheduledSeq(str(i), [0] * rows, start, blocks, True, GREEDY)
         for i, ((start, rows), blocks) in enumerate(zip(spans, tables, strict=True))
     ]
-    shuffled = random.Random(1).sample(seqs, len(seqs))
-    seqs = attention.order(shuffled)
+    seqs = attention.order(random.Random(1).sample(seqs, len(seqs)))
     step = attention.plan(seqs)
     rows = sum(len(s.token_ids) for s in seqs)
     qkv = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim).to(device, TORCH_DTYPES[dtype])
-    before = pool.tensor.clone()
+    used = sorted({block for table in tables for block in table})
+    whole = pool.tensor if pool.num_blocks == NUM_BLOCKS else pool.tensor[used]
+    places = {block: block if pool.num_blocks == NUM_BLOCKS else used.index(block) for block in used}
+    before = whole.clone()
     kv = pool.layers[LAYER]
     unturned = torch.ones(rows, 1, shape.head_dim, device=device), torch.zeros(rows, 1, shape.head_dim, device=device)
     rotate_and_write(qkv, *unturned, None, 0.0, step.slots, kv.k, kv.v)
@@ -108,12 +148,13 @@ def test_a_step_of_decodes_and_chunks(shape: Shape, dtype: str, device: torch.de
             block, offset = seq.block_ids[position // shape.block_size], position % shape.block_size
             written = torch.cat((kv.k[block, :, offset], kv.v[block, :, offset]))
             torch.testing.assert_close(written, qkv[row, shape.heads :], rtol=0, atol=0)
-            before[block, LAYER, :, :, offset] = written.view(2, -1, shape.head_dim)
-            expected = reference(qkv[row, : shape.heads], kv, list(seq.block_ids), position, shape.window)
+            before[places[block], LAYER, :, :, offset] = written.view(2, -1, shape.head_dim)
+            expected = reference(qkv[row, : shape.heads], kv, list(seq.block_ids), position, shape)
             tolerance = TOLERANCES[dtype]
             torch.testing.assert_close(out[row], expected, rtol=tolerance, atol=tolerance)
             row += 1
-    assert torch.equal(pool.tensor, before)  # and nothing else was written
+    whole = pool.tensor if pool.num_blocks == NUM_BLOCKS else pool.tensor[used]
+    assert torch.equal(whole, before)  # and nothing else was written
 
 
 @pytest.mark.parametrize("splits", [4, 16])
@@ -135,7 +176,7 @@ def test_padding_reads_nothing(splits: int, device: torch.device) -> None:
         assert not out[1].any()
         assert not out[3].any()
         for row, blocks, position in ((0, tables[0], 129), (2, tables[1], 69)):
-            expected = reference(query[row], kv, blocks, position, None)
+            expected = reference(query[row], kv, blocks, position, shape)
             torch.testing.assert_close(out[row].double().cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
@@ -172,7 +213,7 @@ def test_rope_and_write(shape: Shape, normed: bool, dtype: str, device: torch.de
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [16, 72, 2100])
-def test_norm_and_silu(size: int, dtype: str, device: torch.device) -> None:
+def test_norm_and_gate(size: int, dtype: str, device: torch.device) -> None:
     torch.manual_seed(3)
     x = torch.randn(3, 2 * size).to(device, TORCH_DTYPES[dtype])
     weight = torch.rand(2 * size).to(device, TORCH_DTYPES[dtype])
@@ -180,5 +221,10 @@ def test_norm_and_silu(size: int, dtype: str, device: torch.device) -> None:
     normed = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), normed, rtol=tolerance, atol=tolerance)
-    product = torch.nn.functional.silu(exact[:, :size]) * exact[:, size:]
-    torch.testing.assert_close(silu_times(x).double(), product, rtol=tolerance, atol=tolerance)
+    gate, up = exact[:, :size], exact[:, size:]
+    gates: tuple[tuple[Activation, torch.Tensor], ...] = (
+        ("silu", torch.nn.functional.silu(gate)),
+        ("gelu_tanh", torch.nn.functional.gelu(gate, approximate="tanh")),
+    )
+    for activation, gated in gates:
+        torch.testing.assert_close(gate_times(x, activation).double(), gated * up, rtol=tolerance, atol=tolerance)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.model.shape import ModelShape, RopeScaling
+from engine.model.shape import Experts, ModelShape, RopeScaling
 from ops import model_memory
 
 LLAMA_8B = ModelShape(
@@ -65,6 +65,20 @@ def test_what_fits() -> None:
     assert fit.requests == fit.tokens // 8192 == 7
     none = model_memory.fit(LLAMA_8B, "bfloat16", 10 * 10**9, 512, 8192)
     assert (none.kv_bytes, none.tokens, none.requests) == (0, 0, 0)
+    assert (fit.devices, none.devices) == (1, 2)
+
+
+def test_a_token_uses_some_of_the_experts() -> None:
+    """Mixtral 8x7B, as published: 46.7 billion parameters, 12.9 billion per token."""
+    mixtral = replace(LLAMA_8B, vocab_size=32_000, experts=Experts(8, 2, 14_336))
+    assert (mixtral.num_parameters, mixtral.active_parameters) == (46_702_792_704, 12_879_925_248)
+    idle = 32 * 6 * 3 * 4096 * 14_336
+    assert 32 * (mixtral.layer_matrices - mixtral.active_layer_matrices) == idle
+    dense = replace(mixtral, experts=Experts(8, 2, 14_336, dense_layers=tuple(range(1, 32))))
+    assert dense.num_parameters == mixtral.num_parameters - 31 * (7 * 3 * 4096 * 14_336 + 8 * 4096)
+    assert model_memory.prefill_flops_per_token(mixtral, 1) == pytest.approx(
+        2 * (mixtral.active_parameters - 32_000 * 4096 - 65 * 4096) + 4 * 32 * 4096
+    )
 
 
 def test_a_window_saves_attention_but_no_weights() -> None:

@@ -173,7 +173,7 @@ def test_an_optional_number_that_is_wrong_is_named(key: str, value: Any) -> None
         ({"num_key_value_heads": 5}, "32 attention heads do not divide by 5 KV heads"),
         ({"hidden_size": 4097}, "'hidden_size' 4097 is no multiple of 32 heads and there is no 'head_dim'"),
         ({"torch_dtype": "int4"}, "dtype 'int4' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "'factor' of linear rope scaling must be a positive number, got None"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, "'factor' of linear rope scaling .* got 'x'"),
         *(
