@@ -132,7 +132,7 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         kv_memory_bytes=None if config.kv_memory_mb is None else config.kv_memory_mb * 2**20,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=spec.token_budget,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         chunk_tokens=config.chunk_tokens,
