@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := pdserve engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
+SOURCES := pdserve devices engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
 
 .PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api proto tiny clean
 

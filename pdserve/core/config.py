@@ -98,7 +98,9 @@ class EngineConfig(_Section):
     )
     num_blocks: Positive | None = Field(None, description="KV blocks of the pool; default: what kv_memory_mb holds")
     kv_memory_mb: Positive | None = Field(
-        None, description="memory of the KV pool in MiB; default 512 on a CPU, 80 % of what is free on a GPU"
+        None,
+        description="memory of the KV pool in MiB; default 512 on a CPU; on a GPU what weights and the "
+        "largest step leave of its memory",
     )
     max_num_batched_tokens: Positive | None = Field(
         None,
