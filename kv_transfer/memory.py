@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from devices.cuda import Cuda
+from devices.poison import ends_if_poisoned
 from pdserve.core import memory_file
 from pdserve.core.errors import TransferRefused
 from pdserve.core.kv_layout import Region
@@ -144,14 +145,22 @@ class DeviceMemory:
         for region in regions:
             ours, theirs = self.view(region), host[start : start + region.size]
             target, source = (ours, theirs) if to_device else (theirs, ours)
-            target.copy_(source, non_blocking=True)
+            with ends_if_poisoned():
+                target.copy_(source, non_blocking=True)
             start += region.size
 
     def settled(self) -> Callable[[], bool]:
         """Return a function that tells whether the copies begun so far have ended."""
         if self.cuda is None:
             return lambda: True
-        return self.cuda.record(self.index).query
+        with ends_if_poisoned():
+            event = self.cuda.record(self.index)
+
+        def passed() -> bool:
+            with ends_if_poisoned():
+                return event.query()
+
+        return passed
 
     def close(self) -> None:
         """Release the memory. May be called twice."""

@@ -100,7 +100,13 @@ class Incarnation:
                     f"worker {spec.worker_id}: {error}; see transfer.interface and cluster.port_base"
                 ) from None
             # The engine's silence counts only while this process can read its answers.
-            watchdog = Watchdog(engine, spec.worker_id, awake_clock(), spec.config.engine.hang_timeout_s)
+            watchdog = Watchdog(
+                engine,
+                spec.worker_id,
+                awake_clock(),
+                spec.config.engine.hang_timeout_s,
+                on_gpu=spec.device.startswith("cuda"),
+            )
         except BaseException:
             if kv is not None:
                 await kv.aclose()

@@ -230,6 +230,7 @@ class Worker:
     # --- engine events -----------------------------------------------------------------------------------------------
 
     def _on_event(self, event: EngineEvent, incarnation: Incarnation) -> None:
+        incarnation.watchdog.progressed()
         match event:
             case Step():
                 self._table.on_step(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -172,3 +173,30 @@ async def test_nothing_writes_a_device_any_more_once_a_fetch_is_at_rest(monkeypa
     finally:
         await here.aclose()
         await there.aclose()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "cuda_ipc"])
+async def test_an_error_of_the_gpu_ends_the_process(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """To lose the link is not enough: every later call of the process would fail as well."""
+    ended = asyncio.Event()
+    source, target = DevicePool("p", 8), DevicePool("d", 8)
+    sending, receiving = pair(kind, source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
+    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
+    whole = torch.Tensor.copy_
+
+    def broken(self: torch.Tensor, *arguments: object, **named: object) -> object:
+        if not ends.broken:
+            return whole(self, *arguments, **named)  # type: ignore[arg-type]
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    ends.broken = False
+    monkeypatch.setattr(torch.Tensor, "copy_", broken)
+    ends.start("r", [1], 0)
+    ends.broken = True
+    ends.sender.send_blocks("r", 0, [2], last=True)
+    async with asyncio.timeout(10):
+        await ended.wait()
+    await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"), return_exceptions=True)
