@@ -59,9 +59,6 @@ class Incarnation:
     async def start(cls, spec: WorkerSpec, clock: Clock) -> Self:
         """Start an engine and its KV ends. Raises PdserveError if that fails; nothing is left running then."""
         transfer = spec.config.transfer
-        if transfer.transport == "torch_dist" and spec.device.startswith("cuda") and spec.device_share < 1:
-            # If it is configured explicitly, NCCL is used on a shared GPU as well: over sockets, as between hosts.
-            os.environ.setdefault("NCCL_HOSTID", spec.worker_id)
         # A configured transport that cannot work is an error before the model is loaded.
         shape = Shape.of(transfer)
         names = await in_thread(

@@ -29,6 +29,8 @@ class SocketTransport(KVTransport):
 
     def __init__(self, memory: Memory, *, timeout_s: float = 10.0) -> None:
         self._memory, self._timeout_s = memory, timeout_s
+        self._greet_s = 0.0
+        """How long greeting a peer may take beyond the time limit of connecting."""
         self._accepted: asyncio.Queue[KVLink | None] = asyncio.Queue()
         self._links: set[KVLink] = set()
         self._acceptor: Acceptor | None = None
@@ -59,12 +61,16 @@ class SocketTransport(KVTransport):
         """Connect ``connection`` to ``address`` and make a link."""
         link: KVLink | None = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 connection.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(connection, address)  # type: ignore[arg-type]
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(connection, address)  # type: ignore[arg-type]
+                if self._greet_s > timeout_s:
+                    limit.reschedule(loop.time() + self._greet_s)
                 link = await self._greet(connection, endpoint.address, connecting=True)
         except TimeoutError:
-            where = f"{endpoint.address} did not answer within {timeout_s} s ({self.name})"
+            limit_s = max(timeout_s, self._greet_s)
+            where = f"{endpoint.address} did not answer within {limit_s} s ({self.name})"
             raise TransferTimeout(where) from None
         except (OSError, EOFError, RuntimeError) as error:
             raise PeerLost(f"no link to {endpoint.address}: {error} ({self.name})") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
+from kv_transfer.transports.torch_groups import Groups
 from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, probe_area
@@ -200,3 +202,26 @@ async def test_an_error_of_the_gpu_ends_the_process(
     async with asyncio.timeout(10):
         await ended.wait()
     await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"), return_exceptions=True)
+
+
+async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a library connects at the first payload: the handshake goes on to larger ones."""
+    whole, sizes = Groups.recv, []
+
+    def recv(self: Groups, size: int) -> Any:
+        sizes.append(size)
+        if len([each for each in sizes if each >= 2**16]) == 1:
+            time.sleep(0.3)
+        return whole(self, size)
+
+    monkeypatch.setattr(Groups, "recv", recv)
+    source, target = DevicePool("p", 8192), DevicePool("d", 8192)
+    sending, receiving = pair("torch_dist", source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
+    ends.start("r", [1])
+    ends.sender.send_blocks("r", 0, [2], last=True)
+    await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert max(sizes) > 2**16
+    assert ends.sender.links()[0].ceiling_gbs > 0.01
