@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from kv_transfer.base import KVTransport
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
+from kv_transfer.send_link import SendLink
+from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.tcp import TcpTransport
@@ -225,3 +228,28 @@ async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
     await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
     assert max(sizes) > 2**16
     assert ends.sender.links()[0].ceiling_gbs > 0.01
+
+
+async def test_messages_grow_when_hand_offs_have_rated_the_link(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handshake that measured too little must not keep messages small for the life of the link."""
+    source, target = DevicePool("p", 64), DevicePool("d", 64)
+    sending, receiving = pair("tcp", source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving, message_bytes=2**20)
+    sizes: list[int] = []
+    whole = SendLink.add
+
+    def add(link: SendLink, transfer: SendTransfer) -> None:
+        whole(link, transfer)
+        sizes.append(transfer.message_bytes)
+
+    monkeypatch.setattr(SendLink, "add", add)
+    for name, ceiling_gbs in (("first", None), ("slow", 0.0001), ("rated", 5.0)):
+        if ceiling_gbs is not None:
+            link = ends.sender._peers["d"]
+            link.about = replace(link.about, ceiling_gbs=ceiling_gbs)
+        ends.start(name, [1])
+        ends.sender.send_blocks(name, 0, [2], last=True)
+        await asyncio.gather(ends.receiver.wait(name), ends.sender.wait(name))
+    assert sizes[1:] == [2**16, 2**20]
