@@ -5,9 +5,9 @@ SHELL := /bin/bash
 PYTHON ?= $(shell scripts/find_python.sh)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := pdserve engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
+SOURCES := pdserve devices engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers proto tiny clean
+.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-router proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ soak: $(INSTALLED)  ## long tests, run by hand
 bench-engine: $(INSTALLED)  ## the engine beside transformers and the floor of this machine, on one core (about 10 minutes)
 	$(BIN)/python -m benchmarks.engine
 
+bench-sampling: $(INSTALLED)  ## sampling a batch of 32 rows over a vocabulary of 128k, on one core (half a minute)
+	$(BIN)/python -m benchmarks.sampling
+
 bench-transfer: $(INSTALLED)  ## transports and hand-offs beside memcpy, raw TCP, NIXL and Mooncake (about 8 minutes)
 	$(BIN)/python -m benchmarks.transfer
 
@@ -67,6 +70,9 @@ bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and besi
 
 bench-api: $(INSTALLED)  ## HTTP beside gRPC: time to first token, CPU time per token (about 3 minutes)
 	$(BIN)/python -m benchmarks.api
+
+bench-router: $(INSTALLED)  ## the front door with stub workers beside a bare echo, on one core (about 8 minutes)
+	$(BIN)/python -m benchmarks.router
 
 bench-strangers: $(INSTALLED)  ## what 1,000 connections of strangers cost requests (about 7 minutes)
 	$(BIN)/python -m benchmarks.strangers

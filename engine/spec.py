@@ -22,7 +22,7 @@ class EngineSpec:
     ``device``: ``cpu`` or ``cuda``.
     ``cores``: CPU cores that the engine binds itself to, one thread each (empty: one thread, not bound).
     ``num_blocks``: KV blocks in the pool; overrides ``kv_memory_bytes``.
-    ``device_share``: the share of a GPU's free memory that the engine may use by default.
+    ``device_share``: the share of a GPU's memory that the engine may use by default.
     ``cuda_graphs``: run decode steps on GPUs as recorded graphs.
     ``layer_groups``: layer groups per step for early KV push (0: push at the end of the step).
     """

@@ -20,6 +20,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ModelError
 from pdserve.core.request import Mode
 from pdserve.core.timeline import STAGE_NAMES, Figure
+from pdserve.core.worker import Role
 
 PD, COLOCATED = Mode.PD.value, Mode.COLOCATED.value
 """The arms, which are named after the mode of their requests."""
@@ -135,7 +136,7 @@ def differences_of(cell: str, rows: Sequence[RequestRow], *, under_load: bool = 
 
 def chunk_tokens(config: PdserveConfig, prompt_len: int) -> int:
     """The most tokens of a prompt that one step of the service computes."""
-    chosen, budget = config.engine.chunk_tokens, config.engine.max_num_batched_tokens
+    chosen, budget = config.engine.chunk_tokens, config.engine.token_budget(config.cluster.device, Role.PREFILL)
     if chosen == "off":
         return prompt_len
     return budget if chosen is None else min(chosen, budget)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ def offered_transports(
     """The transports that a worker on ``device`` (``cpu``, ``cuda``, ``cuda:0`` ...) offers, best first.
 
     ``configured`` is a transport's name or ``auto``, which never chooses nixl. ``shared_device``: workers may share a
-    GPU, which NCCL allows only if their NCCL_HOSTIDs differ. ``shaped``: links are to be shaped, for which ``auto``
+    GPU, which NCCL does not support. ``shaped``: links are to be shaped, for which ``auto``
     chooses tcp. ConfigError if the configured transport cannot work on this device, or cannot be shaped; the check may
     take seconds."""
     cuda = device.startswith("cuda")
@@ -46,10 +45,10 @@ def offered_transports(
     if configured == "shm" and cuda:
         raise ConfigError("transfer.transport: shm reads host memory, and the pool is on a GPU; use auto")
     if configured == "torch_dist":
-        if cuda and shared_device and not os.environ.get("NCCL_HOSTID"):
+        if cuda and shared_device:
             raise ConfigError(
-                "transfer.transport: torch_dist cannot be used: workers may share one GPU, which NCCL refuses unless "
-                "each has an NCCL_HOSTID of its own; use auto or tcp"
+                "transfer.transport: torch_dist cannot be used: workers may share one GPU, which NCCL does not "
+                "support; use auto (cuda_ipc within a GPU, tcp to others)"
             )
         if (problem := _backend_problem("nccl" if cuda else "gloo")) is not None:
             raise ConfigError(f"transfer.transport: torch_dist cannot be used: {problem}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from devices.poison import ends_if_poisoned
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import Region, pair_regions
 
@@ -170,7 +171,8 @@ class Fetch:
         `settled` waits for the copies."""
         if not self.cancelled and isinstance(self._memory, DeviceMemory):
             for ours, theirs in pair_regions(self.regions, regions):
-                self._memory.view(ours).copy_(view(theirs), non_blocking=True)
+                with ends_if_poisoned():
+                    self._memory.view(ours).copy_(view(theirs), non_blocking=True)
             self.advance(self.size)
 
     @contextlib.contextmanager

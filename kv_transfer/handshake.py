@@ -88,6 +88,9 @@ async def measure(link: KVLink, pool: Pool, announced: list[Announce]) -> float:
             break
         await prober.train(0)
     num_bytes = _FIRST_BYTES
+    if link.on_device:  # its library may set up channels for the first payload of a size
+        await prober.train(num_bytes)
+        unused_bytes -= num_bytes
     while True:
         took_s = await prober.train(num_bytes)
         unused_bytes -= num_bytes

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from devices.cuda import Cuda
+from devices.poison import ends_if_poisoned
 from pdserve.core import memory_file
 from pdserve.core.errors import TransferRefused
 from pdserve.core.kv_layout import Region
@@ -84,40 +86,42 @@ class DeviceMemory:
     """Memory on a GPU. ``data`` is a tensor of its bytes (uint8), and ``handle`` opens it in other processes by CUDA
     IPC.
 
-    Copies use the device's default stream, on which this process runs nothing else."""
+    ``cuda`` has allocated or opened it on GPU ``index`` (None: the tensor is on the host, in tests). Copies use the
+    device's default stream, on which this process runs nothing else."""
 
     on_device = True
 
-    def __init__(self, handle: Sequence[Any], data: torch.Tensor) -> None:
+    def __init__(
+        self, handle: Sequence[Any], data: torch.Tensor, cuda: Cuda | None = None, index: int | None = None
+    ) -> None:
         self.handle = list(handle)
+        self.cuda = cuda
+        self.index = (data.device.index or 0) if index is None else index
+        """The index of the GPU in this process."""
         self.size = data.nbytes
         self.address = data.data_ptr()
         self._data: torch.Tensor | None = data
 
     @classmethod
-    def create(cls, size: int, device: str) -> DeviceMemory:
-        """Allocate ``size`` zeros on ``device``. torch's OutOfMemoryError if there is no room."""
-        import torch
-
-        data = torch.zeros(size, dtype=torch.uint8, device=device)
-        return cls(data.untyped_storage()._share_cuda_(), data)  # type: ignore[no-untyped-call]
+    def create(cls, size: int, device: str, cuda: Cuda | None = None) -> DeviceMemory:
+        """Allocate ``size`` zeros on ``device`` (``cuda``, ``cuda:1``). torch's OutOfMemoryError if there is no
+        room."""
+        cuda, index = cuda or _torch_cuda(), int(device.partition(":")[2] or 0)
+        cuda.init(index)
+        data = cuda.zeros(size, index)
+        return cls(cuda.share(data), data, cuda, index)
 
     @classmethod
-    def open(cls, handle: Sequence[Any]) -> DeviceMemory:
-        """Open memory that another process shares. TransferRefused if that fails."""
-        import torch
-
+    def open(cls, handle: Sequence[Any], index: int | None = None, cuda: Cuda | None = None) -> DeviceMemory:
+        """Open memory that another process shares. ``index`` is its GPU's in this process, if processes may number
+        GPUs differently. TransferRefused if that fails."""
+        cuda = cuda or _torch_cuda()
+        at: int = handle[0] if index is None else index
         try:
-            storage = torch.UntypedStorage._new_shared_cuda(*handle)
-            device = torch.device("cuda", handle[0])
-            return cls(handle, torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+            cuda.init(at)  # opening memory does not, and crashes without
+            return cls(handle, cuda.open(handle, at), cuda, at)
         except (RuntimeError, TypeError, ValueError) as error:
             raise TransferRefused(f"the peer's GPU memory cannot be opened: {error}") from None
-
-    @property
-    def index(self) -> int:
-        """The index of the GPU in this process."""
-        return self._open.device.index or 0
 
     def view(self, region: Region) -> torch.Tensor:
         """The bytes of a region, without a copy. ValueError if the memory is closed."""
@@ -141,18 +145,22 @@ class DeviceMemory:
         for region in regions:
             ours, theirs = self.view(region), host[start : start + region.size]
             target, source = (ours, theirs) if to_device else (theirs, ours)
-            target.copy_(source, non_blocking=True)
+            with ends_if_poisoned():
+                target.copy_(source, non_blocking=True)
             start += region.size
 
     def settled(self) -> Callable[[], bool]:
         """Return a function that tells whether the copies begun so far have ended."""
-        if not self._open.is_cuda:  # a tensor on the host, in tests
+        if self.cuda is None:
             return lambda: True
-        import torch
+        with ends_if_poisoned():
+            event = self.cuda.record(self.index)
 
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._open.device))
-        return event.query
+        def passed() -> bool:
+            with ends_if_poisoned():
+                return event.query()
+
+        return passed
 
     def close(self) -> None:
         """Release the memory. May be called twice."""
@@ -163,6 +171,12 @@ class DeviceMemory:
         if self._data is None:
             raise ValueError("the memory is closed")
         return self._data
+
+
+def _torch_cuda() -> Cuda:
+    from devices.torch_cuda import TorchCuda  # imports torch, which a worker without a GPU may do without
+
+    return TorchCuda()
 
 
 Memory: TypeAlias = HostMemory | DeviceMemory

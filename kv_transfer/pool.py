@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from devices.cuda import Cuda
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from pdserve.core.kv_layout import KVLayout, Region, probe_area
 
@@ -31,15 +32,18 @@ class Pool:
         return cls(layout, num_blocks, memory)
 
     @classmethod
-    def open(cls, layout: KVLayout, num_blocks: int, handle: Mapping[str, Any], memory_fd: int) -> Pool:
+    def open(
+        cls, layout: KVLayout, num_blocks: int, handle: Mapping[str, Any], memory_fd: int, cuda: Cuda | None = None
+    ) -> Pool:
         """Open an engine's pool. ``handle`` comes from `engine.messages.Ready`; ``memory_fd`` is the memory file of a
-        pool on the host, and the caller closes it. TransferRefused if the memory cannot be opened, ValueError if its
-        size does not match the layout."""
+        pool on the host, and the caller closes it. ``cuda`` opens a pool on a GPU (default: torch). TransferRefused if
+        the memory cannot be opened, ValueError if its size does not match the layout."""
         expected = layout.block_bytes * num_blocks
         if handle["bytes"] != expected:
             raise ValueError(f"the pool has {handle['bytes']} bytes, its layout needs {expected}")
-        memory: Memory = HostMemory(memory_fd) if handle["kind"] == "memfd" else DeviceMemory.open(handle["share"])
-        return cls(layout, num_blocks, memory)
+        if handle["kind"] == "memfd":
+            return cls(layout, num_blocks, HostMemory(memory_fd))
+        return cls(layout, num_blocks, DeviceMemory.open(handle["share"], cuda=cuda))
 
     def regions(
         self, block_ids: Sequence[int], layers: range | None = None, share: KVLayout | None = None

@@ -84,9 +84,6 @@ class SendLink:
         self._confirms = link.reads_late and not checksums
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
-        # Messages are small on a slow link, because an abort waits for the one that is being written.
-        moved_bytes = round(about.ceiling_gbs * 1e9 * _MESSAGE_S)
-        self._most_message_bytes = max(_LEAST_MESSAGE_BYTES, moved_bytes) if moved_bytes else None
         self._lease_s, self._conclude = lease_s, conclude
         self._transfers: dict[str, SendTransfer] = {}  # by nonce
         self._unbound: dict[str, SendTransfer] = {}  # by attempt id, not announced yet
@@ -104,8 +101,9 @@ class SendLink:
         """Send a transfer over this link."""
         transfer.settle, transfer.layout = lambda: self._settle(transfer), self._share
         transfer.transport = self.about.transport
-        if self._most_message_bytes is not None:
-            transfer.message_bytes = min(transfer.message_bytes, self._most_message_bytes)
+        # Messages are small on a slow link, because an abort waits for the one that is being written.
+        if moved_bytes := round(self.about.ceiling_gbs * 1e9 * _MESSAGE_S):  # hand-offs have rated the link since
+            transfer.message_bytes = min(transfer.message_bytes, max(_LEAST_MESSAGE_BYTES, moved_bytes))
         announced = self._announced.pop(transfer.attempt_id, None)
         if announced is not None:
             self._bind(transfer, announced)

@@ -12,6 +12,7 @@ from engine.model.source import ModelSource
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES
 from pdserve.core.config import PdserveConfig
 from pdserve.core.kv_layout import DTYPE_BYTES, KVLayout, probe_area
+from pdserve.core.worker import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def layout_of(source: ModelSource, config: PdserveConfig) -> KVLayout:
 def _need(source: ModelSource, config: PdserveConfig, layout: KVLayout, device: str) -> MemoryNeed:
     """Memory for weights, pool, and the activations of a full step that samples a token for each of its requests."""
     engine, dtype = config.engine, layout.dtype
-    tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs)
+    tokens = max(engine.max_num_seqs, *(engine.token_budget(device, role) for role in Role))
     if engine.num_blocks is not None:
         pool_bytes = engine.num_blocks * layout.block_bytes
     elif engine.kv_memory_mb is not None:

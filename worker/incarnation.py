@@ -61,9 +61,6 @@ class Incarnation:
         """Start an engine, and KV ends for peers that know the service's ``secret``. Raises PdserveError if that fails;
         nothing is left running then."""
         transfer = spec.config.transfer
-        if transfer.transport == "torch_dist" and spec.device.startswith("cuda") and spec.device_share < 1:
-            # If it is configured explicitly, NCCL is used on a shared GPU as well: over sockets, as between hosts.
-            os.environ.setdefault("NCCL_HOSTID", spec.worker_id)
         # A configured transport that cannot work is an error before the model is loaded.
         shape = Shape.of(transfer)
         names = await in_thread(
@@ -102,7 +99,13 @@ class Incarnation:
                     f"worker {spec.worker_id}: {error}; see transfer.interface and cluster.port_base"
                 ) from None
             # The engine's silence counts only while this process can read its answers.
-            watchdog = Watchdog(engine, spec.worker_id, awake_clock(), spec.config.engine.hang_timeout_s)
+            watchdog = Watchdog(
+                engine,
+                spec.worker_id,
+                awake_clock(),
+                spec.config.engine.hang_timeout_s,
+                on_gpu=spec.device.startswith("cuda"),
+            )
         except BaseException:
             if kv is not None:
                 await kv.aclose()
@@ -134,7 +137,7 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         kv_memory_bytes=None if config.kv_memory_mb is None else config.kv_memory_mb * 2**20,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=spec.token_budget,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         chunk_tokens=config.chunk_tokens,

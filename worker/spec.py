@@ -45,6 +45,11 @@ class WorkerSpec:
         """The first port of its KV transports; 0 if the system chooses them."""
         return self.port + 1 if self.port else 0
 
+    @property
+    def token_budget(self) -> int:
+        """The most tokens of one step of its engine."""
+        return self.config.engine.token_budget(self.device, self.role)
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values, which JSON can carry."""
         config = self.config.model_dump(mode="json")

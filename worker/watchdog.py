@@ -1,7 +1,8 @@
 """Detects an engine that hangs: its process is alive, but neither answers nor computes.
 
-The engine is pinged every second and answers between steps. A step may take long, so a late answer alone proves
-nothing: an engine is *silent* while it owes an answer and uses no processor time. After half of ``timeout_s`` the
+The engine is pinged every second and answers between steps. An engine is *silent* while it owes an answer and tells
+nothing, neither a step nor an answer. On a CPU a step may take long, so there it also has to use no processor time. On
+a GPU processor time proves nothing, because a thread that waits for a hung GPU spins. After half of ``timeout_s`` the
 worker fails the engine's requests, so that they can continue elsewhere. After ``timeout_s`` the engine is killed, and
 the worker begins a new incarnation.
 """
@@ -24,11 +25,14 @@ PING_EVERY_S = 1.0
 
 
 class Watchdog:
-    """Watches one engine. Call `pong` for each `Pong`. ``is_silent`` says whether the engine has been silent for half
-    of ``timeout_s``."""
+    """Watches one engine. Call `pong` for each `Pong`, and `progressed` for each other event. ``is_silent`` says
+    whether the engine has been silent for half of ``timeout_s``. ``on_gpu``: processor time does not count."""
 
-    def __init__(self, engine: EngineClient, worker_id: str, clock: Clock, timeout_s: float) -> None:
+    def __init__(
+        self, engine: EngineClient, worker_id: str, clock: Clock, timeout_s: float, *, on_gpu: bool = False
+    ) -> None:
         self.is_silent = False
+        self._on_gpu = on_gpu
         self._engine = engine
         self._worker_id = worker_id
         self._clock = clock
@@ -41,6 +45,10 @@ class Watchdog:
     def pong(self) -> None:
         """Note that the engine has answered."""
         self._owed = 0
+        self._alive_s = self._clock.now()
+
+    def progressed(self) -> None:
+        """Note that the engine has told of a step, or of a part of one."""
         self._alive_s = self._clock.now()
 
     async def run(self, on_change: Callable[[], None] = lambda: None) -> None:
@@ -61,10 +69,11 @@ class Watchdog:
             return
 
     def _silence_s(self) -> float:
-        """Seconds since the engine last answered or computed; 0 while it owes nothing."""
+        """Seconds since the engine last answered or computed; 0 while it owes nothing. NoSuchProcess once it has
+        ended."""
         times = self._process.cpu_times()
         cpu_s = times.user + times.system
         now_s = self._clock.now()
-        if cpu_s != self._cpu_s:
+        if cpu_s != self._cpu_s and not self._on_gpu:
             self._cpu_s, self._alive_s = cpu_s, now_s
         return now_s - self._alive_s if self._owed else 0.0

@@ -108,7 +108,7 @@ class Worker:
             layout=ready.layout,
             num_blocks=ready.num_blocks,
             max_model_len=ready.max_model_len,
-            max_num_batched_tokens=self.spec.config.engine.max_num_batched_tokens,
+            max_num_batched_tokens=self.spec.token_budget,
             vocab_size=ready.vocab_size,
             cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             cores=",".join(str(core) for core in ready.cores),
@@ -240,6 +240,7 @@ class Worker:
     # --- engine events -----------------------------------------------------------------------------------------------
 
     def _on_event(self, event: EngineEvent, incarnation: Incarnation) -> None:
+        incarnation.watchdog.progressed()
         match event:
             case Step():
                 self._table.on_step(event)

@@ -146,6 +146,7 @@ class LlamaDecoder:
         self._tables = {
             rope: rope_tables(rope, shape, max_positions, long_rope, dtype, device) for rope in set(shape.layer_ropes)
         }
+        self.dtype, self.device = dtype, device
         self._ropes = shape.layer_ropes
         self._factors = head_factors(shape.num_heads, shape.num_kv_heads, shape.attention_scale, device)
         self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()

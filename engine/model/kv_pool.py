@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from devices.cuda import Cuda
 from engine.model.host_memory import available_bytes
 from pdserve.core import memory_file
 from pdserve.core.errors import ConfigError
@@ -83,16 +84,16 @@ class KVPool:
         return cls(layout, num_blocks, flat, {"kind": "memfd", "bytes": size})
 
     @classmethod
-    def on_cuda(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
-        """Create a pool on a GPU, shared by CUDA IPC. `ConfigError` if it does not fit."""
+    def on_cuda(cls, layout: KVLayout, num_blocks: int, cuda: Cuda, index: int) -> KVPool:
+        """Create a pool on GPU ``index``, shared by CUDA IPC. `ConfigError` if it does not fit."""
         size = layout.block_bytes * num_blocks
         dtype = TORCH_DTYPES[layout.dtype]
         try:
-            whole = torch.zeros(sum(probe_area(size)) // dtype.itemsize, dtype=dtype, device=device)
+            whole = cuda.zeros(sum(probe_area(size)), index)
         except torch.OutOfMemoryError:
             raise _does_not_fit(size, "the GPU has too little free memory") from None
-        share = list(whole.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
-        flat = whole[: size // dtype.itemsize]
+        share = cuda.share(whole)
+        flat = whole[:size].view(dtype)
         return cls(layout, num_blocks, flat, {"kind": "cuda_ipc", "bytes": size, "share": share})
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from devices.cuda import Cuda, Event
 from engine.model.attention import Attention
 from engine.model.decoder import LlamaDecoder, ModelStep
 from engine.model.kv_pool import KVPool
@@ -24,15 +25,13 @@ class _ComputedLayers:
     """Calls ``done`` when a GPU has computed a group of layers, which is long after their launch. It waits for a group
     after the next group has been launched, so that the GPU always has work."""
 
-    def __init__(self, done: Callable[[int], None]) -> None:
-        self._done = done
-        self._launched: deque[tuple[int, torch.cuda.Event]] = deque()
+    def __init__(self, done: Callable[[int], None], cuda: Cuda, index: int) -> None:
+        self._done, self._cuda, self._index = done, cuda, index
+        self._launched: deque[tuple[int, Event]] = deque()
 
     def __call__(self, num_layers: int) -> None:
         """Note that the first ``num_layers`` layers have been launched."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._launched.append((num_layers, event))
+        self._launched.append((num_layers, self._cuda.record(self._index)))
         if len(self._launched) > 1:
             before, event = self._launched.popleft()
             event.synchronize()
@@ -52,15 +51,22 @@ class RecordedSteps(Protocol):
 
 
 class ModelRunner:
-    """Combines model, attention, pool and sampler. Keeps no state of requests. ``graphs`` run the steps that fit."""
+    """Combines model, attention, pool and sampler. Keeps no state of requests. ``graphs`` run the steps that fit.
+    ``cuda`` is the GPU of the pool (None: the pool is on the host)."""
 
     def __init__(
-        self, model: LlamaDecoder, attention: Attention, pool: KVPool, graphs: RecordedSteps | None = None
+        self,
+        model: LlamaDecoder,
+        attention: Attention,
+        pool: KVPool,
+        graphs: RecordedSteps | None = None,
+        cuda: Cuda | None = None,
     ) -> None:
+        self._cuda = cuda
         self._graphs = graphs
         self._model = model
         self._attention = attention
-        self._pool = pool
+        self._pool = self.pool = pool
         self._device = pool.tensor.device
 
     @torch.inference_mode()
@@ -77,12 +83,12 @@ class ModelRunner:
             logits = self._graphs.logits(ordered)
         else:
             step, wanted = self._step(ordered)
-            if hook is not None and self._device.type == "cuda":
-                hook = LayerHook(hook.after, _ComputedLayers(hook.done))
+            if hook is not None and self._cuda is not None:
+                hook = LayerHook(hook.after, _ComputedLayers(hook.done, self._cuda, self._device.index or 0))
             hidden = self._model.forward(step, self._pool, hook)
             if not wanted:
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # after the step its blocks may be read
+                if self._cuda is not None:
+                    self._cuda.synchronize(self._device.index or 0)  # after the step its blocks may be read
                 return {}
             logits = self._model.logits(hidden)
         positions = [s.end for s in wanted]

@@ -5,21 +5,23 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from devices.cuda import Cuda
+from devices.torch_cuda import TorchCuda
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import Ready
 from engine.model.decoder import LlamaDecoder
 from engine.model.dtypes import choose_dtype, native_dtypes
-from engine.model.experts import groups_natively
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.model.shape import ModelShape
 from engine.model.source import resolve_model
-from engine.model.weights import ModelWeights
+from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.errors import ConfigError
@@ -27,7 +29,7 @@ from pdserve.core.kv_layout import KVLayout
 
 log = logging.getLogger(__name__)
 
-_CUDA_SHARE = 0.8  # of the memory that the weights leave free; the rest is for activations
+_GPU = 0  # Ray shows a worker its own GPU alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,11 @@ class BuiltEngine:
     ready: Ready
 
 
-def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
-    """Load the model, create the pool and warm up. On CPUs the pool is in the memory file ``memory_fd``.
+def build_engine(
+    spec: EngineSpec, memory_fd: int, cuda: Cuda | None = None, cuda_parts: Callable[[], CudaParts] = triton_parts
+) -> BuiltEngine:
+    """Load the model, create the pool and warm up. On CPUs the pool is in the memory file ``memory_fd``. ``cuda`` is
+    how GPUs are reached (default: torch).
 
     Raises `ModelError` for a faulty model, and `ConfigError` with the dotted key for settings that do not fit the model
     or the device.
@@ -48,7 +53,9 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
     started_s = time.monotonic()
     torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
-    device = _device(spec.device)
+    cuda = cuda or TorchCuda()
+    on_gpu = spec.device != "cpu"
+    device = _gpu(cuda) if on_gpu else torch.device("cpu")
     source = resolve_model(spec.model)
     shape = source.shape
     choice = choose_dtype(spec.dtype, shape.dtype, {"": native_dtypes(device.type)})
@@ -66,30 +73,33 @@ def build_engine(spec: EngineSpec, memory_fd: int) -> BuiltEngine:
         head_dim=shape.head_dim,
     )
     _check_context(spec, shape)
-    weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=device.type == "cuda")
-    available = DEFAULT_CPU_KV_BYTES
-    if device.type == "cuda":
-        available = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE * spec.device_share)
-    num_blocks = _num_blocks(spec, layout, available)
+    weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=on_gpu)
+    max_context = spec.max_model_len or shape.max_position_embeddings
+    if on_gpu:
+        build = CudaBuild(spec, cuda, _GPU, cuda_parts())
+        model = build.model(weights, max_context, long_rope)
+        sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
+        num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))
+    else:
+        num_blocks = _num_blocks(spec, layout, DEFAULT_CPU_KV_BYTES)
     # By default a request may be as long as the pool can hold.
-    max_model_len = spec.max_model_len or min(shape.max_position_embeddings, num_blocks * layout.block_size)
-    if device.type == "cpu":
+    max_model_len = spec.max_model_len or min(max_context, num_blocks * layout.block_size)
+    if on_gpu:
+        runner = build.runner(model, layout, num_blocks, max_model_len)
+    else:
         model = LlamaDecoder(weights, max_model_len, long_rope=long_rope)
         _trim_heap()
         pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
         attention = CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap)
         runner = ModelRunner(model, attention, pool)
         runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
-    else:
-        pool = KVPool.on_cuda(layout, num_blocks, device)
-        runner = _cuda_runner(spec, weights, pool, max_model_len, long_rope)
     ready = Ready(
         layout=layout,
         num_blocks=num_blocks,
-        pool_handle=pool.handle,
+        pool_handle=runner.pool.handle,
         max_model_len=max_model_len,
         vocab_size=shape.vocab_size,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=cuda.name(_GPU) if on_gpu else "cpu",
         cores=list(spec.cores),
         load_s=time.monotonic() - started_s,
         eos_token_ids=sorted(set(shape.eos_token_ids)),
@@ -115,38 +125,10 @@ def _trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def _device(name: str) -> torch.device:
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+def _gpu(cuda: Cuda) -> torch.device:
+    if not cuda.is_available():
         raise ConfigError("cluster.device: cuda is set, but torch finds no GPU in the engine process")
-    return torch.device("cuda", 0)
-
-
-def _cuda_runner(
-    spec: EngineSpec, weights: ModelWeights, pool: KVPool, max_model_len: int, long_rope: bool
-) -> ModelRunner:
-    """The runner of a GPU, warmed up, with its graphs recorded. `ConfigError` if Triton is missing."""
-    try:  # imported here because engines on CPUs do without Triton
-        from engine.kernels.cuda_attention import CUDAAttention
-        from engine.kernels.cuda_graphs import DecodeGraphs
-        from engine.kernels.cuda_layer import CUDALayer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
-    model = LlamaDecoder(weights, max_model_len, CUDALayer, long_rope)
-    attention = CUDAAttention(pool, model.shape.num_heads, model.shape.attention_softcap)
-    graphs = None
-    grouped = model.shape.quantization is None and groups_natively(weights.norm.dtype, pool.tensor.device)
-    recordable = model.shape.experts is None or grouped
-    if spec.cuda_graphs and not recordable:
-        log.warning("decode runs without CUDA graphs: PyTorch's grouped products of experts are not native here")
-    if spec.cuda_graphs and recordable:
-        max_blocks = pool.layout.blocks_for(max_model_len)
-        graphs = DecodeGraphs(model, attention, pool, spec.max_num_seqs, max_blocks)
-        graphs.capture()
-    runner = ModelRunner(model, attention, pool, graphs)
-    runner.warmup(min(spec.max_num_batched_tokens, max_model_len))
-    return runner
+    return cuda.init(_GPU)
 
 
 def _check_context(spec: EngineSpec, shape: ModelShape) -> None:

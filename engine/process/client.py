@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import Generic
 
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, Shutdown, encode
+from engine.process.cuda_allocator import shareable_allocator
 from engine.spec import ENGINE_MODULE, EngineSpec
 from pdserve.core import memory_file
 from pdserve.core.errors import LaunchError, from_wire
+
+log = logging.getLogger(__name__)
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 2**20
@@ -255,11 +259,19 @@ def _enlarge(fd: int) -> None:
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
+    settings = shareable_allocator(os.environ) if spec.device != "cpu" else {}
+    for name, value in settings.items():
+        log.warning(
+            "%s=%s is used for the engine: memory of expandable segments cannot be shared with other processes in "
+            "containers",
+            *(name, value),
+        )
     root = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         **ALLOCATOR_SETTINGS,
+        **settings,
         "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
         "OMP_NUM_THREADS": str(spec.threads),
     }

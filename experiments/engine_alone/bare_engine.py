@@ -13,7 +13,9 @@ from engine.process.build import build_engine
 from engine.scheduling.batch import ScheduledSeq
 from engine.spec import DEFAULT_BLOCK_SIZE, EngineSpec
 from pdserve.core import memory_file
+from pdserve.core.config import EngineConfig
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.worker import Role
 
 BLOCK_SIZE = DEFAULT_BLOCK_SIZE
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -34,6 +36,7 @@ class BareEngine:
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=EngineConfig().token_budget(device, Role.PREFILL),
         )
         fd = memory_file.create("bare-engine")
         try:

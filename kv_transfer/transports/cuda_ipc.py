@@ -34,10 +34,12 @@ class CudaIpcTransport(UnixSocketTransport):
         gpu: str,
         *,
         timeout_s: float = 10.0,
-        opened: Callable[[Sequence[Any]], DeviceMemory] = DeviceMemory.open,
+        opened: Callable[[Sequence[Any]], DeviceMemory] | None = None,
     ) -> None:
         super().__init__(memory, secret, gpu, timeout_s=timeout_s)
-        self._handle, self._opened = memory.handle, opened
+        # The peer may see its GPU under another index; by its UUID it is the same as this end's.
+        self._opened = opened or (lambda handle: DeviceMemory.open(handle, memory.index, memory.cuda))
+        self._handle = memory.handle
 
     async def _share(self, connection: socket.socket) -> DeviceMemory:
         loop = asyncio.get_running_loop()
@@ -56,6 +58,4 @@ class CudaIpcTransport(UnixSocketTransport):
 
 def gpu_of(memory: DeviceMemory) -> str:
     """The UUID of the GPU that the memory lies on, equal in all processes."""
-    import torch
-
-    return str(torch.cuda.get_device_properties(memory.index).uuid)
+    return "" if memory.cuda is None else memory.cuda.uuid(memory.index)

@@ -33,6 +33,8 @@ class SocketTransport(KVTransport):
     def __init__(self, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0) -> None:
         self._memory, self._secret, self._timeout_s = memory, secret, timeout_s
         self.address = ""
+        self._greet_s = 0.0
+        """How long greeting a peer may take beyond the time limit of connecting."""
         self._unproven = 0
         self._accepted: asyncio.Queue[KVLink | None] = asyncio.Queue()
         self._links: set[KVLink] = set()
@@ -75,15 +77,19 @@ class SocketTransport(KVTransport):
         """Connect ``connection`` to ``address`` and make a link."""
         link: KVLink | None = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 connection.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(connection, address)  # type: ignore[arg-type]
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(connection, address)  # type: ignore[arg-type]
                 await prove_dialling(connection, self._secret, self._purpose, endpoint.address)
+                if self._greet_s > timeout_s:
+                    limit.reschedule(loop.time() + self._greet_s)
                 link = await self._greet(connection, endpoint.address, connecting=True)
         except Unproven as error:
             raise TransferRefused(f"no link to {endpoint.address}: {error} ({self.name})") from None
         except TimeoutError:
-            where = f"{endpoint.address} did not answer within {timeout_s} s ({self.name})"
+            limit_s = max(timeout_s, self._greet_s)
+            where = f"{endpoint.address} did not answer within {limit_s} s ({self.name})"
             raise TransferTimeout(where) from None
         except (OSError, EOFError, RuntimeError) as error:
             raise PeerLost(f"no link to {endpoint.address}: {error} ({self.name})") from None

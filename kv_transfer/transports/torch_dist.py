@@ -11,10 +11,11 @@ import asyncio
 import importlib
 import socket
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.base import MAX_HEADER_BYTES, KVLink
-from kv_transfer.memory import Memory
+from kv_transfer.memory import DeviceMemory, Memory
 from kv_transfer.strangers import INTRODUCTION_S, MAX_HELLO_BYTES, Strangers
 from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.threads import in_thread
@@ -31,6 +32,7 @@ _GREETING_BYTES = 4
 _READ_AHEAD = 64 * 2**10
 _MAX_STRANGERS = 16  # fewer than elsewhere: each has a thread that builds its groups
 _MAX_KEYS = 64  # of the store; a group has a few
+_NCCL_JOIN_S = 90.0  # `nccl.JOIN_S`, which importing would import torch
 _GROUPS_MODULE = "kv_transfer.transports.torch_groups"
 
 
@@ -52,6 +54,8 @@ class TorchDistTransport(TcpTransport):
         super().__init__(memory, secret, timeout_s=timeout_s)
         self._backend: Backend = backend
         self._on_device = backend == "nccl" if on_device is None else on_device
+        self._index = memory.index if isinstance(memory, DeviceMemory) else 0
+        self._greet_s = _NCCL_JOIN_S if backend == "nccl" else 0.0
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept connections. The groups of each link use ports that the system picks."""
@@ -64,9 +68,7 @@ class TorchDistTransport(TcpTransport):
         return await super().connect(endpoint, timeout_s)
 
     def _strangers(self) -> Strangers:
-        # Building NCCL groups may take as long as a send.
-        introduction_s = INTRODUCTION_S if self._backend == "gloo" else max(INTRODUCTION_S, self._timeout_s)
-        return Strangers(self.name, _MAX_STRANGERS, introduction_s)
+        return Strangers(self.name, _MAX_STRANGERS, INTRODUCTION_S + self._greet_s)
 
     async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
         tune(connection)
@@ -98,16 +100,29 @@ class TorchDistTransport(TcpTransport):
 
         def build() -> Groups:
             groups: Groups = module.Groups(
-                self._backend, store, rank, hosts, self._timeout_s, on_device=self._on_device
+                self._backend, store, rank, hosts, self._timeout_s, on_device=self._on_device, index=self._index
             )
             publish(b"", b"")
+            made.append(groups)
+            if abandoned.is_set():
+                raise RuntimeError("the peer left")
+            groups.connect()
             return groups
 
+        made: list[Groups] = []
+        abandoned = threading.Event()
+
         store: ExchangeStore = module.ExchangeStore(publish, self._timeout_s)
+        joined = False
         try:
             groups, _ = await asyncio.gather(in_thread("kv-torch-join", build), _take_keys(reader, store))
+            joined = True
         finally:
             store.close()
+            if not joined:  # nothing else ends the thread that connects
+                abandoned.set()
+                for each in made:
+                    each.abort()
         return TorchDistLink(self._memory, reader, writer, groups, self._timeout_s, on_device=self._on_device)
 
 

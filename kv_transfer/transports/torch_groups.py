@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +18,7 @@ import torch.distributed
 
 from kv_transfer.fetch import Payload
 from kv_transfer.memory import DeviceMemory, Memory
+from kv_transfer.transports.nccl import Communicators
 
 if TYPE_CHECKING:
     _Store: Any = object
@@ -41,12 +41,15 @@ class Groups:
         timeout_s: float,
         *,
         on_device: bool,
+        index: int = 0,
     ) -> None:
-        """Build the groups together with the peer. ``hosts`` are the addresses of this end and the peer. RuntimeError
-        if the peer does not join in time."""
+        """Build the groups together with the peer. ``hosts`` are the addresses of this end and the peer, ``index`` is
+        the GPU of the pool. RuntimeError if the peer does not join in time. `connect` must follow."""
         dist: Any = torch.distributed
         self._rank, self._peer_rank = rank, 1 - rank
         self._aborted = False
+        self._index = index
+        self._nccl: Communicators | None = None
         self._on_device = on_device
         self.fails_alone = backend == "gloo"
         """Whether an operation ends by itself when the peer is gone or too slow. With NCCL it does not."""
@@ -59,18 +62,19 @@ class Groups:
             self._by_sender: list[Any] = [group, group]
             self._streams: list[Any] | None = None
             return
-        # NCCL's default is to end the whole process when an operation times out.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         if rank == 0:
             tcp = dist.TCPStore(hosts[0], 0, is_master=True, timeout=timeout, wait_for_workers=False)
             store.set("port", b"%d" % tcp.port)
         else:
             tcp = dist.TCPStore(hosts[1], int(store.get("port")), is_master=False, timeout=timeout)
-        self._by_sender = [
-            dist.ProcessGroupNCCL(dist.PrefixStore(f"kv{way}", tcp), rank, 2, timeout) for way in range(2)
-        ]
-        cuda: Any = torch.cuda
-        self._streams = [cuda.Stream(), cuda.Stream()]
+        self._nccl = Communicators(tcp, rank, index, timeout_s)
+        self._by_sender, self._streams = self._nccl.by_sender, self._nccl.streams
+
+    def connect(self) -> None:
+        """Connect the groups, if building them has not. Blocks; RuntimeError if that fails, or after `abort`."""
+        if self._nccl is not None:
+            self._nccl.connect()
+            self._check()
 
     def joined(self, payload: Payload, memory: Memory) -> torch.Tensor:
         """A contiguous copy of the payload, for `send`. Blocks until a copy on a device is complete."""
@@ -89,7 +93,7 @@ class Groups:
             return
         group, stream = self._by_sender[self._rank], self._streams[0]
         self._check()
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(self._index), torch.cuda.stream(stream):
             group.send([payload], self._peer_rank, self._rank).wait()
         stream.synchronize()
         self._check()
@@ -103,8 +107,8 @@ class Groups:
             return tensor if self._on_device else content
         group, stream = self._by_sender[self._peer_rank], self._streams[1]
         self._check()
-        with torch.cuda.stream(stream):
-            tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+        with torch.cuda.device(self._index), torch.cuda.stream(stream):
+            tensor = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._index}")
             group.recv([tensor], self._peer_rank, self._peer_rank).wait()
         stream.synchronize()
         self._check()

@@ -150,6 +150,7 @@ def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) ->
     """The Ray resources for a worker of each role. LaunchError if the workers would not fit onto the nodes even if
     those were empty, unless `ClusterConfig.autoscale` allows them to wait."""
     roles = roles_of(config)
+    check_gpus(config, device)
     kind, size = ("GPU", 1.0) if device == "cuda" else ("CPU", float(config.cores_per_worker))
     whole = _bundles(config, kind, size)
     idle = [replace(node, available=node.resources) for node in nodes]
@@ -162,6 +163,21 @@ def worker_bundles(config: ClusterConfig, device: str, nodes: Sequence[Node]) ->
             if _all_fit(config, roles, shared := _bundles(config, kind, share), idle):
                 return shared
     raise LaunchError(_why_not(config, device, whole, nodes))
+
+
+def check_gpus(config: ClusterConfig, device: str) -> None:
+    """LaunchError if workers on GPUs would ask Ray for none. Ray then shows every worker all GPUs of its node, and all
+    workers of a node would use the first one."""
+    if device != "cuda" or not config.worker_resources:
+        return
+    for role, count in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+        bundle = _bundles(config, "GPU", 1.0)[role]
+        if count and bundle.get("GPU", 0.0) <= 0.0:
+            raise LaunchError(
+                f"cluster.worker_resources: {in_words(bundle)} has no GPU, so Ray would not give a {role} worker one "
+                "of its own, and all workers of a node would use its first GPU; add GPU: 1 (or a share), or use "
+                "cluster.device: cpu"
+            )
 
 
 def shared_bundles(config: ClusterConfig, device: str) -> dict[Role, Bundle]:

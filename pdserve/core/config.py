@@ -25,6 +25,9 @@ DEFAULT_HTTP_PORT = 8000
 PlacementPolicy = Literal["pack", "spread", "strict_spread"]
 """See `ClusterConfig.placement`."""
 
+CPU_TOKEN_BUDGET = 512
+_GPU_BUDGETS = {"prefill": 8192, "decode": 2048}
+
 KVFailurePolicy = Literal["retry", "recompute", "fail"]
 """See `TransferConfig.on_kv_failure`."""
 
@@ -97,9 +100,15 @@ class EngineConfig(_Section):
     )
     num_blocks: Positive | None = Field(None, description="KV blocks of the pool; default: what kv_memory_mb holds")
     kv_memory_mb: Positive | None = Field(
-        None, description="memory of the KV pool in MiB; default 512 on a CPU, 80 % of what is free on a GPU"
+        None,
+        description="memory of the KV pool in MiB; default 512 on a CPU; on a GPU what weights and the "
+        "largest step leave of its memory",
     )
-    max_num_batched_tokens: Positive = Field(512, description="token budget of one step; longer prompts are chunked")
+    max_num_batched_tokens: Positive | None = Field(
+        None,
+        description="token budget of one step; longer prompts are chunked; default 512 on a CPU, and on a GPU 8192 for "
+        "prefill and 2048 for decode workers",
+    )
     max_num_seqs: Positive = Field(64, description="requests that may run in one step")
     chunk_tokens: int | Literal["off"] | None = Field(
         None,
@@ -123,6 +132,14 @@ class EngineConfig(_Section):
     cuda_graphs: bool = Field(
         True, description="on a GPU, record decode steps as CUDA graphs at start-up: slower start, faster decode"
     )
+
+    def token_budget(self, device: str, role: str) -> int:
+        """``max_num_batched_tokens``, or its default for a ``prefill`` or ``decode`` worker on ``device`` (``cpu``,
+        ``cuda``, ``cuda:0`` ...). A few hundred tokens saturate a CPU, thousands a GPU. A decode worker's budget is
+        smaller, because its decodes wait while a step computes prompts."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return _GPU_BUDGETS[role] if device.startswith("cuda") else CPU_TOKEN_BUDGET
 
     @field_validator("chunk_tokens", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.sampler import sample as sample_tokens
-from engine.model.sampler import uniform
+from engine.model.uniforms import uniform
 from pdserve.core.sampling import SamplingParams
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.0, -9.0]])
@@ -88,7 +88,7 @@ def test_a_token_of_no_weight_is_never_drawn() -> None:
 
 
 def test_draws_are_uniform_and_differ_by_seed_and_position() -> None:
-    numbers = [uniform(seed, position) for seed in range(50) for position in range(50)]
+    numbers = [uniform(seed, position, turn) for seed in range(25) for position in range(25) for turn in range(4)]
     assert len(set(numbers)) == len(numbers)
     assert all(0.0 <= n < 1.0 for n in numbers)
     assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)
@@ -97,8 +97,12 @@ def test_draws_are_uniform_and_differ_by_seed_and_position() -> None:
 
 def test_logits_that_overflowed_still_give_an_id() -> None:
     """The request's tokens are worthless, but no other's may suffer: an id out of range would end the engine."""
-    for bad in (float("nan"), float("inf")):
-        logits = torch.zeros(1, 50)
-        logits[0, 7] = bad
-        (token,) = sample(logits, [SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=1)], [3])
-        assert 0 <= token < 50
+    sound = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        for changes in ({}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0.0}, {"logprobs": 3}):
+            params = SamplingParams(**({"temperature": 1.0, "seed": 1} | changes))
+            logits = torch.full((1, 50), bad)
+            logits[0, :7] = 0.0 if bad > 0 else bad
+            first, second = sample(torch.cat((logits, sound)), [params, params], [3, 3])
+            assert 0 <= first < 50
+            assert [second] == sample(sound, [params], [3])

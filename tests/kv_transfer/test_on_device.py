@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +15,13 @@ import torch
 from kv_transfer.base import KVTransport
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.pool import Pool
+from kv_transfer.send_link import SendLink
+from kv_transfer.send_transfer import SendTransfer
 from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
+from kv_transfer.transports.torch_groups import Groups
 from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, probe_area
@@ -173,3 +179,78 @@ async def test_nothing_writes_a_device_any_more_once_a_fetch_is_at_rest(monkeypa
     finally:
         await here.aclose()
         await there.aclose()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "cuda_ipc"])
+async def test_an_error_of_the_gpu_ends_the_process(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """To lose the link is not enough: every later call of the process would fail as well."""
+    ended = asyncio.Event()
+    source, target = DevicePool("p", 8), DevicePool("d", 8)
+    sending, receiving = pair(kind, source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
+    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
+    whole = torch.Tensor.copy_
+
+    def broken(self: torch.Tensor, *arguments: object, **named: object) -> object:
+        if not ends.broken:
+            return whole(self, *arguments, **named)  # type: ignore[arg-type]
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    ends.broken = False
+    monkeypatch.setattr(torch.Tensor, "copy_", broken)
+    ends.start("r", [1], 0)
+    ends.broken = True
+    ends.sender.send_blocks("r", 0, [2], last=True)
+    async with asyncio.timeout(10):
+        await ended.wait()
+    await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"), return_exceptions=True)
+
+
+async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a library connects at the first payload: the handshake goes on to larger ones."""
+    whole, sizes = Groups.recv, []
+
+    def recv(self: Groups, size: int) -> Any:
+        sizes.append(size)
+        if len([each for each in sizes if each >= 2**16]) == 1:
+            time.sleep(0.3)
+        return whole(self, size)
+
+    monkeypatch.setattr(Groups, "recv", recv)
+    source, target = DevicePool("p", 8192), DevicePool("d", 8192)
+    sending, receiving = pair("torch_dist", source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)
+    ends.start("r", [1])
+    ends.sender.send_blocks("r", 0, [2], last=True)
+    await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert max(sizes) > 2**16
+    assert ends.sender.links()[0].ceiling_gbs > 0.01
+
+
+async def test_messages_grow_when_hand_offs_have_rated_the_link(
+    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handshake that measured too little must not keep messages small for the life of the link."""
+    source, target = DevicePool("p", 64), DevicePool("d", 64)
+    sending, receiving = pair("tcp", source, target)
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving, message_bytes=2**20)
+    sizes: list[int] = []
+    whole = SendLink.add
+
+    def add(link: SendLink, transfer: SendTransfer) -> None:
+        whole(link, transfer)
+        sizes.append(transfer.message_bytes)
+
+    monkeypatch.setattr(SendLink, "add", add)
+    for name, ceiling_gbs in (("first", None), ("slow", 0.0001), ("rated", 5.0)):
+        if ceiling_gbs is not None:
+            link = ends.sender._peers["d"]
+            link.about = replace(link.about, ceiling_gbs=ceiling_gbs)
+        ends.start(name, [1])
+        ends.sender.send_blocks(name, 0, [2], last=True)
+        await asyncio.gather(ends.receiver.wait(name), ends.sender.wait(name))
+    assert sizes[1:] == [2**16, 2**20]

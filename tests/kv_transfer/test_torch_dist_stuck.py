@@ -261,6 +261,7 @@ def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str, monkeypatch: 
     vars(groups).update(
         _rank=1,
         _peer_rank=0,
+        _index=0,
         _aborted=False,
         _on_device=True,
         _by_sender=communicators,
@@ -269,7 +270,7 @@ def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str, monkeypatch: 
     torch = SimpleNamespace(
         uint8=0,
         empty=lambda *_, **__: tensor,
-        cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext()),
+        cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext(), device=lambda _: contextlib.nullcontext()),
     )
     monkeypatch.setattr("kv_transfer.transports.torch_groups.torch", torch)
     outcome: list[object] = []

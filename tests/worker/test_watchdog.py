@@ -40,11 +40,11 @@ def engines() -> Iterator[list[Engine]]:
 
 
 def start(
-    engines: list[Engine], code: str, *, timeout_s: float = 0.6, clock: Clock | None = None
+    engines: list[Engine], code: str, *, timeout_s: float = 0.6, clock: Clock | None = None, on_gpu: bool = False
 ) -> tuple[Engine, Watchdog]:
     engine = Engine(code)
     engines.append(engine)
-    watchdog = Watchdog(engine, "decode-0", clock or MonotonicClock(), timeout_s)  # type: ignore[arg-type]
+    watchdog = Watchdog(engine, "decode-0", clock or MonotonicClock(), timeout_s, on_gpu=on_gpu)  # type: ignore[arg-type]
     return engine, watchdog
 
 
@@ -62,6 +62,32 @@ async def test_a_silent_busy_engine_is_left_alone(engines: list[Engine]) -> None
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(watchdog.run(), 4.5)
     assert engine.process.poll() is None
+
+
+async def test_an_engine_that_waits_for_a_hung_gpu_is_killed_though_it_spins(engines: list[Engine]) -> None:
+    engine, watchdog = start(engines, BUSY, on_gpu=True)
+    async with asyncio.timeout(60):
+        await watchdog.run()
+    assert engine.process.wait(60) == -signal.SIGKILL
+
+
+def test_steps_prove_life_on_a_gpu(engines: list[Engine]) -> None:
+    """An engine that has no time for an answer between the steps that it tells of."""
+
+    async def watch() -> None:
+        engine, watchdog = start(engines, BUSY, timeout_s=6.0, clock=LoopClock(), on_gpu=True)
+        changes: list[bool] = []
+        running = asyncio.create_task(watchdog.run(lambda: changes.append(watchdog.is_silent)))
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            watchdog.progressed()
+        assert (changes, engine.process.poll()) == ([], None)
+        await asyncio.sleep(4.5)
+        assert changes == [True]
+        running.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(watch())
 
 
 def test_an_idle_engine_that_answers_is_left_alone(engines: list[Engine]) -> None:

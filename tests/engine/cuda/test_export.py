@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from devices.torch_cuda import TorchCuda
 from engine.model.kv_pool import KVPool
 from pdserve.core.kv_layout import KVLayout
 
@@ -50,7 +51,7 @@ pool.close()
 def test_blocks_are_read_and_written_by_another_process(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("memory of CPUs is shared another way")
-    pool = KVPool.on_cuda(LAYOUT, BLOCKS, torch.device("cuda", 0))
+    pool = KVPool.on_cuda(LAYOUT, BLOCKS, TorchCuda(), 0)
     pool.tensor.copy_(torch.randn(pool.tensor.shape))
     torch.cuda.synchronize()
     share = [f"x{v.hex()}" if isinstance(v, bytes) else v for v in pool.handle["share"]]

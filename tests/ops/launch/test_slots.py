@@ -71,6 +71,19 @@ def test_resources_of_ones_own() -> None:
         worker_bundles(config, "cpu", TWO_CORES)
 
 
+def test_workers_on_gpus_ask_for_them() -> None:
+    """Without, Ray shows each worker all GPUs, and all would use the first one."""
+    config = ClusterConfig(prefill=1, decode=1, device="cuda", worker_resources={"kv_host": 1.0})
+    hosts = [Node("a", "10.0.0.1", {"CPU": 4.0, "GPU": 2.0, "kv_host": 2.0})]
+    with pytest.raises(LaunchError, match=r"cluster\.worker_resources: \{kv_host: 1\} has no GPU"):
+        worker_bundles(config, "cuda", hosts)
+    with pytest.raises(LaunchError, match="give a decode worker one"):
+        worker_bundles(config.model_copy(update={"prefill_resources": {"GPU": 1.0}}), "cuda", hosts)
+    both = {"prefill_resources": {"GPU": 1.0}, "decode_resources": {"GPU": 0.5}}
+    assert worker_bundles(config.model_copy(update=both), "cuda", hosts)[Role.DECODE]["GPU"] == 0.5
+    assert worker_bundle(ClusterConfig(worker_resources={"GPU": 1.0}), "cuda", hosts) == {"GPU": 1.0}
+
+
 def test_roles_ask_for_nodes_of_their_own() -> None:
     config = ClusterConfig(prefill=1, decode=1, prefill_resources={"prefill": 1.0}, decode_resources={"decode": 1.0})
     hosts = [Node("a", "10.0.0.1", {"CPU": 1.0, "prefill": 1.0}), Node("b", "10.0.0.2", {"CPU": 1.0, "decode": 1.0})]

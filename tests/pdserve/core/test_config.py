@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from pdserve.core.config import EngineConfig, PdserveConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.worker import Role
 
 SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway", "logging"]
 
@@ -185,4 +186,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_engine_defaults_hold_no_surprise() -> None:
     engine = EngineConfig()
-    assert (engine.max_num_batched_tokens, engine.max_num_seqs) == (512, 64)
+    assert (engine.max_num_batched_tokens, engine.max_num_seqs) == (None, 64)
+    budgets = {(device, role): engine.token_budget(device, role) for device in ("cpu", "cuda:1") for role in Role}
+    assert budgets == {
+        ("cpu", Role.PREFILL): 512,
+        ("cpu", Role.DECODE): 512,
+        ("cuda:1", Role.PREFILL): 8192,
+        ("cuda:1", Role.DECODE): 2048,
+    }
+    assert EngineConfig(max_num_batched_tokens=100).token_budget("cuda", Role.PREFILL) == 100

@@ -1,0 +1,127 @@
+"""What sampling a batch costs: `python -m benchmarks.sampling`.
+
+On one core (or one GPU): each case is a batch of rows of logits over a vocabulary of 128,256, sampled again and again,
+the cases in turn. Times are milliseconds, medians and minima over the rounds, beside the time to read the logits once.
+Both are taken under the allocator settings of an engine process. A table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).resolve().parents[1]
+_SET_UP = "PDSERVE_BENCH_SAMPLING"  # set: this process has its settings already
+_VOCABULARY = 128_256
+_HISTORY = 1000  # distinct tokens of a request with penalties
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """``rows`` rows of normal logits with the standard deviation ``spread`` (0: a flat distribution), sampled with
+    ``options`` (fields of `SamplingParams`)."""
+
+    name: str
+    options: dict[str, float | int]
+    spread: float = 1.0
+    rows: int = 32
+
+
+CASES = (
+    Case("greedy", {}),
+    Case("greedy, batch 1", {}, rows=1),
+    Case("temperature", {"temperature": 0.7}),
+    Case("top-p 0.9", {"temperature": 0.7, "top_p": 0.9}),
+    Case("top-p 0.9, peaked", {"temperature": 0.7, "top_p": 0.9}, spread=4.0),
+    Case("top-p 0.9, flat", {"temperature": 0.7, "top_p": 0.9}, spread=0.0),
+    Case("top-p 0.9, batch 1", {"temperature": 0.7, "top_p": 0.9}, rows=1),
+    Case("top-p 0.1", {"temperature": 0.7, "top_p": 0.1}),
+    Case("top-k 50, top-p 0.9", {"temperature": 0.7, "top_k": 50, "top_p": 0.9}),
+    Case("min-p 0.05", {"temperature": 0.7, "min_p": 0.05}),
+    Case(
+        "penalties, top-p 0.9", {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+    ),
+    Case("greedy, 5 logprobs", {"logprobs": 5}),
+)
+
+
+def main(
+    cuda: Annotated[bool, typer.Option(help="on a GPU")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="how often each case is measured")] = 21,
+    core: Annotated[int | None, typer.Option(help="the core to run on; default: the first allowed one")] = None,
+) -> None:
+    """Measure the sampler."""
+    _set_up(core, cuda)
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if cuda else "cpu")
+    steps = {case: _step(case, device) for case in CASES}
+    logits = torch.randn(32, _VOCABULARY, device=device)
+    times: dict[Case | None, list[float]] = {}
+    for turn in range(rounds + 2):
+        for case, step in [*steps.items(), (None, lambda: logits.amax(dim=1).tolist())]:
+            started_s = time.perf_counter()
+            step()
+            if turn >= 2:  # the first rounds are warm-up
+                times.setdefault(case, []).append((time.perf_counter() - started_s) * 1e3)
+    table = Table("case", "rows", "median ms", "least ms", title=f"vocabulary {_VOCABULARY}, float32, {device}")
+    result: dict[str, object] = {}
+    for case, taken in times.items():
+        name, rows = (case.name, case.rows) if case else ("read the logits once", 32)
+        row = {"rows": rows, "ms": round(statistics.median(taken), 3), "least_ms": round(min(taken), 3)}
+        table.add_row(name, str(rows), f"{row['ms']:.2f}", f"{row['least_ms']:.2f}")
+        result[name] = row
+    Console().print(table)
+    summary = {"cases": result, "vocabulary": _VOCABULARY, "device": str(device), "rounds": rounds}
+    sys.stdout.write(json.dumps(summary | {"torch": torch.__version__}) + "\n")
+
+
+def _step(case: Case, device: object) -> Callable[[], None]:
+    """A function that samples the next token of every row."""
+    import torch
+
+    from engine.model.sampler import sample
+    from engine.scheduling.sequence import TokenHistory
+    from pdserve.core.sampling import SamplingParams
+
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(case.rows, _VOCABULARY, generator=generator) * case.spread).to(device)  # type: ignore[call-overload]
+    params = [SamplingParams(**{"seed": row, **case.options}) for row in range(case.rows)]  # type: ignore[arg-type]
+    history = TokenHistory(torch.randperm(_VOCABULARY, generator=generator)[:_HISTORY].tolist(), _HISTORY // 2)
+    position = 0
+
+    def step() -> None:
+        nonlocal position
+        position += 1
+        with torch.inference_mode():
+            sample(logits, params, [position] * case.rows, [history] * case.rows)
+
+    return step
+
+
+def _set_up(core: int | None, cuda: bool) -> None:
+    """Restart this program with the settings of an engine process, which Python and glibc read when they start."""
+    if os.environ.get(_SET_UP):
+        return
+    from engine.process.client import ALLOCATOR_SETTINGS
+
+    if not cuda:
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0)) if core is None else core])
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _SET_UP: "1", **ALLOCATOR_SETTINGS}
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks.sampling", *sys.argv[1:]], {**os.environ, **settings})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""The CUDA calls of pdserve: start, memory, sharing between processes, events, and synchronisation.
+
+`devices.torch_cuda.TorchCuda` makes them on a GPU. `devices.strict_cuda.StrictGpus` checks their order without one.
+GPUs are named by their index in this process, so that calls need no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """Memory of a GPU in bytes: ``total`` is the device's, ``held`` what this process has allocated, and ``peak`` the
+    most that it had allocated since `Cuda.reset_peak`."""
+
+    total: int
+    held: int
+    peak: int
+
+
+class Event(Protocol):
+    """A point in a stream of a GPU."""
+
+    def query(self) -> bool:
+        """Whether the GPU has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has passed it."""
+        ...
+
+
+class Cuda(Protocol):
+    """CUDA in this process. Every call but `is_available` needs `init` before it, in the same thread or another."""
+
+    def is_available(self) -> bool:
+        """Whether this process sees a GPU. Does not initialise CUDA."""
+        ...
+
+    def init(self, index: int) -> torch.device:
+        """Initialise CUDA in this process, and make GPU ``index`` the current one of this thread. Returns it as a
+        device of tensors. May be called again."""
+        ...
+
+    def name(self, index: int) -> str:
+        """The name of the GPU's model."""
+        ...
+
+    def uuid(self, index: int) -> str:
+        """Identifies the GPU in all processes."""
+        ...
+
+    def memory(self, index: int) -> MemoryFigures:
+        """The memory of GPU ``index``."""
+        ...
+
+    def reset_peak(self, index: int) -> None:
+        """Begin a new peak for `memory`. Memory that is cached, but not in use, goes back to the GPU."""
+        ...
+
+    def zeros(self, num_bytes: int, index: int) -> torch.Tensor:
+        """Allocate ``num_bytes`` zeros (uint8). torch's OutOfMemoryError if there is no room."""
+        ...
+
+    def share(self, data: torch.Tensor) -> list[Any]:
+        """A handle with which other processes open the memory of ``data``, which must exist for as long as they
+        do."""
+        ...
+
+    def open(self, handle: Sequence[Any], index: int | None = None) -> torch.Tensor:
+        """Open the memory behind another process's handle (uint8). ``index`` is the GPU's index here, if it may differ
+        from its index there. RuntimeError, TypeError or ValueError if that fails."""
+        ...
+
+    def record(self, index: int) -> Event:
+        """Record an event in the current stream of GPU ``index``."""
+        ...
+
+    def synchronize(self, index: int) -> None:
+        """Wait until GPU ``index`` has computed everything that this process has launched."""
+        ...
+
+    def capturing(self, index: int) -> AbstractContextManager[None]:
+        """Mark the recording of a CUDA graph, in which nothing may synchronise, allocate by `zeros`, or be shared."""
+        ...

@@ -1,0 +1,104 @@
+"""Bias and penalties, applied to the logits of all rows of a batch at once.
+
+Entries of all rows are collected on the host as flat lists of (row, token id, value), and scattered on the device.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.scheduling.sequence import TokenHistory
+from pdserve.core.sampling import MAX_BIAS, SamplingParams
+
+
+def adjust(
+    logits: torch.Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory | None]
+) -> torch.Tensor:
+    """Apply bias and penalties to a copy of ``logits`` (``[rows, vocabulary]``), in float32 or, if they are, float64.
+    Returns ``logits`` itself if no row has any. ValueError if a row penalises and has no history."""
+    if not any(p.logit_bias or p.penalises for p in params):
+        return logits
+    scores = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    if any(p.logit_bias for p in params):
+        _add_biases(scores, params)
+    penalised = [(row, p) for row, p in enumerate(params) if p.penalises]
+    if penalised:
+        _penalise(scores, penalised, histories)
+    return scores
+
+
+class _Entries:
+    """(row, token id) of several rows, with one number each."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._ids: list[NDArray[np.int64]] = []
+        self._values: list[NDArray[np.floating[Any]]] = []
+
+    def add(self, row: int, ids: NDArray[np.int64], values: NDArray[np.floating[Any]]) -> None:
+        self._rows.append(row)
+        self._ids.append(ids)
+        self._values.append(values)
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def on(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, ids and values as tensors on the device of ``scores``. There must be entries."""
+        rows = np.repeat(self._rows, [len(ids) for ids in self._ids])
+        # Concatenated even if there is one: a history cannot grow while an array shares its memory.
+        ids, values = np.concatenate(self._ids), np.concatenate(self._values)
+        device = scores.device
+        on_device = torch.from_numpy(values).to(device, scores.dtype)
+        return torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device), on_device
+
+
+def _add_biases(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    entries, only = _Entries(), []
+    for row, p in enumerate(params):
+        biases = dict(p.logit_bias)
+        if any(bias >= MAX_BIAS for bias in biases.values()):
+            only.append(row)
+            biases = {token_id: bias for token_id, bias in biases.items() if bias >= MAX_BIAS}
+        entries.add(row, np.array(list(biases), np.int64), np.array(list(biases.values()), np.float64))
+    rows, ids, bias = entries.on(scores)
+    biased = (scores[rows, ids] + bias).where(bias > -MAX_BIAS, -torch.inf)
+    if only:
+        scores[torch.tensor(only, device=scores.device)] = -torch.inf
+    scores[rows, ids] = biased
+
+
+def _penalise(
+    scores: torch.Tensor,
+    penalised: Sequence[tuple[int, SamplingParams]],
+    histories: Sequence[TokenHistory | None],
+) -> None:
+    seen, outputs = _Entries(), _Entries()
+    for row, p in penalised:
+        history = histories[row]
+        if history is None:
+            raise ValueError("penalties need the history of the request")
+        if p.repetition_penalty != 1.0:
+            distinct = _numbers(history.seen_ids)
+            seen.add(row, distinct, np.full(len(distinct), p.repetition_penalty))
+        if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
+            subtracted = p.presence_penalty + p.frequency_penalty * _numbers(history.output_counts)
+            outputs.add(row, _numbers(history.output_ids), subtracted)
+    if seen:
+        rows, ids, penalty = seen.on(scores)
+        before = scores[rows, ids]
+        scores[rows, ids] = torch.where(before > 0, before / penalty, before * penalty)
+    if outputs:
+        rows, ids, less = outputs.on(scores)
+        scores[rows, ids] -= less
+
+
+def _numbers(values: array[int]) -> NDArray[np.int64]:
+    """A view of ``values``, which cannot grow as long as the view exists."""
+    return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)

@@ -1,0 +1,126 @@
+"""Draws one token per row, for all rows of a batch at once.
+
+A token is drawn from the weights that temperature, top-k and min-p leave, by the inverse of their distribution. Top-p
+is then a test of the token: it belongs to the smallest set with a share p exactly if the weights greater than its own
+sum to less than p. If it does not, neither does any token with its weight or less, so all of these are dropped and the
+next number draws from the rest. So tokens are drawn from the exact distribution, and no row is sorted. The likeliest
+token always passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.model.token_blocks import argmax, blocks, largest, padded, search
+from engine.model.uniforms import uniforms
+from pdserve.core.sampling import SamplingParams
+
+_TILE_BYTES = 4 * 2**20  # on a CPU: the weights of so many rows stay in its cache from one operation to the next
+_LEAST_TEMPERATURE = 1e-30  # anything so small is greedy; a float32 must not round it to zero
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRow:
+    """What a row's draw depends on besides its scores. ``params.temperature`` is above 0; ``position`` is that of the
+    new token."""
+
+    params: SamplingParams
+    position: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Selects the row's uniform numbers."""
+        return self.params.seed or 0, self.position
+
+
+def draw(scores: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
+    """Draw a token for each row of ``scores`` (``[rows, vocabulary]``). Returns ids, ``[rows]``, int64.
+
+    Weights are float32, or float64 if the scores are; sums over blocks are added up in float64."""
+    if scores.device.type != "cpu":
+        return _draw(scores, rows)
+    row_bytes = padded(scores.shape[1]) * scores.element_size()
+    tile = max(1, _TILE_BYTES // row_bytes)
+    parts = range(0, len(rows), tile)
+    return torch.cat([_draw(scores[start : start + tile], rows[start : start + tile]) for start in parts])
+
+
+def _draw(scores: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
+    params = [row.params for row in rows]
+    weights = _weights(scores, [p.temperature for p in params])
+    limited = [i for i, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
+    if limited:
+        _drop_below(weights, _least_of_top_k(weights, params, limited))
+    sums = blocks(weights).sum(dim=2)
+    wanted = sums.double().sum(dim=1) * _column([p.top_p for p in params], scores.device, torch.float64)[:, 0]
+    if any(p.min_p > 0.0 for p in params):
+        _drop_below(weights, _column([p.min_p for p in params], scores.device, weights.dtype))
+        sums = blocks(weights).sum(dim=2)
+    ids = _pass_top_p(weights, sums, wanted, rows)
+    sound = wanted.isfinite()
+    return ids if bool(sound.all()) else ids.where(sound, argmax(scores))  # the model overflowed; any token will do
+
+
+def _weights(scores: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
+    """``exp((score - largest) / temperature)``, padded with 0: ``[rows, padded vocabulary]``. The largest weight is
+    1."""
+    num_rows, vocabulary = scores.shape
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    temperature = _column([max(t, _LEAST_TEMPERATURE) for t in temperatures], scores.device, dtype)
+    weights = torch.empty(num_rows, padded(vocabulary), dtype=dtype, device=scores.device)
+    weights[:, vocabulary:] = -torch.inf
+    inside = weights[:, :vocabulary]
+    # The difference of near scores is exact, so a low temperature magnifies no rounding.
+    torch.sub(scores, scores.amax(dim=1, keepdim=True).to(dtype), out=inside)
+    inside.div_(temperature)
+    return weights.exp_()
+
+
+def _least_of_top_k(weights: torch.Tensor, params: Sequence[SamplingParams], limited: Sequence[int]) -> torch.Tensor:
+    """The smallest weight that top-k keeps in each row (0 in rows other than ``limited``): ``[rows, 1]``. Tokens that
+    tie with it stay, so that no result depends on the order of a sort."""
+    device = weights.device
+    least = torch.zeros(len(params), 1, dtype=weights.dtype, device=device)
+    some = torch.tensor(limited, device=device)
+    ks = [params[i].top_k for i in limited]
+    top, _ = largest(weights if len(limited) == len(params) else weights[some], max(ks))
+    least[some] = top.gather(1, torch.tensor(ks, device=device)[:, None] - 1)
+    return least
+
+
+def _drop_below(weights: torch.Tensor, least: torch.Tensor) -> None:
+    """Set weights below ``least`` (``[rows, 1]``) to 0."""
+    weights.mul_(torch.ge(weights, least, out=torch.empty_like(weights)))
+
+
+def _pass_top_p(
+    weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]
+) -> torch.Tensor:
+    """Draw until each row's token passes the test of top-p: the greater weights sum to less than ``wanted``."""
+    device = weights.device
+    ids = torch.empty(len(rows), dtype=torch.int64, device=device)
+    left = list(range(len(rows)))
+    turn = 0
+    while left:
+        numbers = torch.tensor(uniforms([rows[i].key for i in left], turn), dtype=torch.float64, device=device)
+        drawn = search(weights, sums, numbers)
+        ids[torch.tensor(left, device=device)] = drawn
+        if all(rows[i].params.top_p >= 1.0 for i in left):
+            break
+        greater = torch.gt(weights, weights.gather(1, drawn[:, None]), out=torch.empty_like(weights)).mul_(weights)
+        sums = blocks(greater).sum(dim=2)
+        left_over = sums.double().sum(dim=1)
+        again = ((left_over >= wanted) & (left_over > 0)).tolist()  # False where weights are not numbers
+        places = [place for place, i in enumerate(left) if again[place] and rows[i].params.top_p < 1.0]
+        chosen = torch.tensor(places, dtype=torch.int64, device=device)
+        weights, sums, wanted = greater[chosen], sums[chosen], wanted[chosen]
+        left = [left[place] for place in places]
+        turn += 1
+    return ids
+
+
+def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)[:, None]

@@ -1,0 +1,135 @@
+"""The start of an engine on a GPU: profile the largest steps, size the pool by them, share it, record decode steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from devices.cuda import Cuda
+from engine.model.attention import Attention
+from engine.model.decoder import LlamaDecoder
+from engine.model.experts import groups_natively
+from engine.model.kv_pool import TORCH_DTYPES, KVPool
+from engine.model.runner import ModelRunner, RecordedSteps
+from engine.model.weights import ModelWeights
+from engine.process.pool_size import ProfiledMemory, default_pool_bytes
+from engine.scheduling.batch import ScheduledSeq
+from engine.spec import EngineSpec
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import KVLayout
+from pdserve.core.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+# It needs the most memory: penalties and filters copy the logits.
+_COSTLY = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, seed=0, logit_bias={0: 1.0}, logprobs=1)
+
+
+class Recorded(RecordedSteps, Protocol):
+    """Steps that can be recorded."""
+
+    def capture(self) -> None:
+        """Record them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CudaParts:
+    """What computes on a GPU. ``decoder`` takes the weights, the longest sequence, and whether rope is that of long
+    contexts; ``graphs`` the largest batch and the blocks of the longest sequence."""
+
+    decoder: Callable[[ModelWeights, int, bool], LlamaDecoder]
+    attention: Callable[[KVPool, LlamaDecoder], Attention]
+    graphs: Callable[[LlamaDecoder, KVPool, Attention, int, int], Recorded]
+
+
+def triton_parts() -> CudaParts:
+    """The parts made of Triton kernels. `ConfigError` if Triton is missing."""
+    try:  # imported here because engines on CPUs do without Triton
+        from engine.kernels.cuda_attention import CUDAAttention
+        from engine.kernels.cuda_graphs import DecodeGraphs
+        from engine.kernels.cuda_layer import CUDALayer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
+
+    def graphs(model: LlamaDecoder, pool: KVPool, attention: Attention, seqs: int, blocks: int) -> Recorded:
+        assert isinstance(attention, CUDAAttention)
+        return DecodeGraphs(model, attention, pool, seqs, blocks)
+
+    return CudaParts(
+        decoder=lambda weights, positions, long_rope: LlamaDecoder(weights, positions, CUDALayer, long_rope),
+        attention=lambda pool, model: CUDAAttention(pool, model.shape.num_heads, model.shape.attention_softcap),
+        graphs=graphs,
+    )
+
+
+class CudaBuild:
+    """Builds the engine of ``spec`` on GPU ``index``, which `Cuda.init` has made the current one.
+    ``max_context`` of its methods is the longest sequence that the model and the configuration allow."""
+
+    def __init__(self, spec: EngineSpec, cuda: Cuda, index: int, parts: CudaParts) -> None:
+        self._spec, self._cuda, self._index, self._parts = spec, cuda, index, parts
+
+    def model(self, weights: ModelWeights, max_context: int, long_rope: bool = False) -> LlamaDecoder:
+        """The decoder, which takes the weights over."""
+        return self._parts.decoder(weights, max_context, long_rope)
+
+    def pool_bytes(self, model: LlamaDecoder, layout: KVLayout, max_context: int) -> int:
+        """The pool's default size. Runs the largest steps over a pool of one block, whose content does not matter."""
+        figures = self._cuda.memory(self._index)
+        held = figures.held
+        largest = self._peak(model, layout, min(self._spec.max_num_batched_tokens, max_context)) - held
+        decodes = self._peak(model, layout, 0) - held if self._recordable(model) else 0
+        needed = ProfiledMemory(held, largest, decodes)
+        size = default_pool_bytes(figures.total, self._spec.device_share, needed)
+        log.info(
+            "of %.0f MiB x %.2f: %.0f MiB weights, %.0f MiB for a step, %.0f MiB for graphs, %.0f MiB KV pool",
+            figures.total / 2**20,
+            self._spec.device_share,
+            *(each / 2**20 for each in (held, largest, decodes, size)),
+        )
+        return size
+
+    def runner(self, model: LlamaDecoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
+        """The pool and its runner, warmed up, with its graphs recorded."""
+        pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index)
+        attention = self._parts.attention(pool, model)
+        graphs = None
+        if self._recordable(model):
+            blocks = layout.blocks_for(max_model_len)
+            graphs = self._parts.graphs(model, pool, attention, self._spec.max_num_seqs, blocks)
+            graphs.capture()
+        runner = ModelRunner(model, attention, pool, graphs, self._cuda)
+        runner.warmup(min(self._spec.max_num_batched_tokens, max_model_len))
+        return runner
+
+    def _recordable(self, model: LlamaDecoder) -> bool:
+        """Whether decode steps are recorded. Those of experts need PyTorch's native grouped products."""
+        if not self._spec.cuda_graphs:
+            return False
+        shape = model.shape
+        if shape.experts is None or (shape.quantization is None and groups_natively(model.dtype, model.device)):
+            return True
+        log.warning("decode runs without CUDA graphs: PyTorch's grouped products of experts are not native here")
+        return False
+
+    def _peak(self, model: LlamaDecoder, layout: KVLayout, prompt_tokens: int) -> int:
+        """The most memory in use during a step of ``prompt_tokens`` of one prompt and a decode for every other request,
+        which all sample."""
+        flat = self._cuda.zeros(layout.block_bytes, self._index).view(TORCH_DTYPES[layout.dtype])
+        pool = KVPool(layout, 1, flat, {})
+        runner = ModelRunner(model, self._parts.attention(pool, model), pool, cuda=self._cuda)
+        decodes = self._spec.max_num_seqs - (prompt_tokens > 0)
+        seqs = [ScheduledSeq(f"decode-{i}", [0], 0, [0], True, _COSTLY) for i in range(decodes)]
+        if prompt_tokens:
+            table = [0] * layout.blocks_for(prompt_tokens)
+            seqs.append(ScheduledSeq("prompt", [0] * prompt_tokens, 0, table, True, _COSTLY))
+        with torch.inference_mode():
+            runner.execute(seqs)  # compiles and loads kernels, which is not what is measured
+            self._cuda.reset_peak(self._index)
+            runner.execute(seqs)
+        return self._cuda.memory(self._index).peak

@@ -1,0 +1,204 @@
+"""The start of workers on a GPU, end to end, over a stand-in for CUDA that raises on misuse. CPU code takes the place
+of kernels; all else is what runs on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from devices.strict_cuda import StrictCuda, StrictGpus
+from engine.core import EngineCore
+from engine.kernels.cpu_attention import CPUAttention
+from engine.messages import KVRole
+from engine.model.attention import Attention
+from engine.model.decoder import LlamaDecoder
+from engine.model.kv_pool import KVPool
+from engine.model.weights import ModelWeights
+from engine.process.build import BuiltEngine, build_engine
+from engine.process.cuda_build import CudaParts
+from engine.process.pool_size import CONTEXT_BYTES, ProfiledMemory, default_pool_bytes
+from engine.scheduling.batch import ScheduledSeq
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.transfer_connector import TransferConnector
+from engine.spec import EngineSpec
+from kv_transfer.factory import choose, create_transport, offered_transports
+from kv_transfer.pool import Pool
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import ConfigError
+from tests.engine.harness import submit
+from tests.loopback import SECRET
+
+TINY = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
+MIB = 2**20
+GPU_BYTES = 2 * CONTEXT_BYTES + 96 * MIB
+STEP_BYTES = 10 * MIB
+
+
+class Graphs:
+    """Decode graphs that never fit a step. Recording plays the allocator's part of a real one."""
+
+    def __init__(self, cuda: StrictCuda) -> None:
+        self._cuda, self.captured = cuda, False
+
+    def capture(self) -> None:
+        """Record, between synchronisations, as `engine.kernels.cuda_graphs` does."""
+        self._cuda.synchronize(0)
+        with self._cuda.capturing(0):
+            self.captured = True
+
+    def fits(self, seqs: object) -> bool:
+        """Never."""
+        return False
+
+    def logits(self, seqs: object) -> torch.Tensor:
+        """Never called."""
+        raise AssertionError
+
+
+class Engine:
+    """An engine process on ``gpus``."""
+
+    def __init__(self, gpus: StrictGpus, share: float = 0.5, **spec: object) -> None:
+        self.cuda = gpus.process()
+        self.graphs = Graphs(self.cuda)
+        fields: dict[str, object] = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "dtype": "float32"}
+        self.spec = EngineSpec(TINY, device="cuda", device_share=share, **(fields | spec))  # type: ignore[arg-type]
+        self.built: BuiltEngine = build_engine(self.spec, -1, self.cuda, lambda: self._parts())
+
+    def _parts(self) -> CudaParts:
+        cuda = self.cuda
+
+        class Attending(CPUAttention):
+            """A step over this needs memory while it is computed."""
+
+            def prepare(self, seqs: list[ScheduledSeq]) -> None:  # type: ignore[override]
+                cuda.computed(0, STEP_BYTES if any(len(s.token_ids) > 1 for s in seqs) else STEP_BYTES // 5)
+                super().prepare(seqs)
+
+        def attention(pool: KVPool, model: LlamaDecoder) -> Attention:
+            return Attending(pool, model.shape.num_heads, model.windows)
+
+        def decoder(weights: ModelWeights, positions: int, long_rope: bool) -> LlamaDecoder:
+            return LlamaDecoder(weights, positions, long_rope=long_rope)
+
+        return CudaParts(decoder, attention, lambda *_: self.graphs)
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes the number of its threads once per process, and here are several engines in one."""
+    monkeypatch.setattr(torch, "set_num_interop_threads", lambda _: None)
+
+
+async def test_two_workers_on_one_gpu_start_and_meet() -> None:
+    gpus = StrictGpus(total_bytes=GPU_BYTES * 2)
+    prefill, decode = Engine(gpus), Engine(gpus)
+    assert prefill.graphs.captured
+    assert prefill.cuda.calls[0] == "init"
+    assert prefill.built.ready.device == "strict GPU"
+    # The worker processes open the pools; neither has used CUDA before.
+    workers = [gpus.process(), gpus.process()]
+    pools = []
+    for engine, cuda in zip((prefill, decode), workers, strict=True):
+        ready = engine.built.ready
+        pools.append(Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, -1, cuda))
+    # A prompt is computed in chunks, and layers are told while the next ones are computed.
+    events: list[object] = []
+    _compute_prompt(prefill, events)
+    assert len(events) > 2
+    sent = _block(pools[0], 0)
+    assert bool(sent.any()), "the worker does not see what the engine computed"
+    # The two choose the GPU's own transport, open each other's pools, and copy a block.
+    names = offered_transports("auto", device="cuda", shared_device=True)
+    assert names[0] == "cuda_ipc"
+    there, here = (create_transport("cuda_ipc", pool.memory, SECRET, timeout_s=5.0) for pool in pools)
+    endpoint = await here.listen("127.0.0.1")
+    assert choose([there], [endpoint], "decode-0").transport.name == "cuda_ipc"
+    link, accepted = await asyncio.gather(there.connect(endpoint, 5.0), here.accept())
+    accepted.introduced()
+    await link.send(b"block 0", await link.payload(pools[0].regions([0])))
+    message = await accepted.recv()
+    assert message.header == b"block 0"
+    fetch = accepted.fetch(pools[1].regions([5]))
+    await fetch
+    await fetch.commit()
+    got = _block(pools[1], 5)
+    assert torch.equal(sent, got)
+    await link.aclose()
+    await accepted.aclose()
+    await there.aclose()
+    await here.aclose()
+    del sent, got, message, fetch, link, accepted
+    for pool in pools:
+        pool.close()
+    del there, here, pool, pools
+    gc.collect()
+    del prefill, decode, engine, ready
+    gc.collect()
+    gpus.check()
+
+
+def _block(pool: Pool, block_id: int) -> torch.Tensor:
+    parts = [pool.memory.view(region) for region in pool.regions([block_id])]
+    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
+
+
+class _Outbox:
+    def __init__(self, kv_events: list[object]) -> None:
+        self._kv_events = kv_events
+
+    def send(self, *events: object) -> None:
+        """Nothing."""
+
+    def send_kv(self, *events: object) -> None:
+        self._kv_events.extend(events)
+
+
+def _compute_prompt(engine: Engine, kv_events: list[object]) -> None:
+    clock = MonotonicClock()
+    connector = TransferConnector(clock, engine.built.ready.layout, layer_groups=2)
+    core = EngineCore(
+        Scheduler(engine.built.scheduler_config, clock, connector), engine.built.runner, clock, _Outbox(kv_events)
+    )
+    core.take(submit("r", KVRole.PUSH, list(range(70)), 8))
+    while core.step():
+        pass
+
+
+def test_engines_that_start_together_get_equal_pools() -> None:
+    """The second one starts beside the first one's pool: what is free then does not matter."""
+    gpus = StrictGpus(total_bytes=GPU_BYTES * 2)
+    first, second = Engine(gpus), Engine(gpus)
+    alone = Engine(StrictGpus(total_bytes=GPU_BYTES * 2))
+    sizes = {engine.built.ready.num_blocks for engine in (first, second, alone)}
+    assert len(sizes) == 1
+    layout = alone.built.ready.layout
+    needed = ProfiledMemory(0, STEP_BYTES + layout.block_bytes, STEP_BYTES // 5 + layout.block_bytes)
+    assert sizes == {default_pool_bytes(GPU_BYTES * 2, 0.5, needed) // layout.block_bytes}
+    assert alone.built.ready.num_blocks > 4
+
+
+def test_the_pool_is_what_the_rest_leaves() -> None:
+    gib = 2**30
+    plain = default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib))
+    assert 54 * gib < plain < 57 * gib
+    assert default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib, gib)) < plain - gib
+    half = default_pool_bytes(80 * gib, 0.5, ProfiledMemory(16 * gib, 4 * gib))
+    total = 2 * (half + 20 * gib + 2 * CONTEXT_BYTES)
+    assert total < 80 * gib, "two engines with half a GPU each fit onto it"
+    assert default_pool_bytes(16 * gib, 1.0, ProfiledMemory(16 * gib, gib)) == 0
+
+
+def test_a_gpu_that_is_too_small_or_missing_is_an_error_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kv_memory_mb: 0\.0 MiB are less than one block"):
+        Engine(StrictGpus(total_bytes=CONTEXT_BYTES), share=1.0)
+    with pytest.raises(
+        ConfigError, match=r"engine\.kv_memory_mb: a KV pool of .* does not fit: the GPU has too little"
+    ):
+        Engine(StrictGpus(total_bytes=16 * MIB), num_blocks=10_000)
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        Engine(StrictGpus(num_gpus=0))
