@@ -26,8 +26,8 @@ def account_of(completion: Completion) -> dict[str, Any]:
         "prefill_cached_tokens": result.prefill_cached_tokens,
         "attempts": result.attempts,
         "transfer": _transfer(timeline, result),
-        "gateway_ttft_ms": _stages_ms(timeline, Figure.TTFT),
-        "gateway_ttft_decode_ms": _stages_ms(timeline, Figure.TTFT_DECODE),
+        "gateway_ttft_ms": _stages_ms(completion, Figure.TTFT),
+        "gateway_ttft_decode_ms": _stages_ms(completion, Figure.TTFT_DECODE),
         "events": [
             {"kind": event.kind.value, "worker": event.worker, "time_s": event.time_s}
             for event in timeline.events.values()
@@ -66,6 +66,6 @@ def _transfer(timeline: Timeline, result: RoutingResult) -> dict[str, Any]:
     return transfer
 
 
-def _stages_ms(timeline: Timeline, figure: Figure) -> dict[str, float]:
-    breakdown = timeline.breakdown(figure)
+def _stages_ms(completion: Completion, figure: Figure) -> dict[str, float]:
+    breakdown = completion.breakdowns[figure]
     return {} if breakdown is None else dict(breakdown.stages_ms)

@@ -208,7 +208,7 @@ class Gateway:
         self._servers = [public, internal]
         if self._http is not None:
             await self._http.start()
-        self.registry.subscribe(self._changed.set)
+        self.registry.subscribe_workers(self._changed.set)
         self._tasks = [
             asyncio.create_task(self._maintain_health(checks)),
             asyncio.create_task(self._watch_heartbeats()),

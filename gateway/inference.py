@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from gateway.callers import Caller, Callers
@@ -30,7 +31,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.logs import bind_request
 from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import FinishReason
-from pdserve.core.timeline import GATEWAY, EventKind
+from pdserve.core.timeline import GATEWAY, Breakdown, EventKind, Figure
 from router.request_record import Deadline, RequestRecord, RoutingResult
 from router.router import Router
 
@@ -62,7 +63,7 @@ class OutputToken:
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Completion:
     """A finished request: its record, where it ran, its whole output, and why that ended."""
 
@@ -70,6 +71,11 @@ class Completion:
     result: RoutingResult
     output: OutputText
     finish_reason: FinishReason
+
+    @cached_property
+    def breakdowns(self) -> Mapping[Figure, Breakdown | None]:
+        """The gateway's own breakdown of each figure; None if its token was not written."""
+        return {figure: self.record.timeline.breakdown(figure) for figure in Figure}
 
 
 class ClientLeft(Exception):

@@ -6,11 +6,13 @@ from 100 µs, because the stages of a small model are that short. docs/operation
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.histogram import LatencyHistogram
 from gateway.inference import Arrival, Completion
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import TransferProof
@@ -38,11 +40,15 @@ class Metrics:
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"pdserve_{name}", what, labels, registry=registry)
 
-        def latency(name: str, what: str, *labels: str) -> Histogram:
-            return Histogram(f"pdserve_{name}_seconds", what, labels, registry=registry, buckets=_LATENCIES_S)
+        def of_labels(name: str, what: str, *labels: str) -> Callable[..., Counter]:
+            # `labels` of the library converts its arguments and takes a lock.
+            return cache(counter(name, what, *labels).labels)
 
-        self._finished = counter("requests_finished", "Requests that ended with an answer", "mode", "finish_reason")
-        self._failed = counter("requests_failed", "Requests that ended with an error, by its class", "reason")
+        def latency(name: str, what: str, *labels: str) -> LatencyHistogram:
+            return LatencyHistogram(f"pdserve_{name}_seconds", what, labels, _LATENCIES_S, registry)
+
+        self._finished = of_labels("requests_finished", "Requests that ended with an answer", "mode", "finish_reason")
+        self._failed = of_labels("requests_failed", "Requests that ended with an error, by its class", "reason")
         self._cancelled = counter("requests_cancelled", "Requests that their clients cancelled")
         self._retries = counter("request_retries", "Attempts after the first one")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of finished requests")
@@ -54,13 +60,13 @@ class Metrics:
             Figure.TTFT_DECODE: latency("ttft_decode", "From receiving a request to writing token 2", "mode"),
         }
         self._stages = latency("stage", "A stage of ttft or ttft_decode; see docs/breakdown.md", "figure", "stage")
-        self._gaps = latency("inter_token", "Between two tokens of a request")
+        self._gaps = latency("inter_token", "Between two tokens of a request").of()
         self._exposed = latency("kv_exposed", "KV transfer that was not hidden behind the prefill", *_PAIR)
         self._wire = latency("kv_wire", "Time that the bytes of a KV transfer spent on the link", *_PAIR)
         self._ready = latency("kv_request_to_ready", "From a request's arrival at decode to its KV", *_PAIR)
-        self._kv_bytes = counter("kv_bytes", "KV bytes that arrived and were verified", *_PAIR)
-        self._kv_retried = counter("kv_bytes_retried", "KV bytes that had to be sent again", *_PAIR)
-        self._kv_blocks = counter(
+        self._kv_bytes = of_labels("kv_bytes", "KV bytes that arrived and were verified", *_PAIR)
+        self._kv_retried = of_labels("kv_bytes_retried", "KV bytes that had to be sent again", *_PAIR)
+        self._kv_blocks = of_labels(
             "kv_blocks", "KV blocks sent, and blocks skipped because decode had them", *_PAIR, "what"
         )
 
@@ -70,7 +76,7 @@ class Metrics:
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         """A request ended with ``error``, or was refused."""
-        self._failed.labels(type(error).__name__).inc()
+        self._failed(type(error).__name__).inc()
 
     def cancelled(self) -> None:
         """A request's client cancelled it."""
@@ -80,19 +86,19 @@ class Metrics:
         """A request ended with an answer."""
         record, result = completion.record, completion.result
         timeline, mode = record.timeline, "" if result.mode is None else result.mode.value
-        self._finished.labels(mode, completion.finish_reason.value).inc()
+        self._finished(mode, completion.finish_reason.value).inc()
         self._retries.inc(max(0, record.attempts - 1))
         self._prompt_tokens.inc(len(record.request.prompt_token_ids))
         self._cached_tokens.inc(result.prefill_cached_tokens)
         self._output_tokens.inc(len(record.output_token_ids))
         received_s, finished_s = (timeline.gateway_time(kind) for kind in (EventKind.RECEIVED, EventKind.FINISHED))
-        self._e2e.labels(mode).observe(finished_s - received_s)
+        self._e2e.of(mode).observe(finished_s - received_s)
         for figure, histogram in self._figures.items():
-            if (breakdown := timeline.breakdown(figure)) is None:
+            if (breakdown := completion.breakdowns[figure]) is None:
                 continue
-            histogram.labels(mode).observe(breakdown.total_ms / 1e3)
+            histogram.of(mode).observe(breakdown.total_ms / 1e3)
             for stage, stage_ms in breakdown.stages_ms.items():
-                self._stages.labels(figure.value, stage).observe(max(0.0, stage_ms) / 1e3)
+                self._stages.of(figure.value, stage).observe(max(0.0, stage_ms) / 1e3)
         if (proof := result.proof) is not None:
             self._moved(completion, proof)
 
@@ -106,13 +112,13 @@ class Metrics:
         sampled, verified = EventKind.TOKEN_1_SAMPLED, EventKind.KV_VERIFIED
         if timeline.has(sampled) and timeline.has(verified):
             exposed_s = timeline.gateway_time(verified) - timeline.gateway_time(sampled)
-            self._exposed.labels(*pair).observe(max(0.0, exposed_s))
-        self._wire.labels(*pair).observe(proof.wire_ms / 1e3)
-        self._ready.labels(*pair).observe(proof.request_to_ready_ms / 1e3)
-        self._kv_bytes.labels(*pair).inc(proof.kv_bytes)
-        self._kv_retried.labels(*pair).inc(proof.kv_bytes_retried)
-        self._kv_blocks.labels(*pair, "sent").inc(proof.blocks_received)
-        self._kv_blocks.labels(*pair, "skipped").inc(proof.blocks_skipped)
+            self._exposed.of(*pair).observe(max(0.0, exposed_s))
+        self._wire.of(*pair).observe(proof.wire_ms / 1e3)
+        self._ready.of(*pair).observe(proof.request_to_ready_ms / 1e3)
+        self._kv_bytes(*pair).inc(proof.kv_bytes)
+        self._kv_retried(*pair).inc(proof.kv_bytes_retried)
+        self._kv_blocks(*pair, "sent").inc(proof.blocks_received)
+        self._kv_blocks(*pair, "skipped").inc(proof.blocks_skipped)
 
 
 class ServiceState(Collector):

@@ -48,6 +48,7 @@ class WorkerRegistry:
         self._lives: dict[str, str] = {}  # the last life of each worker id, including forgotten workers
         self._superseded: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
+        self._worker_listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
         self._were_available: set[Mode] = set()
 
@@ -80,8 +81,12 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         if worker is None or worker.lost or (info is not None and info.epoch != worker.info.epoch):
             return False
+        before = worker.is_ready, worker.linked
         worker.beat(load, links, info, self._clock.now())
-        self._came()
+        if (worker.is_ready, worker.linked) == before:
+            self.notify_load()
+        else:
+            self._came()
         return True
 
     def lost(self, worker_id: str, why: str = "its control connection broke", *, epoch: str | None = None) -> None:
@@ -190,7 +195,7 @@ class WorkerRegistry:
         """Add a request to the load of a worker (see `Share`). KeyError for an unknown worker."""
         worker = self._workers[worker_id]
         worker.last_used = next(self._choices)
-        return Share(worker, tokens, prompt_tokens, kv_tokens, self.notify)
+        return Share(worker, tokens, prompt_tokens, kv_tokens, self.notify_load)
 
     def assign(self, needs: Needs, placed: Placed) -> Assignment:
         """Add a placed request to the load of its workers. KeyError for an unknown worker."""
@@ -210,10 +215,21 @@ class WorkerRegistry:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def notify(self) -> None:
-        """Call the listeners."""
+    def subscribe_workers(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """As `subscribe`, but not after changes of the load."""
+        self._worker_listeners.append(listener)
+        return lambda: self._worker_listeners.remove(listener)
+
+    def notify_load(self) -> None:
+        """Call the listeners after a change of the load."""
         for listener in list(self._listeners):
             listener()
+
+    def notify(self) -> None:
+        """Call all listeners after a change of workers or links."""
+        for listener in list(self._worker_listeners):
+            listener()
+        self.notify_load()
 
     def _came(self) -> None:
         """Note that a worker or a link may have become ready."""

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import DeadlineExceeded
@@ -39,10 +39,51 @@ class Deadline:
         except TimeoutError:
             raise DeadlineExceeded(f"deadline: it passed while {doing}; raise the timeout or reduce the load") from None
 
+    def guard(self, doing: str) -> Guard:
+        """Bounds many short waits with one timer. Close it."""
+        return Guard(self._loop, self._until, doing)
+
     async def sleep(self, seconds: float, doing: str) -> None:
         """Sleep, but not past the deadline."""
         if seconds > 0:
             await self.bound(asyncio.sleep(seconds), doing)
+
+
+class Guard:
+    """Awaits one thing after another, as `Deadline.bound` does, at less cost: a timer is set once and not for each."""
+
+    __slots__ = ("_doing", "_fired", "_over", "_task", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, until: float, doing: str) -> None:
+        self._doing = doing
+        self._over = self._fired = False
+        self._task: asyncio.Task[Any] | None = None
+        self._timer = loop.call_at(until, self._end)
+
+    async def bound(self, awaitable: Awaitable[T]) -> T:
+        """Await ``awaitable``. `DeadlineExceeded` at the deadline. One call at a time."""
+        if not self._over:
+            self._task = asyncio.current_task()
+            try:
+                return await awaitable
+            except asyncio.CancelledError:
+                if not self._fired or self._task is None or self._task.uncancel() > 0:
+                    raise
+            finally:
+                self._task = None
+        elif asyncio.iscoroutine(awaitable):
+            awaitable.close()
+        raise DeadlineExceeded(f"deadline: it passed while {self._doing}; raise the timeout or reduce the load")
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self._over = True
+        if self._task is not None:
+            self._fired = True
+            self._task.cancel()
 
 
 @dataclass(slots=True, eq=False)

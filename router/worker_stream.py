@@ -50,7 +50,7 @@ class WorkerStream:
         self.worker = worker
         self._outputs = outputs
         self._clock = clock
-        self._deadline = deadline
+        self._guard = deadline.guard(f"waiting for worker {worker.worker_id}")
         self._arrivals = arrivals
         self._max_unread = max_unread
         self._on_arrival = on_arrival
@@ -80,7 +80,7 @@ class WorkerStream:
         """The next output. Raises the worker's error, `WorkerLost` if the stream ends without a finish reason,
         `DeadlineExceeded`, or `ReaderStalled` after the last buffered output."""
         if not self._unread and self._end is None:
-            await self._deadline.bound(self.wait_changed(), f"waiting for worker {self.worker.worker_id}")
+            await self._guard.bound(self.wait_changed())
         if self._unread:
             return self._unread.popleft()
         assert self._end is not None, "wait_changed returned without a change"
@@ -95,6 +95,7 @@ class WorkerStream:
 
     async def close(self) -> None:
         """Stop reading. The worker continues until it gets an abort."""
+        self._guard.close()
         self.cancel()
         await asyncio.wait({self._reading})
         aclose = getattr(self._outputs, "aclose", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any
 
 import grpc
@@ -59,15 +59,17 @@ class InferenceServicer:
         try:
             with self._inference.admission(CALLER.get(), context.time_remaining(), _traceparent(context)) as arrival:
                 outputs = self._inference.generate(submission_of(data), arrival)
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        if isinstance(output, Completion):
-                            response = pb.GenerateResponse(completion=completion_to_proto(output))
-                        else:
-                            response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
-                        # Bounded, because a client that stops reading blocks the write.
-                        has_begun = True
-                        await arrival.deadline.bound(context.write(response), "the client was reading the answer")
+                # Writes are bounded, because a client that stops reading blocks them.
+                writing = arrival.deadline.guard("the client was reading the answer")
+                with closing(writing):
+                    async with aclosing(outputs):
+                        async for output in outputs:
+                            if isinstance(output, Completion):
+                                response = pb.GenerateResponse(completion=completion_to_proto(output))
+                            else:
+                                response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
+                            has_begun = True
+                            await writing.bound(context.write(response))
             return
         except PdserveError as error:
             failure: Exception = error

@@ -94,7 +94,6 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         ("gemma-2-2b", 100),
         ("smollm-135m", 89),
         ("odd", 90),
-        ("llama-3-8b-float16", 75),
         ("smollm-135m-float16", 75),
     ],
 )

@@ -203,7 +203,6 @@ async def test_a_body_that_never_ends(start_http: StartHttp, drips: bool) -> Non
     await check_alive(http.service)
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_small_writes_leave_at_once(http: Http) -> None:
     async with connected(http):
         while connections_of(http) == 0:  # noqa: ASYNC110 - the server is asked
@@ -212,6 +211,7 @@ async def test_small_writes_leave_at_once(http: Http) -> None:
             assert each.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_body_that_goes_on_after_its_refusal(http: Http) -> None:
     async with connected(http) as (reader, writer):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
