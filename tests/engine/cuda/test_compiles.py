@@ -27,7 +27,6 @@ MODELS = {  # heads, KV heads, head dim, hidden, intermediate, block size, dtype
     "gemma-2-2b": (8, 4, 256, 2304, 9216, 64, torch.bfloat16),
     "llama-3-8b": (32, 8, 128, 4096, 14_336, 64, torch.bfloat16),
     "smollm-135m": (9, 3, 64, 576, 1536, 16, torch.bfloat16),
-    "llama-3-8b-float16": (32, 8, 128, 4096, 14_336, 64, torch.float16),
     "smollm-135m-float16": (9, 3, 64, 576, 1536, 16, torch.float16),
     "odd": (4, 4, 24, 96, 100, 20, torch.float32),
 }
