@@ -57,6 +57,7 @@ def stream_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # a connection has few streams, which workers of one process would share
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
