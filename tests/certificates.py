@@ -27,14 +27,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Certificates:
-    """An authority with a certificate for a server on this host, one for a client, and one for the processes of a
-    service; a stranger that signed its own, and one for processes that the stranger signed."""
+    """An authority with a certificate for a server on this host, one for a client, one for the processes of a service,
+    and half of one, with which they could not dial; a stranger that signed its own, and one for processes that the
+    stranger signed."""
 
     ca: Path
     server: Pair
     client: Pair
     stranger: Pair
     worker: Pair
+    half: Pair
     strange_worker: Pair
 
     def of_plane(self, pair: Pair | None = None, ca: Path | None = None) -> dict[str, str]:
@@ -74,7 +76,8 @@ def make_certificates(folder: Path) -> Certificates:
     stranger = _self_signed(folder, "stranger")
     name = f"subjectAltName=DNS:{SERVER_NAME}\n"
     worker, strange_worker = _signed(folder, "worker", authority, name), _signed(folder, "other", stranger, name)
-    return Certificates(authority.cert, server, client, stranger, worker, strange_worker)
+    half = _signed(folder, "half", authority, f"{name}extendedKeyUsage=serverAuth\n")
+    return Certificates(authority.cert, server, client, stranger, worker, half, strange_worker)
 
 
 @functools.cache
