@@ -30,15 +30,16 @@ from gateway.metrics import Metrics, ServiceState
 from gateway.registry_service import RegistryService
 from gateway.security import security_of
 from gateway.status_report import StatusReport
-from gateway.tls import ServerTls
 from gateway.tokenizer import load_tokenizer
 from gateway.validation import max_message_bytes
 from gateway.worker_directory import Connect, WorkerDirectory
+from kv_transfer.transports.grpc_tls import server_credentials
 from pdserve.core.address import join_address
 from pdserve.core.awake_clock import RunningAwakeClock
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, NotReady, PdserveError
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.request import Mode
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.stream_proof import StreamListener
@@ -77,9 +78,9 @@ def _options(max_receive_bytes: int) -> list[tuple[str, int]]:
 
 class Gateway:
     """``connect`` opens the control connection to a worker that has registered. Only workers that know ``secret`` can
-    register. ``registry_address`` is the internal ``host:port`` that workers report to (port 0: any).
-    ``context_length`` is the model's. `ModelError` if the folder's tokenizer is broken, `ConfigError` if a file for TLS
-    or tokens is, or the service would be reachable unprotected."""
+    register, over ``tls`` if the worker plane has it. ``registry_address`` is the internal ``host:port`` that workers
+    report to (port 0: any). ``context_length`` is the model's. `ModelError` if the folder's tokenizer is broken,
+    `ConfigError` if a file for TLS or tokens is, or the service would be reachable unprotected."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Gateway:
         checkpoint_dtype: str = "",
         connect: Connect,
         secret: ServiceSecret,
+        tls: PlaneTls | None = None,
         registry_address: str = "127.0.0.1:0",
         version: str = "0+unknown",
         service: str = "",
@@ -100,6 +102,7 @@ class Gateway:
         self._config = config
         self._service, self._secret = service, secret
         self._security = security = security_of(config.gateway, clock)
+        self._tls = tls
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
@@ -199,8 +202,16 @@ class Gateway:
         InferenceServicer(self._inference, self._report.public).add_to(public)
         health_pb2_grpc.add_HealthServicer_to_server(checks, public)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), public)
-        self._port = _listen(public, config.host, config.port, "gateway.port", self._security.tls)
-        self._registry_port = _listen(internal, self._registry_host, self._registry_port, "the workers' registry port")
+        tls = self._security.tls
+        credentials = None if tls is None else tls.grpc_credentials()
+        self._port = _listen(public, config.host, config.port, "gateway.port", credentials)
+        self._registry_port = _listen(
+            internal,
+            self._registry_host,
+            self._registry_port,
+            "the workers' registry port",
+            None if self._tls is None else server_credentials(self._tls),
+        )
         proofs.address = self.registry_address
         self._http = self._make_http()
         await internal.start()
@@ -321,12 +332,14 @@ def _tracing_to(endpoint: str, clock: Clock, version: str) -> Tracing:
     return tracing_to(endpoint, clock, version)
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int, what: str, tls: ServerTls | None = None) -> int:
+def _listen(
+    server: grpc.aio.Server, host: str, port: int, what: str, credentials: grpc.ServerCredentials | None
+) -> int:
     address = join_address(host, port)
     try:
-        if tls is None:
+        if credentials is None:
             return server.add_insecure_port(address)
-        return server.add_secure_port(address, tls.grpc_credentials())
+        return server.add_secure_port(address, credentials)
     except RuntimeError:
         raise LaunchError(
             f"{what}: {port} is in use on {host} (or {host} is not this host's); choose another"

@@ -15,6 +15,7 @@ from engine.model.source import resolve_model
 from gateway.gateway import Gateway
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
+from pdserve.core.plane_tls import plane_tls
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
@@ -28,11 +29,13 @@ T = TypeVar("T")
 
 class GatewayThread:
     """A gateway of the service with this ``secret``, on a thread of this process. ModelError if the model cannot be
-    read. Methods raise LaunchError if the gateway does not answer."""
+    read, ConfigError if a file for TLS or tokens cannot be used. Methods raise LaunchError if the gateway does not
+    answer."""
 
     def __init__(
         self, config: PdserveConfig, registry_address: str, version: str, secret: ServiceSecret, service: str = ""
     ) -> None:
+        tls = plane_tls(config.cluster)
         model = resolve_model(config.model.path)
         self._gateway = Gateway(
             config,
@@ -40,8 +43,9 @@ class GatewayThread:
             model_folder=model.folder,
             context_length=model.shape.max_position_embeddings,
             checkpoint_dtype=model.shape.dtype,
-            connect=partial(WorkerClient.connect, secret=secret),
+            connect=partial(WorkerClient.connect, secret=secret, tls=tls),
             secret=secret,
+            tls=tls,
             registry_address=registry_address,
             version=version,
             service=service,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kv_transfer.base import KVTransport
 from kv_transfer.memory import DeviceMemory, HostMemory, Memory
 from kv_transfer.transports.shaped import SHAPEABLE, Shape, ShapedTransport
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
 
 TRANSPORTS = ("shm", "cuda_ipc", "tcp", "grpc_stream", "torch_dist", "nixl")
@@ -89,14 +91,21 @@ def choose(transports: Sequence[KVTransport], endpoints: Sequence[KVEndpoint], p
 
 
 def create_transport(
-    name: str, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0, shape: Shape | None = None
+    name: str,
+    memory: Memory,
+    secret: ServiceSecret,
+    *,
+    tls: PlaneTls | None = None,
+    timeout_s: float = 10.0,
+    shape: Shape | None = None,
 ) -> KVTransport:
     """Create the transport ``name`` (from `offered_transports`) for a worker of the service with this ``secret`` whose
-    pool lies in ``memory``. ``timeout_s`` bounds a send that makes no progress. ``shape``: that of its links, if they
-    are to be shaped. ConfigError if the transport cannot be used here."""
+    pool lies in ``memory``. With ``tls``, links between hosts are encrypted, or refused by a transport that cannot.
+    ``timeout_s`` bounds a send that makes no progress. ``shape``: that of its links, if they are to be shaped.
+    ConfigError if the transport cannot be used here."""
     if shape is not None:
         offered_transports(name, device="cuda" if memory.on_device else "cpu", shaped=True)
-        return ShapedTransport(create_transport(name, memory, secret, timeout_s=timeout_s), shape)
+        return ShapedTransport(create_transport(name, memory, secret, tls=tls, timeout_s=timeout_s), shape)
     # Imported here, because each transport needs its own libraries.
     if name == "shm" and isinstance(memory, HostMemory):
         from kv_transfer.transports.shm import ShmTransport
@@ -109,20 +118,21 @@ def create_transport(
     if name == "tcp":
         from kv_transfer.transports.tcp import TcpTransport
 
-        return TcpTransport(memory, secret, timeout_s=timeout_s)
+        return TcpTransport(memory, secret, tls=tls, timeout_s=timeout_s)
     if name == "grpc_stream":
         from kv_transfer.transports.grpc_stream import GrpcStreamTransport
 
-        return GrpcStreamTransport(memory, secret, timeout_s=timeout_s)
+        return GrpcStreamTransport(memory, secret, tls=tls, timeout_s=timeout_s)
     if name == "torch_dist":
         from kv_transfer.transports.torch_dist import TorchDistTransport
 
         offered_transports(name, device="cuda" if memory.on_device else "cpu")
-        return TorchDistTransport(memory, secret, backend="nccl" if memory.on_device else "gloo", timeout_s=timeout_s)
+        backend: Literal["nccl", "gloo"] = "nccl" if memory.on_device else "gloo"
+        return TorchDistTransport(memory, secret, backend=backend, tls=tls, timeout_s=timeout_s)
     if name == "nixl":
         from kv_transfer.transports.nixl import NixlTransport
 
-        return NixlTransport(memory, secret, timeout_s=timeout_s)
+        return NixlTransport(memory, secret, tls=tls, timeout_s=timeout_s)
     raise ConfigError(f"transfer.transport: {name!r} cannot be used here; known: {', '.join(TRANSPORTS)}")
 
 

@@ -94,9 +94,13 @@ class LocalCluster:
         token: str = "",
     ) -> None:
         gateway = {"host": "127.0.0.1", "port": free_port()}
-        cluster = {"prefill": prefill, "decode": decode, "device": device, "oversubscribe": True}
+        workers = {"prefill": prefill, "decode": decode, "device": device, "oversubscribe": True}
         self.config = PdserveConfig.parse(
-            {**settings, "gateway": {**gateway, **settings.get("gateway", {})}, "cluster": cluster}
+            {
+                **settings,
+                "gateway": {**gateway, **settings.get("gateway", {})},
+                "cluster": {**settings.get("cluster", {}), **workers},
+            }
         )
         self.secret = ServiceSecret.new()
         self.registry = f"127.0.0.1:{free_port()}"

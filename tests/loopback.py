@@ -13,11 +13,13 @@ from kv_transfer.transports.inbox import Arrived, Inbox, InboxLink, check_sizes
 from kv_transfer.transports.shaped import Shape
 from pdserve.core.errors import PeerLost, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
+from tests.certificates import service_tls
 
 SECRET = ServiceSecret(bytes(range(32)))
 """Of the services that tests make."""
-SHAPED = "shaped "
+TLS, SHAPED = "tls ", "shaped "
 SHAPE = Shape(gbps=16.0, round_trip_ms=4.0)
 """Of transports whose names begin with `SHAPED`."""
 _listening: dict[str, LoopbackTransport] = {}
@@ -112,12 +114,17 @@ def create_transport(
     memory: Memory,
     secret: ServiceSecret = SECRET,
     *,
+    tls: PlaneTls | None = None,
     timeout_s: float = 10.0,
     shape: Shape | None = None,
 ) -> KVTransport:
-    """As `kv_transfer.factory.create_transport`, which does not know ``loopback`` and ``shaped NAME``."""
+    """As `kv_transfer.factory.create_transport`, which does not know ``loopback``, ``shaped NAME`` and ``tls NAME``."""
     if name == "loopback":
         return LoopbackTransport(memory, timeout_s=timeout_s)
+    if name.startswith(TLS):
+        return factory.create_transport(name.removeprefix(TLS), memory, secret, tls=service_tls(), timeout_s=timeout_s)
     if name.startswith(SHAPED):
-        return factory.create_transport(name.removeprefix(SHAPED), memory, secret, timeout_s=timeout_s, shape=SHAPE)
-    return factory.create_transport(name, memory, secret, timeout_s=timeout_s, shape=shape)
+        return factory.create_transport(
+            name.removeprefix(SHAPED), memory, secret, tls=tls, timeout_s=timeout_s, shape=SHAPE
+        )
+    return factory.create_transport(name, memory, secret, tls=tls, timeout_s=timeout_s, shape=shape)

@@ -1,5 +1,6 @@
 """The gRPC streams inside a service: control, which a gateway opens to a worker, and registry, which a worker opens to
-its gateway. Both ends prove that they know the service's secret before a message is read (`pdserve.core.stream_proof`).
+its gateway. Both ends prove that they know the service's secret before a message is read (`pdserve.core.stream_proof`),
+over mutual TLS if the service has it (`pdserve.core.plane_tls`).
 Messages are bytes to gRPC; `worker.messages` encodes them.
 """
 
@@ -11,7 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
+from kv_transfer.transports.grpc_tls import open_aio_channel
 from pdserve.core.errors import PdserveError
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret, Unproven
 from pdserve.core.stream_proof import MEET, StreamDialler, StreamListener
 
@@ -50,8 +53,9 @@ _OPTIONS = (
 )
 
 
-def stream_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
-    """A channel to ``address`` without proxies, which reconnects quickly and notices a dead peer."""
+def stream_channel(address: str, max_message_bytes: int, tls: PlaneTls | None = None) -> grpc.aio.Channel:
+    """A channel to ``address`` without proxies, with the service's TLS, which reconnects quickly and notices a dead
+    peer."""
     options = (
         *_OPTIONS,
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -61,7 +65,7 @@ def stream_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
-    return grpc.aio.insecure_channel(address, options=options)
+    return open_aio_channel(address, tls, options)
 
 
 async def open_stream(

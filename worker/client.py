@@ -15,6 +15,7 @@ from pdserve.core.awake_clock import wait_awake
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
 from pdserve.core.handoff import KVPeer
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.request import Request
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.timeline import ClockOffset
@@ -48,12 +49,14 @@ Item = TokenOutput | PdserveError
 class WorkerClient:
     """A connected worker, created by `connect`. It cannot be used again after `aclose` or the worker's death."""
 
-    def __init__(self, info: WorkerInfo, secret: ServiceSecret, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, info: WorkerInfo, secret: ServiceSecret, *, tls: PlaneTls | None = None, clock: Clock | None = None
+    ) -> None:
         self.info = info
         self._secret = secret
         self.clock = ClockOffset(0.0, 0.0)
         self._time = clock or MonotonicClock()
-        self._channel = stream_channel(info.control_address, MAX_CONTROL_BYTES)
+        self._channel = stream_channel(info.control_address, MAX_CONTROL_BYTES, tls)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[Item]] = {}
@@ -69,12 +72,14 @@ class WorkerClient:
         info: WorkerInfo,
         secret: ServiceSecret,
         *,
+        tls: PlaneTls | None = None,
         clock: Clock | None = None,
         timeout_s: float = 5.0,
     ) -> WorkerClient:
-        """Open the control stream and measure the clock offset. WorkerLost or DeadlineExceeded if the worker does not
-        answer within ``timeout_s``, WorkerLost if it does not know the service's ``secret``."""
-        client = cls(info, secret, clock=clock)
+        """Open the control stream, over the service's ``tls``, and measure the clock offset. WorkerLost or
+        DeadlineExceeded if the worker does not answer within ``timeout_s``, WorkerLost if it does not know the
+        service's ``secret``."""
+        client = cls(info, secret, tls=tls, clock=clock)
         client._tasks = [asyncio.create_task(client._talk()), asyncio.create_task(client._keep_time())]
         try:
             await client._call(Ping(client._next_id()), timeout_s)

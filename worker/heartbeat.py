@@ -12,6 +12,7 @@ from typing import Protocol
 import grpc
 
 from pdserve.core.errors import PdserveError
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
 from worker.authentication import REGISTRY, Stream, open_stream, stream_channel
 from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
@@ -51,10 +52,10 @@ class Heartbeat:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Start the heartbeats. Has no effect if they are running."""
+    def start(self, tls: PlaneTls | None = None) -> None:
+        """Start the heartbeats, over the service's ``tls``. Has no effect if they are running."""
         if self._task is None:
-            self._task = asyncio.create_task(self._beat())
+            self._task = asyncio.create_task(self._beat(tls))
 
     def wake(self) -> None:
         """Send the next heartbeat at once."""
@@ -68,12 +69,12 @@ class Heartbeat:
                 await self._task
             self._task = None
 
-    async def _beat(self) -> None:
+    async def _beat(self, tls: PlaneTls | None) -> None:
         worker, interval_s = self._worker, self._interval_s
         timeout_s = max(interval_s, ANSWER_TIMEOUT_S)
         failing = False
         stream: Stream | None = None
-        async with stream_channel(self._registry_address, MAX_BEAT_BYTES) as channel:
+        async with stream_channel(self._registry_address, MAX_BEAT_BYTES, tls) as channel:
             while True:
                 self._wake.clear()  # the report may lack changes that happen from here on
                 try:

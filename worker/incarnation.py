@@ -21,6 +21,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import LaunchError, PeerLost
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerLoad
 from worker.addresses import resolve_interface
@@ -57,9 +58,9 @@ class Incarnation:
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
 
     @classmethod
-    async def start(cls, spec: WorkerSpec, secret: ServiceSecret, clock: Clock) -> Self:
-        """Start an engine, and KV ends for peers that know the service's ``secret``. Raises PdserveError if that fails;
-        nothing is left running then."""
+    async def start(cls, spec: WorkerSpec, secret: ServiceSecret, clock: Clock, tls: PlaneTls | None = None) -> Self:
+        """Start an engine, and KV ends for peers that know the service's ``secret`` and have its ``tls``. Raises
+        PdserveError if that fails; nothing is left running then."""
         transfer = spec.config.transfer
         # A configured transport that cannot work is an error before the model is loaded.
         shape = Shape.of(transfer)
@@ -84,7 +85,7 @@ class Incarnation:
             pool = Pool.open(ready.layout, ready.num_blocks, ready.pool_handle, engine.memory_fd)
             kv = KVThread(
                 pool,
-                [create_transport(name, pool.memory, secret, shape=shape) for name in names],
+                [create_transport(name, pool.memory, secret, tls=tls, shape=shape) for name in names],
                 transfer,
                 engine,
                 worker_id=spec.worker_id,

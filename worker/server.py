@@ -13,9 +13,11 @@ from typing import Protocol
 
 import grpc
 
+from kv_transfer.transports.grpc_tls import add_port
 from pdserve.core.address import join_address
 from pdserve.core.clock import Clock
 from pdserve.core.errors import LaunchError, PdserveError, from_wire, to_wire
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import TokenOutput
@@ -107,12 +109,13 @@ class ControlServer:
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen on ``host`` and ``port`` (0: any free port). LaunchError if that fails."""
+    async def start(self, host: str, port: int, tls: PlaneTls | None = None) -> None:
+        """Listen on ``host`` and ``port`` (0: any free port), with the service's ``tls``. LaunchError if that
+        fails."""
         proofs = StreamListener(self._secret, CONTROL.purpose, "")
         self._server = proven_server(CONTROL, proofs, self._control, MAX_CONTROL_BYTES)
         try:
-            port = self._server.add_insecure_port(join_address(host, port))
+            port = add_port(self._server, join_address(host, port), tls)
         except RuntimeError:
             raise LaunchError(
                 f"worker {self._worker_id}: cannot listen on {join_address(host, port)}: the port is in use there, "

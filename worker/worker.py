@@ -18,6 +18,7 @@ import msgspec
 from engine.messages import EngineEvent, Failed, Finished, Load, Pong, Ready, Rejected, Step
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
+from pdserve.core.plane_tls import PlaneTls, plane_tls
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerInfo, WorkerLoad
 from worker import messages
@@ -49,6 +50,7 @@ class Worker:
     ) -> None:
         self.spec = spec
         self._secret = secret
+        self._tls: PlaneTls | None = None
         self.clock = clock or MonotonicClock()
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -69,10 +71,11 @@ class Worker:
         """Serve until cancelled. Raises the error that kept the first engine from starting. Later failures are retried,
         except for ModelError. WorkerLost if the gateway has superseded this worker."""
         try:
-            await self._server.start(self.spec.host, self.spec.port)
+            tls = self._tls = plane_tls(self.spec.config.cluster)
+            await self._server.start(self.spec.host, self.spec.port, tls)
             while True:
                 try:
-                    self._incarnation = await Incarnation.start(self.spec, self._secret, self.clock)
+                    self._incarnation = await Incarnation.start(self.spec, self._secret, self.clock, tls)
                 except PdserveError as error:
                     if not self.started.done() or isinstance(error, ModelError):
                         raise
@@ -121,7 +124,7 @@ class Worker:
         )
         kv = incarnation.kv
         self._links = LinkKeeper(kv.connect, lambda: kv.links, self._heartbeat.wake)
-        self._heartbeat.start()
+        self._heartbeat.start(self._tls)
         self._heartbeat.wake()
         if not self.started.done():
             self.started.set_result(self._info)

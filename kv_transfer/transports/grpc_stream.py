@@ -1,5 +1,5 @@
 """Transport over gRPC: one bidirectional stream ``KVTransfer/Exchange`` per link, on a port of its own. Before it, both
-ends are proven by a call of ``KVTransfer/Meet`` (`pdserve.core.stream_proof`)."""
+ends are proven by a call of ``KVTransfer/Meet`` (`pdserve.core.stream_proof`), and by TLS if the service has it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from kv_transfer.memory import Memory
 from kv_transfer.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
+from kv_transfer.transports.grpc_tls import add_port, open_channel
+from kv_transfer.transports.tcp import ENCRYPTED
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.address import join_address
 from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret, Unproven
 from pdserve.core.stream_proof import MEET, Metadata, StreamDialler, StreamListener
 
@@ -60,8 +63,12 @@ class GrpcStreamTransport(KVTransport):
 
     name = "grpc_stream"
 
-    def __init__(self, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0) -> None:
-        self._memory, self._secret, self._timeout_s = memory, secret, timeout_s
+    def __init__(
+        self, memory: Memory, secret: ServiceSecret, *, tls: PlaneTls | None = None, timeout_s: float = 10.0
+    ) -> None:
+        self._memory, self._secret, self._tls, self._timeout_s = memory, secret, tls, timeout_s
+        if tls is not None:
+            self.note = ENCRYPTED
         self._proofs: StreamListener | None = None
         self._server: grpc.Server | None = None
         self._handlers: ThreadPoolExecutor | None = None
@@ -112,7 +119,7 @@ class GrpcStreamTransport(KVTransport):
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         try:
-            port = self._server.add_insecure_port(join_address(host, port))
+            port = add_port(self._server, join_address(host, port), self._tls)
         except RuntimeError as error:
             raise PeerLost(f"cannot listen on {host}, port {port or 'any'}: {error} (grpc_stream)") from None
         proofs.address = join_address(host, port)
@@ -131,7 +138,7 @@ class GrpcStreamTransport(KVTransport):
         """Exchange proofs, open a stream, and wait until the peer's handler has accepted it."""
         loop, opened = asyncio.get_running_loop(), asyncio.Event()
         deadline_s = loop.time() + timeout_s
-        channel = grpc.insecure_channel(endpoint.address, options=_OPTIONS)
+        channel = open_channel(endpoint.address, self._tls, _OPTIONS)
         proof: Metadata | None = None
         try:
             proof = await self._prove(channel, endpoint.address, timeout_s)

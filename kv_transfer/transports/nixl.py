@@ -22,6 +22,7 @@ from kv_transfer.transports.tcp import TcpTransport, tune
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.errors import PeerLost
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
 
 _ABOUT = struct.Struct(f"<{NAME_BYTES}sQQiI")  # agent; its memory: address, size, device (-1: host); bytes of metadata
@@ -33,9 +34,12 @@ class NixlTransport(TcpTransport):
     """``timeout_s`` also bounds the read of a piece."""
 
     name = "nixl"
+    encrypts = False
 
-    def __init__(self, memory: Memory, secret: ServiceSecret, *, timeout_s: float = 10.0) -> None:
-        super().__init__(memory, secret, timeout_s=timeout_s)
+    def __init__(
+        self, memory: Memory, secret: ServiceSecret, *, tls: PlaneTls | None = None, timeout_s: float = 10.0
+    ) -> None:
+        super().__init__(memory, secret, tls=tls, timeout_s=timeout_s)
         self._making: asyncio.Task[NixlAgent] | None = None
         self._left: dict[Any, tuple[str, Fetch]] = {}  # reads in progress whose links are lost
         self._watching: asyncio.Task[None] | None = None

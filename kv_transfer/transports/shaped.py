@@ -81,7 +81,7 @@ class ShapedTransport(KVTransport):
 
     def __init__(self, inner: KVTransport, shape: Shape) -> None:
         self.name = inner.name
-        self.note = f", shaped in user space: {shape}"
+        self.note = f"{inner.note}, shaped in user space: {shape}"
         self._inner, self._shape = inner, shape
         self._links: set[KVLink] = set()
 

@@ -7,27 +7,52 @@ import socket
 from typing import Any
 
 from kv_transfer.base import KVLink
+from kv_transfer.memory import Memory
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
 from kv_transfer.transports.socket_transport import SocketTransport
 from kv_transfer.transports.threads import in_thread
+from kv_transfer.transports.tls_socket import start_tls
 from pdserve.core.address import join_address
-from pdserve.core.errors import PeerLost
+from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.plane_tls import PlaneTls
+from pdserve.core.secret import ServiceSecret
+
+ENCRYPTED = ", encrypted (TLS)"
+"""The note of transports that use TLS."""
 
 
 class TcpTransport(SocketTransport):
-    """Listens on a TCP port."""
+    """Listens on a TCP port. With ``tls``, connections between hosts have to be encrypted: those of this transport are,
+    after the proofs; subclasses whose payloads are not reach peers of the same host only."""
 
     name = "tcp"
+    encrypts = True
+
+    def __init__(
+        self, memory: Memory, secret: ServiceSecret, *, tls: PlaneTls | None = None, timeout_s: float = 10.0
+    ) -> None:
+        super().__init__(memory, secret, timeout_s=timeout_s)
+        self._tls = tls
+        if tls is not None and self.encrypts:
+            self.note = ENCRYPTED
 
     async def listen(self, host: str, port: int = 0) -> KVEndpoint:
         """Accept connections."""
         server = await bind(host, port, self.name)
         return self._serve(server, join_address(host, server.getsockname()[1]))
 
+    def obstacle(self, endpoint: KVEndpoint) -> str | None:
+        """Why the endpoint is out of reach: its payloads would travel between hosts in the clear."""
+        if self._tls is None or self.encrypts or _host(endpoint.address) == _host(self.address):
+            return None
+        return "it is on another host, and this transport cannot encrypt (cluster.tls_cert)"
+
     async def connect(self, endpoint: KVEndpoint, timeout_s: float) -> KVLink:
         """Open a connection."""
+        if (obstacle := self.obstacle(endpoint)) is not None:
+            raise TransferRefused(f"no link to {endpoint.address}: {obstacle} ({self.name})")
         host, _, port = endpoint.address.rpartition(":")
         try:
             async with asyncio.timeout(timeout_s):
@@ -39,7 +64,13 @@ class TcpTransport(SocketTransport):
 
     async def _greet(self, connection: socket.socket, peer: str, *, connecting: bool) -> KVLink:
         tune(connection)
+        if self._tls is not None:
+            connection = await start_tls(connection, self._tls, dialling=connecting)
         return SocketLink(self.name, self._memory, SocketStream(connection, peer, self.name, self._timeout_s))
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 async def bind(host: str, port: int, transport: str) -> socket.socket:

@@ -22,6 +22,7 @@ from kv_transfer.transports.threads import in_thread
 from kv_transfer.transports.torch_link import FRAME, TorchDistLink
 from pdserve.core.errors import ConfigError
 from pdserve.core.handoff import KVEndpoint
+from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class TorchDistTransport(TcpTransport):
     the backend is NCCL."""
 
     name = "torch_dist"
+    encrypts = False
 
     def __init__(
         self,
@@ -48,10 +50,11 @@ class TorchDistTransport(TcpTransport):
         secret: ServiceSecret,
         *,
         backend: Backend = "gloo",
+        tls: PlaneTls | None = None,
         timeout_s: float = 10.0,
         on_device: bool | None = None,
     ) -> None:
-        super().__init__(memory, secret, timeout_s=timeout_s)
+        super().__init__(memory, secret, tls=tls, timeout_s=timeout_s)
         self._backend: Backend = backend
         self._on_device = backend == "nccl" if on_device is None else on_device
         self._index = memory.index if isinstance(memory, DeviceMemory) else 0

@@ -222,7 +222,7 @@ class Examination:
     ) -> None:
         config, own_port, timeout_s = self._config, self._own_port, self._timeout_s
         self._findings += gateway_checks.check_gateway_port(config.gateway, own_port)
-        self._findings += gateway_checks.check_access(config.gateway)
+        self._findings += gateway_checks.check_access(config)
         if source is not None:
             self._findings += gateway_checks.check_tokenizer(source.folder)
         self._findings += gateway_checks.check_control(nodes, timeout_s, pool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 
 from engine.model.folder import tokenizer_note
@@ -15,8 +16,9 @@ from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, port_
 from ops.doctor.report import ExaminedNode
 from ops.launch.ports import free_port
 from pdserve.core.clock import MonotonicClock, clock_id
-from pdserve.core.config import GatewayConfig
+from pdserve.core.config import GatewayConfig, PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
+from pdserve.core.plane_tls import plane_tls
 
 _GATEWAY = "the gateway"
 _ANSWER_S = 5.0
@@ -37,12 +39,14 @@ def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Findin
             yield port_taken(_GATEWAY, str(error), port, remedy)
 
 
-def check_access(gateway: GatewayConfig) -> Iterator[Finding]:
+def check_access(config: PdserveConfig) -> Iterator[Finding]:
     """The files for TLS and tokens have to be there, and others must not reach the service unprotected."""
-    try:
-        security_of(gateway, MonotonicClock())
-    except ConfigError as error:
-        yield fail("access", _GATEWAY, str(error), "see docs/security.md")
+    checks = partial(security_of, config.gateway, MonotonicClock()), partial(plane_tls, config.cluster)
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield fail("access", _GATEWAY, str(error), "see docs/security.md")
 
 
 def check_tokenizer(folder: Path | None) -> Iterator[Finding]:

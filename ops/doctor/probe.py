@@ -37,6 +37,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import MAX_PROBE_AREA_BYTES, KVLayout
+from pdserve.core.plane_tls import plane_tls
 from pdserve.core.secret import ServiceSecret
 from worker.addresses import Interface, resolve_interface
 from worker.spec import WorkerSpec
@@ -106,7 +107,9 @@ class WorkerProbe:
             )
         except ConfigError as error:
             check, remedy = "transport", "choose another transfer.transport, or auto"
-            if interface is None:
+            if str(error).startswith("cluster.tls"):
+                check, remedy = "access", "see docs/security.md; each host needs the files"
+            elif interface is None:
                 check, remedy = "interface", "name a device, network or address that every host has"
             findings.append(fail(check, where, str(error), remedy))
         except PdserveError as error:  # the model cannot be read, or a port was taken since it was checked
@@ -159,6 +162,7 @@ class WorkerProbe:
         findings: list[Finding],
     ) -> tuple[KVEndpoint, ...]:
         transfer = worker.config.transfer
+        tls = plane_tls(worker.config.cluster)
         shape = Shape.of(transfer)
         names = offered_transports(
             transfer.transport, device=device, shared_device=worker.device_share < 1, shaped=shape is not None
@@ -168,7 +172,9 @@ class WorkerProbe:
         check_block_size(layout)
         self._pool = _small_pool(layout, device)
         for port in dict.fromkeys((worker.kv_port, 0)):
-            self._transports = [create_transport(name, self._pool.memory, secret, shape=shape) for name in names]
+            self._transports = [
+                create_transport(name, self._pool.memory, secret, tls=tls, shape=shape) for name in names
+            ]
             self._receiver = KVReceiver(
                 self._pool,
                 self._transports,

@@ -30,6 +30,7 @@ from ops.launch.shutdown import StartCancelled
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
+from pdserve.core.plane_tls import plane_tls
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
@@ -111,6 +112,7 @@ class Service:
         roles_of(self.config.cluster)
         gateway = self.config.gateway
         security_of(gateway, MonotonicClock())  # its files are read again by the gateway
+        plane_tls(self.config.cluster)  # those of this host; each worker reads its own
         self.port = free_port(gateway.host, gateway.port)
         if gateway.served_http_port:
             free_port(gateway.host, gateway.served_http_port, "gateway.http_port")

@@ -90,6 +90,13 @@ class ClusterConfig(_Section):
         "default: 20000 on a Ray that is joined, free ports on a Ray of its own",
     )
     start_timeout_s: Seconds = Field(180.0, description="time limit of the start-up")
+    tls_cert: File | None = Field(
+        None,
+        description="certificate for connections inside the service (mutual TLS), a file on each host, in PEM: for the "
+        "name pdserve-worker, followed by those between it and its CA; with tls_key and tls_ca, or none of them",
+    )
+    tls_key: File | None = Field(None, description="its private key, in PEM, without a passphrase")
+    tls_ca: File | None = Field(None, description="the CA of these certificates, used for nothing else; in PEM")
 
 
 class EngineConfig(_Section):

@@ -38,11 +38,11 @@ class Side(StrEnum):
 
 
 class Unproven(Exception):
-    """The other end of a connection did not prove that it knows the service's secret. Whoever owns the connection ends
-    it, and raises an error of its own."""
+    """The other end of a connection did not prove that it knows the service's secret, or has no certificate of the
+    service where one is needed. Whoever owns the connection ends it, and raises an error of its own."""
 
-    def __init__(self) -> None:
-        super().__init__("the peer does not know the service's secret")
+    def __init__(self, why: str = "the peer does not know the service's secret") -> None:
+        super().__init__(why)
 
 
 class ServiceSecret:

@@ -26,9 +26,12 @@ def known_as(transport: KVTransport, address: str) -> None:
 
 
 class Relay:
-    """Forwards connections on ``address`` to ``target`` (``host:port`` both) in a thread, until `close`."""
+    """Forwards connections on ``address`` to ``target`` (``host:port`` both) in a thread, until `close`. ``seen`` has
+    what came from the end that connected, if ``record``."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, record: bool = False) -> None:
+        self.seen = bytearray()
+        self._record = record
         host, _, port = target.rpartition(":")
         self.target, self._host, self._port = target, host, int(port)
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -146,6 +149,8 @@ class Relay:
     def _pass(self, data: bytearray, sink: socket.socket) -> None:
         """Forward from the end that connected: what may pass now, the rest once it flows again."""
         with self._lock:
+            if self._record:
+                self.seen += data
             if 0 <= self._flip < len(data):
                 data[self._flip] ^= 1
                 self._flip = -1

@@ -28,6 +28,7 @@ NIXL = pytest.param(
 )
 NETWORK = ["tcp", "grpc_stream", "torch_dist", NIXL]
 SHAPED = ["shaped tcp", "shaped grpc_stream", "shaped torch_dist"]
+ENCRYPTED = ["tls tcp", "tls grpc_stream"]
 Pair = tuple[KVLink, KVLink]
 
 
@@ -77,7 +78,7 @@ async def receive(link: KVLink) -> tuple[bytes, bytes]:
     return message.header, await payload_of(link, message)
 
 
-@pytest.fixture(params=["loopback", "shm", *NETWORK, *SHAPED])
+@pytest.fixture(params=["loopback", "shm", *NETWORK, *SHAPED, *ENCRYPTED])
 async def name(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """A transport's name; afterwards none of its threads may be left."""
     before = set(threading.enumerate())

@@ -34,7 +34,7 @@ from ops.doctor.report import ExaminedNode, ExaminedPair
 from ops.doctor.seats import Seat
 from ops.launch.plan import Node
 from ops.model_memory import MemoryNeed
-from pdserve.core.config import GatewayConfig
+from pdserve.core.config import PdserveConfig
 from pdserve.core.worker import Role
 from worker.addresses import Interface
 from worker.cores import CoreHolder
@@ -232,8 +232,8 @@ def test_every_obstacle_has_a_remedy(obstacle: Obstacle) -> None:
 
 
 def test_a_gateway_that_others_would_reach_unprotected() -> None:
-    (finding,) = check_access(GatewayConfig(host="0.0.0.0"))
+    (finding,) = check_access(PdserveConfig.parse({"gateway": {"host": "0.0.0.0"}}))
     assert (finding.level, finding.check) == (Level.FAIL, "access")
     assert "gateway.host: others can reach 0.0.0.0" in finding.what
-    assert not list(check_access(GatewayConfig()))
-    assert not list(check_access(GatewayConfig(host="0.0.0.0", insecure=True)))
+    assert not list(check_access(PdserveConfig()))
+    assert not list(check_access(PdserveConfig.parse({"gateway": {"host": "0.0.0.0", "insecure": True}})))

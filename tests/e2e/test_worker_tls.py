@@ -1,0 +1,108 @@
+"""A whole service whose worker plane uses mutual TLS: real processes, which serve as without it and refuse others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve import Client
+from pdserve.core.config import PdserveConfig
+from pdserve.core.errors import PdserveError
+from pdserve.core.worker import Role
+from tests.certificates import Certificates, tls_of
+from tests.local_cluster import ROOT, LocalCluster, free_port, leaked_blocks, local_cluster
+from tests.random_models import SHAPES, greedy_tokens, save_random_model
+from worker.authentication import CONTROL, REGISTRY, open_stream, stream_channel
+from worker.messages import MAX_CONTROL_BYTES
+from worker.spec import WorkerSpec
+
+BLOCK, TOKENS = 16, 8
+PROMPT = [7 * i % 307 for i in range(5 * BLOCK + 3)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("models"), "gqa")
+
+
+@pytest.fixture(scope="module", params=["grpc_stream", "tcp"])
+def cluster(request: pytest.FixtureRequest, model: Path, certificates: Certificates) -> Iterator[LocalCluster]:
+    settings = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "engine": {"block_size": BLOCK, "num_blocks": 64, "prefix_caching": False},
+        "transfer": {"transport": request.param},
+        "cluster": certificates.of_plane(),
+    }
+    with local_cluster(settings) as started:
+        yield started
+
+
+def check_serving(cluster: LocalCluster, model: Path) -> None:
+    """A disaggregated request gets the model's tokens, by as many bytes of KV as predicted."""
+    with Client(cluster.target) as client:
+        apart = client.generate(PROMPT, max_tokens=TOKENS, mode="pd").result()
+    assert apart.token_ids == tuple(greedy_tokens(model, PROMPT, TOKENS))
+    assert (apart.mode, apart.attempts) == ("pd", 1)
+    shape = SHAPES[model.name]
+    head_dim = shape.get("head_dim", 64 // shape["num_attention_heads"])
+    layout_bytes = 2 * 3 * shape["num_key_value_heads"] * head_dim * 4
+    assert apart.kv_bytes == apart.kv_bytes_expected == -(-len(PROMPT) // BLOCK) * BLOCK * layout_bytes
+
+
+async def test_a_service_serves_and_others_are_refused(
+    cluster: LocalCluster, model: Path, certificates: Certificates
+) -> None:
+    check_serving(cluster, model)
+    status = cluster.inside()
+    workers = {worker.worker_id: worker for worker in status.workers}
+    (link,) = workers["prefill-0"].links
+    assert link.transport == cluster.config.transfer.transport
+    assert "encrypted (TLS)" in link.reason
+    tls = tls_of(**certificates.of_plane())
+    strange = tls_of(**certificates.of_plane(certificates.strange_worker, certificates.stranger.cert))
+    for service, address in ((CONTROL, workers["decode-0"].address), (REGISTRY, cluster.registry)):
+        for mine, refused in ((None, True), (strange, True), (tls, False)):
+            async with stream_channel(address, MAX_CONTROL_BYTES, mine) as channel:
+                opening = open_stream(channel, service, cluster.secret, address)
+                if refused:
+                    with pytest.raises(PdserveError):
+                        await opening
+                else:
+                    (await opening).cancel()
+    check_serving(cluster, model)
+    assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+@pytest.mark.parametrize("module", ["gateway", "prefill_worker"])
+def test_a_process_does_not_start_with_files_that_do_not_fit(
+    cluster: LocalCluster, certificates: Certificates, module: str, tmp_path: Path
+) -> None:
+    files = certificates.of_plane()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({**files, "tls_ca": str(tmp_path / "no")}, "error: cluster.tls_ca: "),
+        ({"tls_cert": files["tls_cert"]}, "error: cluster.tls_key: it is missing"),
+    ]
+    for section, problem in cases:
+        config = PdserveConfig.parse({**cluster.config.model_dump(mode="json"), "cluster": section})
+        registry = f"127.0.0.1:{free_port()}"
+        spec = WorkerSpec(
+            "prefill-9", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", registry, "test", config=config, num_slots=3
+        )
+        arguments = [json.dumps(spec.to_wire())] if module != "gateway" else [config.model_dump_json(), registry]
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module, *arguments],
+            env={**os.environ, **cluster.secret.environment(), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(problem), done.stderr
