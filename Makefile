@@ -46,9 +46,9 @@ floors: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m 'not soak and not cluster'
 
-test-cluster: $(INSTALLED)  ## `ray up` and what follows, on hosts made of namespaces (root; under 10 minutes)
+test-cluster: $(INSTALLED)  ## `ray up` and what follows, on hosts made of namespaces (root; about 15 minutes)
 	scripts/cluster_test_tools.sh
-	$(BIN)/python -m pytest -m cluster --timeout 300 -rA --durations 10 tests/cluster
+	$(BIN)/python -m pytest -m cluster --timeout 300 -rA --durations 10 tests
 
 soak: $(INSTALLED)  ## long tests, run by hand
 	$(BIN)/python -m pytest -m soak --timeout 3600 --log-cli-level INFO

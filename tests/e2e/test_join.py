@@ -26,6 +26,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.cluster
 def test_joins_and_leaves(cli: Cli, tmp_path: Path) -> None:
     at_home = Cli({**cli.env, "HOME": str(tmp_path)})
     port = free_port()

@@ -136,6 +136,7 @@ def test_up_that_is_told_to_stop_leaves_nothing(host: Host) -> None:
         host.check_gone(*states)
 
 
+@pytest.mark.cluster
 def test_a_lost_raylet_a_killed_supervisor_and_an_end_that_waits(host: Host) -> None:
     first = host.up()
     assert len(host.processes()) > 8

@@ -96,6 +96,7 @@ def pending_demand(head: RayNode, home: Path) -> str:
         time.sleep(1.0)
 
 
+@pytest.mark.cluster
 def test_workers_come_and_go_and_a_node_dies(cli: Cli, tmp_path: Path) -> None:
     at_home = Cli({**cli.env, "HOME": str(tmp_path)})
     port, base = free_port(), free_ports(12)

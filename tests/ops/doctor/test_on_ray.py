@@ -44,6 +44,7 @@ def failed(report: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.ray
+@pytest.mark.cluster
 def test_a_joined_ray(at_home: Cli, tmp_path: Path) -> None:
     home = Path(at_home.env["HOME"])
     port = str(free_port())
