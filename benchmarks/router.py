@@ -4,8 +4,9 @@ The gateway, with workers that speak the real protocols and compute nothing (`be
 `grpc.aio` server that streams messages of the same shape (`benchmarks.echo_server`). The server that is measured has a
 core of its own; clients and stub workers have another one. Windows alternate. A server's rate is what it does per
 second of its own CPU time, which is its rate on one core however slow the clients are. Then: the latency that the
-gateway adds to an idle request, the cost of a request with 2 and 200 workers and with 10,000 waiting requests, and
-what metrics and traces cost. A table, then one JSON line.
+gateway adds to an idle request, the cost of a request with 2 and 200 workers and with 10,000 waiting requests. Then
+what metrics and traces cost a service with engines: the CPU time of all its processes per request, which bounds its
+throughput. A table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.secret import ServiceSecret
+from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+from pdserve.version import VERSION
+from worker.spec import WorkerSpec
 
 GENERATE = "/pdserve.v1.Inference/Generate"
 ECHO = "/echo/Generate"
@@ -47,6 +51,8 @@ STREAMS = 32
 FEW, MANY = 2, 200
 WAITING = 10_000
 STEP_MS = 2.0
+OBSERVED_MESSAGES, OBSERVED_STREAMS = 33, 4
+CORES = sorted(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,12 @@ class Server:
 
     target: str
     method: str
-    process: psutil.Process
+    processes: tuple[psutil.Process, ...]
+
+    def cpu_s(self) -> float:
+        """The CPU time so far of its processes and their children."""
+        family = [each for process in self.processes for each in (process, *process.children(recursive=True))]
+        return sum(times.user + times.system for times in (process.cpu_times() for process in family))
 
     def request(self, messages: int) -> bytes:
         """The request for a stream with so many messages, the completion included."""
@@ -86,7 +97,7 @@ def main(
 ) -> None:
     """Measure."""
     console = Console(highlight=False)
-    cores = sorted(os.sched_getaffinity(0))
+    cores = CORES
     if len(cores) < 2:
         raise SystemExit("the measured server and its clients need a core each; this process may use one only")
     os.sched_setaffinity(0, set(cores[1:]))
@@ -123,7 +134,7 @@ def main(
     table.add_row("first message, idle, p50, ms", f"{p50['gateway']:.2f}", f"{p50['echo']:.2f}", "")
     console.print(table)
     result["flat"] = _flat(console, cores[0], rounds, window_s)
-    result["observed"] = _observed(console, cores[0], rounds, window_s)
+    result["observed"] = _observed(console, rounds, window_s)
     print(json.dumps(result))  # noqa: T201 - the last line is for programs
 
 
@@ -162,28 +173,29 @@ def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str
     return result
 
 
-def _observed(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
-    """The cost of a message without metrics, with them and a scrape per second, and with traces in addition."""
-    table = Table("CPU per message, µs", "unobserved", "metrics", "metrics, traces", box=None)
-    result: dict[str, Any] = {}
-    with _collector() as endpoint, contextlib.ExitStack() as stack:
-        traced = {"gateway.otlp_endpoint": endpoint}
-        servers = {
-            "unobserved": stack.enter_context(_gateway(core, FEW, STEP_MS, module="benchmarks.unobserved_gateway")),
-            "metrics": stack.enter_context(_gateway(core, FEW, STEP_MS, scraped=True)),
-            "traces": stack.enter_context(_gateway(core, FEW, STEP_MS, traced, scraped=True)),
+def _observed(console: Console, rounds: int, window_s: float) -> dict[str, Any]:
+    """The CPU time of a service with engines per request, as it is for metrics, live view and a scrape per second, with
+    traces in addition, and without all of them."""
+    os.sched_setaffinity(0, set(CORES))
+    with _collector() as endpoint:
+        settings = {"gateway.otlp_endpoint": endpoint}
+        kinds: dict[str, dict[str, Any]] = {
+            "unobserved": {"module": "benchmarks.unobserved_gateway"},
+            "metrics": {"scraped": True},
+            "metrics and traces": {"scraped": True, "settings": settings},
         }
-        for name, messages in SHAPES.items():
-            found = _alternate(servers, messages, STREAMS, rounds, window_s)
-            cost = {which: statistics.median(each.cpu_us for each in w) / messages for which, w in found.items()}
-            result[name] = {
-                "us": {which: round(each, 2) for which, each in cost.items()},
-                "metrics_cost": round(cost["metrics"] / cost["unobserved"] - 1, 4),
-                "traces_cost": round(cost["traces"] / cost["unobserved"] - 1, 4),
-            }
-            table.add_row(f"{messages} messages", *(f"{each:.1f}" for each in cost.values()))
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for number in range(rounds):
+            for kind in list(kinds) if number % 2 == 0 else list(kinds)[::-1]:
+                with _gateway(None, 0, 0.0, **kinds[kind]) as service:
+                    _load(service, OBSERVED_MESSAGES, OBSERVED_STREAMS, window_s)  # warm-up
+                    found[kind].append(_load(service, OBSERVED_MESSAGES, OBSERVED_STREAMS, 2 * window_s).cpu_us / 1e3)
+    cost_ms = {kind: statistics.median(each) for kind, each in found.items()}
+    ratios = {kind: round(cost_ms[kind] / cost_ms["unobserved"] - 1, 4) for kind in list(kinds)[1:]}
+    table = Table("CPU per request of a service, ms", *kinds, box=None)
+    table.add_row(f"{OBSERVED_MESSAGES} messages", *(f"{each:.2f}" for each in cost_ms.values()))
     console.print(table)
-    return result
+    return {"messages": OBSERVED_MESSAGES, "ms": found, "added": ratios}
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
@@ -204,22 +216,20 @@ def _alternate(
 def _load(server: Server, messages: int, streams: int, window_s: float) -> Window:
     request = server.request(messages).hex()
     command = [server.target, server.method, request, str(messages), str(streams), str(window_s)]
-    before, begun_s = server.process.cpu_times(), time.monotonic()
+    before_s, begun_s = server.cpu_s(), time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.router_client", *command], check=True, stdout=subprocess.PIPE, text=True
     )
-    after, wall_s = server.process.cpu_times(), time.monotonic() - begun_s
-    cpu_s = after.user + after.system - before.user - before.system
+    cpu_s, wall_s = server.cpu_s() - before_s, time.monotonic() - begun_s
     answer = json.loads(done.stdout)
     return Window(answer["finished"], cpu_s, wall_s, answer["first_ms"])
 
 
 def _idle_cpu_share(server: Server, window_s: float) -> float:
     """CPU seconds per second without requests: heartbeats."""
-    before = server.process.cpu_times()
+    before_s = server.cpu_s()
     time.sleep(window_s)
-    after = server.process.cpu_times()
-    return (after.user + after.system - before.user - before.system) / window_s
+    return (server.cpu_s() - before_s) / window_s
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
@@ -233,14 +243,14 @@ def _echo(core: int) -> Iterator[Server]:
             assert process.stdout is not None
             port = int(process.stdout.readline())
             _pin(process.pid, core)
-            yield Server(f"127.0.0.1:{port}", ECHO, psutil.Process(process.pid))
+            yield Server(f"127.0.0.1:{port}", ECHO, (psutil.Process(process.pid),))
         finally:
             process.terminate()
 
 
 @contextlib.contextmanager
 def _gateway(
-    core: int,
+    core: int | None,
     workers: int,
     step_ms: float,
     settings: dict[str, Any] | None = None,
@@ -264,22 +274,44 @@ def _gateway(
     stopped = threading.Event()
     with contextlib.ExitStack() as stack, TemporaryDirectory(prefix="pdserve-bench-") as folder:
         log = stack.enter_context(Path(folder, "log").open("wb"))
-        for arguments in (
-            ["benchmarks.stub_workers", str(workers), registry, str(step_ms)],
-            [module, config.model_dump_json(), registry],
-        ):
+        processes = []
+        for arguments in (*_workers(config, workers, registry, step_ms), [module, config.model_dump_json(), registry]):
             command = [sys.executable, "-m", *arguments]
             process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             stack.callback(process.terminate)
-        _pin(process.pid, core)
+            processes.append(psutil.Process(process.pid))
+        if core is not None:
+            _pin(process.pid, core)
+            processes = processes[-1:]
         target = f"127.0.0.1:{port}"
-        _wait_ready(target, workers, process)
+        _wait_ready(target, workers or 2, process)
         if scraped:
             scraper = threading.Thread(target=_scrape, args=(f"http://127.0.0.1:{http_port}/metrics", stopped))
             scraper.start()
             stack.callback(scraper.join)
             stack.callback(stopped.set)
-        yield Server(target, GENERATE, psutil.Process(process.pid))
+        yield Server(target, GENERATE, tuple(processes))
+
+
+def _workers(config: PdserveConfig, stubs: int, registry: str, step_ms: float) -> list[list[str]]:
+    """The commands that start stub workers, or without any, a prefill and a decode worker with engines."""
+    if stubs:
+        return [["benchmarks.stub_workers", str(stubs), registry, str(step_ms)]]
+    commands = []
+    for role in Role:
+        spec = WorkerSpec(
+            worker_id=f"{role}-0",
+            role=role,
+            host="127.0.0.1",
+            node="127.0.0.1",
+            device="cpu",
+            registry_address=registry,
+            version=VERSION,
+            num_slots=len(Role),
+            config=config,
+        )
+        commands.append([f"{role}_worker", json.dumps(spec.to_wire())])
+    return commands
 
 
 def _wait_ready(target: str, workers: int, process: subprocess.Popen[bytes]) -> None:
