@@ -51,6 +51,7 @@ STREAMS = 32
 FEW, MANY = 2, 200
 WAITING = 10_000
 STEP_MS = 2.0
+SCRAPE_S = 5.0
 OBSERVED_MESSAGES, OBSERVED_STREAMS = 33, 4
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -174,8 +175,8 @@ def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str
 
 
 def _observed(console: Console, rounds: int, window_s: float) -> dict[str, Any]:
-    """The CPU time of a service with engines per request, as it is for metrics, live view and a scrape per second, with
-    traces in addition, and without all of them."""
+    """The CPU time of a service with engines per request, as it is for metrics, live view and a scrape every
+    five seconds, with traces in addition, and without all of them."""
     os.sched_setaffinity(0, set(CORES))
     with _collector() as endpoint:
         settings = {"gateway.otlp_endpoint": endpoint}
@@ -330,7 +331,7 @@ def _wait_ready(target: str, workers: int, process: subprocess.Popen[bytes]) -> 
 
 
 def _scrape(url: str, stopped: threading.Event) -> None:
-    while not stopped.wait(1.0):
+    while not stopped.wait(SCRAPE_S):
         with urllib.request.urlopen(url, timeout=10) as answer:
             answer.read()
 

@@ -7,34 +7,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.inference import Arrival, Completion
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError
-from pdserve.core.timeline import EventKind, Figure, Timeline
+from pdserve.core.timeline import EventKind, Figure
 
 Attributes = Mapping[str, str | int | float]
 
 _DECODE = "decode"
 """The span from token 2 to the last token, which is no stage of a figure."""
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """Now, on the gateway's clock in seconds and in nanoseconds since the epoch."""
+
+    clock_s: float
+    epoch_ns: int
+
+    def nanoseconds(self, at_s: float) -> int:
+        """A time of the gateway's clock, in nanoseconds since the epoch."""
+        return self.epoch_ns - round((self.clock_s - at_s) * 1e9)
 
 
 class Tracing:
-    """Sends spans to ``exporter``. A request's ``traceparent`` makes its span part of the client's trace."""
+    """Sends spans to ``exporter``. A request's ``traceparent`` makes its span part of the client's trace; a client that
+    does not sample its trace gets none.
+
+    The spans are made at once, complete, and not with a tracer, which would take a lock for each of their parts."""
 
     def __init__(self, exporter: SpanExporter, clock: Clock, version: str) -> None:
-        resource = Resource.create({"service.name": "pdserve", "service.version": version})
-        self._provider = TracerProvider(resource=resource)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("pdserve", version)
+        self._resource = Resource.create({"service.name": "pdserve", "service.version": version})
+        self._scope = InstrumentationScope("pdserve", version)
+        self._processor = BatchSpanProcessor(exporter)
+        self._ids = RandomIdGenerator()
         self._clock = clock
 
     def gap(self, seconds: float) -> None:
@@ -45,57 +64,86 @@ class Tracing:
 
     def failed(self, error: PdserveError, arrival: Arrival | None) -> None:
         """Make the span of a request that failed. One that was not admitted has none."""
-        if arrival is not None:
-            attributes = {"error.type": type(error).__name__}
-            span = self._begin(_context_of(arrival), "pdserve.request", arrival.received_s, attributes, SpanKind.SERVER)
-            span.set_status(Status(StatusCode.ERROR, str(error)))
-            span.end(self._nanoseconds(self._clock.now()))
+        if arrival is None or (ends := self._ends(arrival)) is None:
+            return
+        now = self._now()
+        begun_ns = now.nanoseconds(arrival.received_s)
+        attributes = {"error.type": type(error).__name__}
+        status = Status(StatusCode.ERROR, str(error))
+        self._send("request", *ends, begun_ns, now.epoch_ns, attributes, SpanKind.SERVER, status)
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
         """Make the spans of a request that ended with an answer."""
-        timeline = completion.record.timeline
-        request = self._begin(
-            _context_of(arrival), "pdserve.request", arrival.received_s, _attributes(completion), SpanKind.SERVER
-        )
-        for event in timeline.events.values():
-            at_s = timeline.gateway_time(event.kind)
-            request.add_event(event.kind.value, {"worker": event.worker}, self._nanoseconds(at_s))
-        inside = set_span_in_context(request)
-        figure = Figure.TTFT_DECODE if timeline.has(EventKind.TOKEN_2_EMITTED) else Figure.TTFT
-        for stage, start, end in timeline.spans(figure):
-            self._span(inside, stage.name, timeline, start, end)
+        if (ends := self._ends(arrival)) is None:
+            return
+        now, timeline = self._now(), completion.record.timeline
+        times = {kind: now.nanoseconds(timeline.gateway_time(kind)) for kind in timeline.events}
+        figure = Figure.TTFT_DECODE if EventKind.TOKEN_2_EMITTED in times else Figure.TTFT
+        parts = [(stage.name, start, end) for stage, start, end in timeline.spans(figure)]
         if figure is Figure.TTFT_DECODE:
-            self._span(inside, _DECODE, timeline, EventKind.TOKEN_2_EMITTED, EventKind.FINISHED)
-        request.end(self._nanoseconds(timeline.gateway_time(EventKind.FINISHED)))
+            parts.append((_DECODE, EventKind.TOKEN_2_EMITTED, EventKind.FINISHED))
+        request, parent = ends
+        for name, start, end in parts:
+            attributes = {"pdserve.worker": timeline.events[end].worker}
+            # Clocks of two hosts are compared with an error, so an end may seem to lie before its start.
+            ended_ns = max(times[start], times[end])
+            self._send(name, self._context(request.trace_id), request, times[start], ended_ns, attributes)
+        begun_ns = now.nanoseconds(arrival.received_s)
+        self._send(
+            "request", request, parent, begun_ns, times[EventKind.FINISHED], _attributes(completion), SpanKind.SERVER
+        )
 
     def close(self) -> None:
         """Send what is left, within a few seconds."""
-        self._provider.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _span(self, inside: Context, name: str, timeline: Timeline, start: EventKind, end: EventKind) -> None:
-        begun_s, ended_s = timeline.gateway_time(start), timeline.gateway_time(end)
-        attributes = {"pdserve.worker": timeline.events[end].worker}
-        span = self._begin(inside, f"pdserve.{name}", begun_s, attributes, SpanKind.INTERNAL)
-        # Clocks of two hosts are compared with an error, so an end may seem to lie before its start.
-        span.end(self._nanoseconds(max(begun_s, ended_s)))
+    def _ends(self, arrival: Arrival) -> tuple[SpanContext, SpanContext | None] | None:
+        """The context of a request's span and that of its parent (None: it begins a trace). None if the client does
+        not sample its trace."""
+        if not arrival.traceparent:
+            return self._context(self._ids.generate_trace_id()), None
+        found = TraceContextTextMapPropagator().extract({"traceparent": arrival.traceparent}, Context())
+        parent = get_current_span(found).get_span_context()
+        if not parent.is_valid:
+            return self._context(self._ids.generate_trace_id()), None
+        return (self._context(parent.trace_id), parent) if parent.trace_flags.sampled else None
 
-    def _begin(self, context: Context, name: str, at_s: float, attributes: Attributes, kind: SpanKind) -> Span:
-        return self._tracer.start_span(
-            name, context, kind, attributes=dict(attributes), start_time=self._nanoseconds(at_s)
+    def _context(self, trace_id: int) -> SpanContext:
+        return SpanContext(trace_id, self._ids.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
+
+    def _send(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        begun_ns: int,
+        ended_ns: int,
+        attributes: Attributes,
+        kind: SpanKind = SpanKind.INTERNAL,
+        status: Status = Status(),  # noqa: B008 - immutable
+    ) -> None:
+        self._processor.on_end(
+            ReadableSpan(
+                f"pdserve.{name}",
+                context,
+                parent,
+                self._resource,
+                attributes,
+                kind=kind,
+                status=status,
+                start_time=begun_ns,
+                end_time=ended_ns,
+                instrumentation_scope=self._scope,
+            )
         )
 
-    def _nanoseconds(self, at_s: float) -> int:
-        """A time of the gateway's clock, in nanoseconds since the epoch."""
-        return time.time_ns() - round((self._clock.now() - at_s) * 1e9)
+    def _now(self) -> _Moment:
+        return _Moment(self._clock.now(), time.time_ns())
 
 
 def tracing_to(endpoint: str, clock: Clock, version: str) -> Tracing:
     """Tracing to the collector at ``endpoint`` (OTLP over gRPC)."""
     return Tracing(OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://")), clock, version)
-
-
-def _context_of(arrival: Arrival) -> Context:
-    return TraceContextTextMapPropagator().extract({"traceparent": arrival.traceparent}, Context())
 
 
 def _attributes(completion: Completion) -> Attributes:
