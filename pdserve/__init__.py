@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pdserve.client.async_client import AsyncClient
     from pdserve.client.async_stream import AsyncStream
-    from pdserve.client.generation import Generation, Token, TopLogprob, TransferDetails
+    from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails
     from pdserve.client.status import ServiceStatus, ServiceWorker
     from pdserve.client.sync_client import Client
     from pdserve.client.sync_stream import Stream
@@ -59,6 +59,7 @@ _HOME = {
     "ModelError": "pdserve.core.errors",
     "NotReady": "pdserve.core.errors",
     "PdserveError": "pdserve.core.errors",
+    "PrefixFetch": "pdserve.client.generation",
     "RequestAborted": "pdserve.core.errors",
     "ServiceStatus": "pdserve.client.status",
     "ServiceWorker": "pdserve.client.status",
@@ -91,6 +92,7 @@ __all__ = [
     "ModelError",
     "NotReady",
     "PdserveError",
+    "PrefixFetch",
     "RequestAborted",
     "ServiceStatus",
     "ServiceWorker",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from pdserve.client.generation import Generation, Token, TopLogprob, TransferDetails
+from pdserve.client.generation import Generation, PrefixFetch, Token, TopLogprob, TransferDetails
 from pdserve.core.errors import PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.timeline import ClockOffset, Event, EventKind, Figure, Timeline
@@ -21,6 +21,16 @@ class Assembler:
         self._started_s = started_s
         self._tokens: list[Token] = []
         self._generation: Generation | None = None
+        self._resumes = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that have arrived."""
+        return [token.token_id for token in self._tokens]
+
+    def resumed(self) -> None:
+        """Note that another gateway goes on with the request."""
+        self._resumes += 1
 
     @property
     def has_begun(self) -> bool:
@@ -72,6 +82,7 @@ class Assembler:
             kv_blocks_sent=transfer.blocks_sent,
             kv_blocks_skipped=transfer.blocks_skipped,
             prefill_cached_tokens=completion.prefill_cached_tokens,
+            placements=tuple(completion.placements),
             transfer=TransferDetails(
                 export_ms=transfer.export_ms,
                 wire_ms=transfer.wire_ms,
@@ -93,6 +104,8 @@ class Assembler:
             total_ms=(arrived_s - self._started_s) * 1e3,
             tokens=tuple(self._tokens[: len(completion.token_ids)]),
             timeline=timeline,
+            resumes=self._resumes,
+            prefix_fetch=_prefix_fetch(completion),
         )
 
 
@@ -104,6 +117,22 @@ def _token(message: pb.Token, arrived_s: float) -> Token:
         arrived_s=arrived_s,
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple(TopLogprob(top.token_id, top.text, top.logprob) for top in message.top_logprobs),
+    )
+
+
+def _prefix_fetch(completion: pb.Completion) -> PrefixFetch | None:
+    if not completion.HasField("prefix_fetch"):
+        return None
+    fetch = completion.prefix_fetch
+    return PrefixFetch(
+        source=fetch.source,
+        tokens=fetch.tokens,
+        tokens_wanted=fetch.tokens_wanted,
+        kv_bytes=fetch.kv_bytes,
+        kv_bytes_expected=fetch.kv_bytes_expected,
+        transport=fetch.transport,
+        duration_ms=fetch.duration_ms,
+        failure=fetch.failure,
     )
 
 

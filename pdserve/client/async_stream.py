@@ -6,19 +6,43 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import grpc.aio
 
+from pdserve.client.ask import Ask
 from pdserve.client.assembler import Assembler
-from pdserve.client.channel import client_closed, error_from_status
+from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, error_from_status
+from pdserve.client.failover import Failover
 from pdserve.client.generation import Generation, Token
-from pdserve.core.errors import PdserveError, RequestAborted
+from pdserve.core.errors import NotReady, PdserveError, RequestAborted
 from pdserve.pb import inference_pb2 as pb
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class Gateway(Protocol):
+    """A gateway that a stream can come from. Its methods raise `PdserveError`."""
+
+    @property
+    def target(self) -> str:
+        """Where it is."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its client was closed."""
+        ...
+
+    async def connect(self, timeout_s: float) -> None:
+        """Connect; `NotReady` if it does not answer."""
+        ...
+
+    def start(self, ask: Ask, token_ids: Sequence[int]) -> Call:
+        """Ask for the tokens after ``token_ids``."""
+        ...
 
 
 Arrival = tuple[pb.GenerateResponse, float] | grpc.aio.AioRpcError | asyncio.CancelledError | None
@@ -66,25 +90,23 @@ class AsyncStream:
     is left, the stream is closed or garbage collected, or its client is closed. To read some tokens and continue later,
     call ``await anext(stream)``. Errors are those of `pdserve.core.errors`; later uses raise the same error again.
 
-    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed."""
+    ``gateways`` are asked in this order: the next one if one is not ready, or is lost during the call; it goes on after
+    the tokens that have arrived. None is asked a second time before a further token has arrived."""
 
-    def __init__(
-        self,
-        connect: Callable[[], Awaitable[None]],
-        start: Callable[[], Call],
-        target: str,
-        is_closed: Callable[[], bool],
-    ) -> None:
-        self._connect = connect
-        self._start = start
-        self._target = target
-        self._is_closed = is_closed
+    def __init__(self, ask: Ask, gateways: Sequence[Gateway]) -> None:
+        self._ask = ask
+        self._gateways = Failover(gateways)
         self._cancel_call: weakref.finalize[[asyncio.AbstractEventLoop, Call], AsyncStream] | None = None
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._assembler: Assembler | None = None
         self._error: PdserveError | None = None
         self._result: Generation | None = None
+
+    @property
+    def target(self) -> str:
+        """The gateway that is asked."""
+        return self._gateways.current.target
 
     def __aiter__(self) -> AsyncIterator[Token]:
         return _AsyncStreamLoop(self)
@@ -117,7 +139,22 @@ class AsyncStream:
             if isinstance(arrival, tuple):
                 token = assembler.add(*arrival)
                 if token is not None:
+                    self._gateways.served()
                     return token
+                continue
+            if (
+                isinstance(arrival, grpc.aio.AioRpcError)
+                and self._error is None
+                and not self._gateways.current.is_closed
+            ):
+                error = error_from_status(
+                    arrival.code(), arrival.details(), self.target, arrival.trailing_metadata(), assembler.has_begun
+                )
+                try:
+                    await self._go_on(assembler, error)
+                except BaseException:
+                    self._arrivals.put_nowait(arrival)
+                    raise
                 continue
             self._arrivals.put_nowait(arrival)  # for other tasks that read this stream
             if self._error is not None:
@@ -125,13 +162,9 @@ class AsyncStream:
             if arrival is None:
                 self._result = assembler.result()
                 return None
-            if self._is_closed():
-                raise client_closed(self._target)
-            if isinstance(arrival, asyncio.CancelledError):
-                raise RequestAborted("cancelled by the client: the task that receives its tokens was cancelled")
-            raise error_from_status(
-                arrival.code(), arrival.details(), self._target, arrival.trailing_metadata(), assembler.has_begun
-            )
+            if self._gateways.current.is_closed:
+                raise client_closed(self.target)
+            raise RequestAborted("cancelled by the client: the task that receives its tokens was cancelled")
 
     async def _begin(self) -> Assembler:
         await self._connect()
@@ -139,11 +172,37 @@ class AsyncStream:
             raise self._error
         if self._assembler is None:
             self._assembler = Assembler(time.monotonic())
-            call = self._start()
-            self._cancel_call = weakref.finalize(self, _cancel, asyncio.get_running_loop(), call)
-            self._cancel_call.atexit = False  # the process's end closes the connection
-            self._reader = asyncio.create_task(_read(call, self._arrivals))
+            self._call([])
         return self._assembler
+
+    async def _go_on(self, assembler: Assembler, error: PdserveError) -> None:
+        """Have another gateway go on after ``error``. Raises it if there is none, or none could do better."""
+        if not isinstance(error, NotReady):
+            raise error
+        self._gateways.turn(error)
+        await self._connect()
+        if self._error is not None:
+            raise self._error
+        if assembler.has_begun:
+            assembler.resumed()
+        self._call(assembler.token_ids)
+
+    async def _connect(self) -> None:
+        """Connect to the first gateway that answers."""
+        while True:
+            try:
+                return await self._gateways.current.connect(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+            except NotReady as error:
+                self._gateways.turn(error)
+
+    def _call(self, token_ids: Sequence[int]) -> None:
+        """Ask for the tokens after these, and read the answer in a task."""
+        call = self._gateways.current.start(self._ask, token_ids)
+        if self._cancel_call is not None:
+            self._cancel_call.detach()
+        self._cancel_call = weakref.finalize(self, _cancel, asyncio.get_running_loop(), call)
+        self._cancel_call.atexit = False  # the process's end closes the connection
+        self._reader = asyncio.create_task(_read(call, self._arrivals))
 
     async def result(self) -> Generation:
         """Read the remaining tokens and return the whole generation."""

@@ -62,18 +62,39 @@ class TransferDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixFetch:
+    """The KV of a prompt's beginning, which the worker that computed the prompt got from worker ``source``'s cache.
+
+    ``tokens`` of ``tokens_wanted`` came, in ``duration_ms``. If the fetch failed, ``failure`` says why, and the prompt
+    was computed."""
+
+    source: str
+    tokens: int
+    tokens_wanted: int
+    kv_bytes: int
+    kv_bytes_expected: int
+    transport: str
+    duration_ms: float
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """A finished request.
 
     Times are the client's own: ``ttft_ms`` to token 1 (to the end of the stream if there was no token),
     ``ttft_decode_ms`` to token 2 (None if there was none), ``itl_ms`` the gaps between tokens. ``breakdowns`` has a
     figure only if its token was written. Bytes are whole blocks. Prefix caches saved the computation of
-    ``prefill_cached_tokens`` of the prompt and the transfer of ``kv_blocks_skipped``.
+    ``prefill_cached_tokens`` of the prompt and the transfer of ``kv_blocks_skipped``. ``prefix_fetch`` tells what of
+    the former came from another worker's cache (None: nothing was fetched).
 
     ``tokens`` correspond to ``token_ids``: all streamed tokens, except those that a stop string trimmed.
 
+    ``placements`` has a sentence for each attempt: its workers, and why the router chose them.
+
     ``timeline`` is the raw data of ``breakdowns``: `events` in order, each on the clock of its own host, and `clocks`,
-    the offset of each worker's clock to the gateway's."""
+    the offset of each worker's clock to the gateway's. ``resumes`` counts how often another gateway went on with the
+    request; then there are no breakdowns, and ``attempts`` are those of the last gateway."""
 
     request_id: str
     text: str
@@ -99,6 +120,9 @@ class Generation:
     total_ms: float
     tokens: tuple[Token, ...] = ()
     timeline: Timeline = field(default_factory=Timeline)
+    placements: tuple[str, ...] = ()
+    resumes: int = 0
+    prefix_fetch: PrefixFetch | None = None
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -142,6 +166,7 @@ class Generation:
             "kv_blocks_sent": self.kv_blocks_sent,
             "kv_blocks_skipped": self.kv_blocks_skipped,
             "prefill_cached_tokens": self.prefill_cached_tokens,
+            "prefix_fetch": None if self.prefix_fetch is None else asdict(self.prefix_fetch),
             "ttft_ms": self.ttft_ms,
             "ttft_decode_ms": self.ttft_decode_ms,
             "breakdown_ms": {
@@ -153,6 +178,8 @@ class Generation:
             "transfer": asdict(self.transfer),
             "prompt_tokens": self.prompt_tokens,
             "attempts": self.attempts,
+            "placements": list(self.placements),
+            "resumes": self.resumes,
             "tpot_ms": self.tpot_ms,
             "total_ms": self.total_ms,
             "tokens": [{"token_id": t.token_id, "text": t.text, "arrived_s": t.arrived_s} for t in self.tokens],

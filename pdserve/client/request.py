@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.request import Mode
+from pdserve.core.request import Mode, check_priority
 from pdserve.core.sampling import SamplingParams
 from pdserve.pb import inference_pb2 as pb
 
@@ -23,8 +23,10 @@ class GenerateOptions(TypedDict, total=False):
     """Options of `generate`. Omitted options (or None) take the service's defaults.
 
     ``timeout_s`` is the request's deadline, ``mode`` is auto, pd or colocated. ``salt`` (at most 256 characters, empty
-    by default) separates cached KV: requests share it only within one salt. ``traceparent`` is the caller's W3C trace
-    context; the service's spans then belong to its trace. The others are those of `SamplingParams`."""
+    by default) separates cached KV: requests share it only within one salt. Requests of a lower ``priority`` (0 by
+    default) are served earlier. Requests of one ``session_id`` (at most 256 characters) run on the same workers, if the
+    service routes so. ``traceparent`` is the caller's W3C trace context; the service's spans then belong to its trace.
+    The others are those of `SamplingParams`."""
 
     max_tokens: int | None
     temperature: float | None
@@ -44,6 +46,8 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     timeout_s: float | None
     salt: str | None
+    priority: int
+    session_id: str | None
     traceparent: str | None
 
 
@@ -56,6 +60,8 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         request_id=_text("request_id", options.get("request_id") or ""),
         mode=_MODES[_mode(options.get("mode", Mode.AUTO))],
         salt=_text("salt", options.get("salt") or ""),
+        priority=_priority(options.get("priority", 0)),
+        session_id=_text("session_id", options.get("session_id") or ""),
     )
     if isinstance(prompt, str):
         request.text = _text("prompt", prompt)
@@ -113,6 +119,12 @@ def _mode(mode: Any) -> Mode:
         return Mode(mode)
     except ValueError:
         raise InvalidRequest(f"mode: {mode!r} is none of {', '.join(Mode)}") from None
+
+
+def _priority(value: Any) -> int:
+    priority = _number("priority", value, int) or 0
+    check_priority(int(priority))
+    return int(priority)
 
 
 def _text(name: str, value: Any) -> str:

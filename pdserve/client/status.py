@@ -13,7 +13,7 @@ from pdserve.pb import inference_pb2 as pb
 class ServiceWorker:
     """One worker, as reported ``heartbeat_age_s`` ago. Its prefix cache since the engine's start: prompt tokens looked
     up, prompt tokens found, and blocks cached now. ``kv_refused`` counts refused KV messages since the engine's start,
-    by reason."""
+    by reason. ``failing``: why it gets no requests, or only one as a probe (empty: it does)."""
 
     worker_id: str
     role: str
@@ -40,6 +40,7 @@ class ServiceWorker:
     prompt_tokens_cached: int
     cached_blocks: int
     kv_addresses: dict[str, str]
+    failing: str
 
     @classmethod
     def from_proto(cls, worker: pb.WorkerStatus) -> ServiceWorker:
@@ -72,7 +73,32 @@ class ServiceWorker:
             prompt_tokens_cached=worker.prompt_tokens_cached,
             cached_blocks=worker.cached_blocks,
             kv_addresses=dict(worker.kv_addresses),
+            failing=worker.failing,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceGateway:
+    """One gateway: where clients reach it, its state (``ready``, ``not ready`` or ``lost``), and its requests."""
+
+    target: str
+    state: str
+    pid: int
+    queued: int
+    running: int
+    uptime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceScaling:
+    """The controller of roles and workers: ``controller`` is ``roles`` or ``workers``. Its ``last_action`` (empty: none
+    yet), the ``reason`` for it, and how long ago it was. ``actions`` counts them by kind, such as ``flip prefill``."""
+
+    controller: str
+    last_action: str
+    reason: str
+    last_action_age_s: float
+    actions: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +106,11 @@ class ServiceStatus:
     """The service: its model, its workers, and the requests that wait in the router (``queued``) or run (``running``).
 
     ``dtype`` is the type of the computation, ``checkpoint_dtype`` that of the stored weights. ``notes`` are what users
-    have to know: a missing tokenizer, a converted dtype, cores shared with another service."""
+    have to know: a missing tokenizer, a converted dtype, cores shared with another service.
+    ``costs`` say in words what prefill, hand-off and decode take here, learned from completed requests. Prompts with at
+    most ``break_even_tokens`` uncached tokens are cheaper where they decode (None: not known yet; the context length:
+    all are). ``gateways`` are told to operators only; then ``queued`` and ``running`` are those of all gateways.
+    ``scaling`` is None without a controller."""
 
     ready: bool
     version: str
@@ -98,6 +128,10 @@ class ServiceStatus:
     workers: tuple[ServiceWorker, ...]
     checkpoint_dtype: str = ""
     notes: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()
+    break_even_tokens: float | None = None
+    gateways: tuple[ServiceGateway, ...] = ()
+    scaling: ServiceScaling | None = None
 
     @property
     def idle(self) -> bool:
@@ -140,4 +174,17 @@ class ServiceStatus:
             workers=tuple(ServiceWorker.from_proto(worker) for worker in status.workers),
             checkpoint_dtype=status.checkpoint_dtype,
             notes=tuple(status.notes),
+            costs=tuple(status.costs),
+            break_even_tokens=status.break_even_tokens if status.HasField("break_even_tokens") else None,
+            gateways=tuple(
+                ServiceGateway(each.target, each.state, each.pid, each.queued, each.running, each.uptime_s)
+                for each in status.gateways
+            ),
+            scaling=_scaling(status.scaling) if status.HasField("scaling") else None,
         )
+
+
+def _scaling(scaling: pb.ScalingStatus) -> ServiceScaling:
+    return ServiceScaling(
+        scaling.controller, scaling.last_action, scaling.reason, scaling.last_action_age_s, dict(scaling.actions)
+    )

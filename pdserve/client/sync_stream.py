@@ -6,16 +6,18 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import grpc
 
+from pdserve.client.ask import Ask
 from pdserve.client.assembler import Assembler
-from pdserve.client.channel import client_closed, error_from_status
+from pdserve.client.channel import CONNECT_TIMEOUT_S, client_closed, error_from_status
+from pdserve.client.failover import Failover
 from pdserve.client.generation import Generation, Token
-from pdserve.core.errors import PdserveError, RequestAborted
+from pdserve.core.errors import NotReady, PdserveError, RequestAborted
 from pdserve.pb import inference_pb2 as pb
 
 
@@ -28,6 +30,32 @@ class Call(Protocol):
 
     def cancel(self) -> Any:
         """Cancel the call."""
+        ...
+
+
+class Gateway(Protocol):
+    """A gateway that a stream can come from. Its methods raise `PdserveError`."""
+
+    @property
+    def target(self) -> str:
+        """Where it is."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its client was closed."""
+        ...
+
+    def connect_once(self, timeout_s: float) -> None:
+        """Connect; `NotReady` if it does not answer."""
+        ...
+
+    def lost(self) -> None:
+        """Note that it was lost during a call."""
+        ...
+
+    def start(self, ask: Ask, token_ids: Sequence[int]) -> Call:
+        """Ask for the tokens after ``token_ids``."""
         ...
 
 
@@ -54,19 +82,12 @@ class Stream:
     client is closed. To read some tokens and continue later, call ``next(stream)``. `cancel` and `close` may be called
     from another thread. Errors are those of `pdserve.core.errors`; later uses raise the same error again.
 
-    ``connect`` and ``start`` raise `PdserveError`; ``is_closed`` tells whether the client was closed."""
+    ``gateways`` are asked in this order: the next one if one is not ready, or is lost during the call; it goes on after
+    the tokens that have arrived. None is asked a second time before a further token has arrived."""
 
-    def __init__(
-        self,
-        connect: Callable[[], None],
-        start: Callable[[], Call],
-        target: str,
-        is_closed: Callable[[], bool],
-    ) -> None:
-        self._connect = connect
-        self._start = start
-        self._target = target
-        self._is_closed = is_closed
+    def __init__(self, ask: Ask, gateways: Sequence[Gateway]) -> None:
+        self._ask = ask
+        self._gateways = Failover(gateways)
         # Reentrant, because the garbage collector may end a loop over this stream at any point of this thread.
         self._lock = threading.RLock()
         self._cancel_call: weakref.finalize[[], Stream] | None = None
@@ -74,6 +95,11 @@ class Stream:
         self._assembler: Assembler | None = None
         self._error: PdserveError | None = None
         self._result: Generation | None = None
+
+    @property
+    def target(self) -> str:
+        """The gateway that is asked."""
+        return self._gateways.current.target
 
     def __iter__(self) -> Iterator[Token]:
         return _StreamLoop(self)
@@ -106,7 +132,18 @@ class Stream:
             if isinstance(arrival, tuple):
                 token = assembler.add(*arrival)
                 if token is not None:
+                    self._gateways.served()
                     return token
+                continue
+            if arrival is not None and self._error is None and not self._gateways.current.is_closed:
+                error = error_from_status(
+                    arrival.code(), arrival.details(), self.target, arrival.trailing_metadata(), assembler.has_begun
+                )
+                try:
+                    self._go_on(assembler, error)
+                except BaseException:
+                    self._arrivals.put(arrival)
+                    raise
                 continue
             self._arrivals.put(arrival)  # for other threads that read this stream
             if self._error is not None:
@@ -114,11 +151,7 @@ class Stream:
             if arrival is None:
                 self._result = assembler.result()
                 return None
-            if self._is_closed():
-                raise client_closed(self._target) from None
-            raise error_from_status(
-                arrival.code(), arrival.details(), self._target, arrival.trailing_metadata(), assembler.has_begun
-            ) from None
+            raise client_closed(self.target) from None
 
     def _begin(self) -> Assembler:
         self._connect()
@@ -127,11 +160,43 @@ class Stream:
                 raise self._error
             if self._assembler is None:
                 self._assembler = Assembler(time.monotonic())
-                call = self._start()
-                self._cancel_call = weakref.finalize(self, call.cancel)
-                self._cancel_call.atexit = False  # the process's end closes the connection anyway
-                threading.Thread(target=_read, args=(call, self._arrivals), name="pdserve-stream", daemon=True).start()
+                self._call([])
             return self._assembler
+
+    def _go_on(self, assembler: Assembler, error: PdserveError) -> None:
+        """Have another gateway go on after ``error``. Raises it if there is none, or none could do better."""
+        if not isinstance(error, NotReady):
+            raise error from None
+        self._gateways.current.lost()
+        self._turn(error)
+        self._connect()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if assembler.has_begun:
+                assembler.resumed()
+            self._call(assembler.token_ids)
+
+    def _connect(self) -> None:
+        """Connect to the first gateway that answers."""
+        while True:
+            try:
+                return self._gateways.current.connect_once(self._ask.connect_timeout_s(CONNECT_TIMEOUT_S))
+            except NotReady as error:
+                self._turn(error)
+
+    def _turn(self, error: NotReady) -> None:
+        with self._lock:
+            self._gateways.turn(error)
+
+    def _call(self, token_ids: Sequence[int]) -> None:
+        """Ask for the tokens after these, and read the answer on a thread."""
+        call = self._gateways.current.start(self._ask, token_ids)
+        if self._cancel_call is not None:
+            self._cancel_call.detach()
+        self._cancel_call = weakref.finalize(self, call.cancel)
+        self._cancel_call.atexit = False  # the process's end closes the connection anyway
+        threading.Thread(target=_read, args=(call, self._arrivals), name="pdserve-stream", daemon=True).start()
 
     def result(self) -> Generation:
         """Read the remaining tokens and return the whole generation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -72,6 +73,16 @@ class Target:
             )
         return Target(where.address, tls, files.get("ca"), files.get("cert"), files.get("key"), token)
 
+    @staticmethod
+    def all_of(targets: Targets, **options: Unpack[AccessOptions]) -> tuple[Target, ...]:
+        """The gateways that a user means: one target or several, or a text with commas between them. The options are
+        those of each. `InvalidRequest` if there is none."""
+        given = [targets] if isinstance(targets, str | Target) else list(targets)
+        texts = [part for each in given for part in (each.split(",") if isinstance(each, str) else [each])]
+        if not texts:
+            raise InvalidRequest("target: it is empty; give host:port, or several with commas between them")
+        return tuple(Target.of(each, **options) for each in texts)
+
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that every call carries."""
@@ -79,6 +90,10 @@ class Target:
 
     def __str__(self) -> str:
         return f"https://{self.address}" if self.tls else self.address
+
+
+Targets = str | Target | Sequence[str | Target]
+"""One gateway of a service, or several."""
 
 
 def _checked(token: str) -> str:

@@ -6,10 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from pdserve.core.address import DEFAULT_PORT
@@ -27,6 +36,14 @@ PlacementPolicy = Literal["pack", "spread", "strict_spread"]
 
 CPU_TOKEN_BUDGET = 512
 _GPU_BUDGETS = {"prefill": 8192, "decode": 2048}
+
+RoutingPolicy = Literal[
+    "round_robin", "random", "least_tokens", "power_of_two", "prefix_affinity", "kv_aware", "session", "slo"
+]
+"""See `RouterConfig.policy`. `router.policies.catalogue` has a class for each."""
+
+PrefixFetching = Literal["auto", "always", "off"]
+"""See `RouterConfig.prefix_fetch`."""
 
 KVFailurePolicy = Literal["retry", "recompute", "fail"]
 """See `TransferConfig.on_kv_failure`."""
@@ -89,6 +106,20 @@ class ClusterConfig(_Section):
         description="first port of gateway and workers: the registry's port, followed by four ports per worker; "
         "default: 20000 on a Ray that is joined, free ports on a Ray of its own",
     )
+    mps: Literal["auto", "off"] = Field(
+        "auto",
+        description="on GPUs, CUDA's Multi-Process Service, with which transfers and steps run on a GPU at the same "
+        "time. auto: a daemon per node if nvidia-cuda-mps-control is there, or the one that runs already; off: they "
+        "take turns (docs/gpu.md)",
+    )
+    mps_transfer_threads: Annotated[int, Field(ge=1, le=100)] = Field(
+        25, description="with MPS, the percentage of a GPU's multiprocessors that transfers may use"
+    )
+    mps_memory_mb: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="with MPS, the most GPU memory that each of the two processes of a worker may allocate, in MiB; "
+        "KV pools are sized by it; default: no limit",
+    )
     start_timeout_s: Seconds = Field(180.0, description="time limit of the start-up")
     tls_cert: File | None = Field(
         None,
@@ -97,6 +128,11 @@ class ClusterConfig(_Section):
     )
     tls_key: File | None = Field(None, description="its private key, in PEM, without a passphrase")
     tls_ca: File | None = Field(None, description="the CA of these certificates, used for nothing else; in PEM")
+
+    @field_validator("mps", mode="before")
+    @classmethod
+    def _read_mps(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads it as a boolean
 
 
 class EngineConfig(_Section):
@@ -132,6 +168,15 @@ class EngineConfig(_Section):
         description="keep KV blocks of past prompts and reuse them for prompts with the same beginning (within one "
         "salt)",
     )
+    offload_folder: File | None = Field(
+        None,
+        description="a folder for KV blocks that the pool has no room for any more, on each host; a worker uses a "
+        "subfolder with its name, finds its blocks there again after a restart, and reads what a prompt begins with",
+    )
+    offload_disk_mb: Positive = Field(4096, description="most MiB of each worker in offload_folder")
+    offload_host_mb: Annotated[int, Field(ge=0)] = Field(
+        0, description="memory of the host in MiB for such blocks of a GPU, before they go to offload_folder"
+    )
     hang_timeout_s: Seconds = Field(
         6.0, description="an engine that neither answers nor computes for this long is killed and restarted"
     )
@@ -139,6 +184,23 @@ class EngineConfig(_Section):
     cuda_graphs: bool = Field(
         True, description="on a GPU, record decode steps as CUDA graphs at start-up: slower start, faster decode"
     )
+    prefill_attention: Literal["auto", "flashinfer", "triton"] = Field(
+        "auto",
+        description="on a GPU, what computes the attention of prompts; auto: FlashInfer where it is installed (extra "
+        "cuda) and supports model and GPU, else Triton kernels; status tells which",
+    )
+    run_ahead: bool | None = Field(
+        None,
+        description="prepare and launch the next step while the device computes the current one; default: on GPUs",
+    )
+
+    @model_validator(mode="after")
+    def _offload_needs_the_cache(self) -> Self:
+        if (self.offload_folder or self.offload_host_mb) and not self.prefix_caching:
+            raise PydanticCustomError(
+                "offload", "offload_folder and offload_host_mb need prefix_caching: blocks are found by its digests"
+            )
+        return self
 
     def token_budget(self, device: str, role: str) -> int:
         """``max_num_batched_tokens``, or its default for a ``prefill`` or ``decode`` worker on ``device`` (``cpu``,
@@ -181,10 +243,10 @@ class TransferConfig(_Section):
         "uses checksums",
     )
     message_bytes: Annotated[int, Field(ge=4096, le=64 * 2**20)] = Field(
-        4 * 2**20, description="target size of one message; blocks are coalesced up to it"
+        4 * 2**20, description="target size of one message; blocks are coalesced up to it; over NCCL at least 32 MiB"
     )
     max_inflight_bytes: Annotated[int, Field(ge=4096)] = Field(
-        16 * 2**20, description="most unacknowledged bytes to one worker"
+        16 * 2**20, description="most unacknowledged bytes to one worker; over NCCL at least 128 MiB"
     )
     on_kv_failure: KVFailurePolicy = Field(
         "retry",
@@ -209,11 +271,42 @@ class TransferConfig(_Section):
     )
 
 
+class RolePolicies(_Section):
+    """How the workers of each role are chosen."""
+
+    prefill: RoutingPolicy = "kv_aware"
+    decode: RoutingPolicy = "kv_aware"
+
+
+class SloConfig(_Section):
+    """Objectives of a service, in milliseconds."""
+
+    ttft_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time to the first token")
+    itl_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time between tokens")
+
+
 class RouterConfig(_Section):
     """Routing of requests to workers."""
 
-    policy: Literal["round_robin", "least_outstanding_tokens"] = Field(
-        "least_outstanding_tokens", description="how a worker is chosen among the ready ones"
+    policy: RoutingPolicy | RolePolicies = Field(
+        "kv_aware",
+        description="how a worker is chosen among the ready ones (docs/routing.md): one name for both roles, or "
+        "{prefill: NAME, decode: NAME}; requests of mode colocated are placed by that of prefill",
+    )
+    prefix_index_blocks: Positive = Field(
+        16_384,
+        description="most cached blocks of each worker that the policies prefix_affinity and kv_aware, and "
+        "prefix_fetch, know; of more, those that came first are forgotten",
+    )
+    prefix_fetch: PrefixFetching = Field(
+        "auto",
+        description="KV of a prompt's beginning that another worker has cached. auto: it is fetched if, by the costs "
+        "measured here, that is clearly quicker than to compute it; always: it is fetched, for experiments; off",
+    )
+    slo: SloConfig = Field(
+        default_factory=SloConfig,
+        validate_default=True,
+        description="objectives, which policy slo needs: ttft_ms for prefill, itl_ms for decode",
     )
     first_token: Literal["prefill", "decode"] = Field(
         "prefill",
@@ -225,6 +318,11 @@ class RouterConfig(_Section):
     )
     max_queue: Positive = Field(
         1024, description="most waiting requests; further ones are refused (RESOURCE_EXHAUSTED)"
+    )
+    max_queue_tokens: Positive = Field(
+        4_194_304,
+        description="most tokens of waiting requests, prompts and max_tokens together; further requests are refused "
+        "(RESOURCE_EXHAUSTED). A prompt token takes about 40 bytes of the gateway's memory",
     )
     max_attempts: Positive = Field(
         5,
@@ -239,6 +337,12 @@ class RouterConfig(_Section):
         0.5,
         description="most retries as a share of the requests of the last 4 s, plus 10; further retries wait",
     )
+    breaker_failures: Positive = Field(
+        3,
+        description="a worker that fails so many requests in a row pauses, unless it is the last one of its role that "
+        "is ready; then one request probes it",
+    )
+    breaker_pause_s: Seconds = Field(1.0, description="its first pause; it doubles after each failed probe, up to 60 s")
     patience_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         30.0,
         description="in a service that was ready, how long a request waits for a worker to become ready again, within "
@@ -253,6 +357,50 @@ class RouterConfig(_Section):
     heartbeat_timeout_s: Seconds = Field(3.0, description="a worker without a heartbeat for this long counts as dead")
     forget_s: Seconds = Field(60.0, description="how long a dead worker is shown")
 
+    @property
+    def policies(self) -> RolePolicies:
+        """``policy`` for each role."""
+        if isinstance(self.policy, RolePolicies):
+            return self.policy
+        return RolePolicies(prefill=self.policy, decode=self.policy)
+
+    @field_validator("prefix_fetch", mode="before")
+    @classmethod
+    def _read_prefix_fetch(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads it as a boolean
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _check_policy(cls, value: object) -> object:
+        """Refuse unknown names and roles with the allowed ones; pydantic's error for a union would name its parts."""
+        if isinstance(value, RolePolicies):
+            return value
+        roles = RolePolicies.model_fields
+        if isinstance(value, Mapping) and (unknown := [str(role) for role in value if role not in roles]):
+            raise PydanticCustomError(
+                "policy", "{role} is no role; give policies for prefill and decode", {"role": unknown[0]}
+            )
+        known = get_args(RoutingPolicy)
+        for name in value.values() if isinstance(value, Mapping) else [value]:
+            if name not in known:
+                renamed = "; least_outstanding_tokens is now least_tokens" if name == "least_outstanding_tokens" else ""
+                raise PydanticCustomError(
+                    "policy", "Input should be one of {known}{renamed}", {"known": ", ".join(known), "renamed": renamed}
+                )
+        return value
+
+    @field_validator("slo")
+    @classmethod
+    def _check_slo(cls, value: SloConfig, info: ValidationInfo) -> SloConfig:
+        policy = info.data.get("policy")
+        roles = policy if isinstance(policy, RolePolicies) else RolePolicies(prefill=policy, decode=policy)
+        for role, name in (("prefill", "ttft_ms"), ("decode", "itl_ms")):
+            if policy is not None and getattr(roles, role) == "slo" and getattr(value, name) is None:
+                raise PydanticCustomError(
+                    "slo", "policy slo for {role} needs {name}, its objective", {"role": role, "name": name}
+                )
+        return value
+
 
 class GatewayConfig(_Section):
     """The public servers."""
@@ -264,6 +412,11 @@ class GatewayConfig(_Section):
     )
     port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         DEFAULT_PORT, description="port of the gRPC server; 0 picks one"
+    )
+    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="gateways, each a process of its own with the same workers; the others use the ports after port "
+        "(and http_port)",
     )
     http_port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
         None,
@@ -292,12 +445,75 @@ class GatewayConfig(_Section):
         "http://localhost:4317; needs the extra otel",
     )
 
+    def replica(self, number: int) -> GatewayConfig:
+        """The section as one of the ``replicas`` uses it."""
+        http_port = self.served_http_port
+        ports = {"port": self.port + number, "http_port": http_port + number if http_port else 0}
+        return self.model_copy(update=ports)
+
     @property
     def served_http_port(self) -> int:
         """The port of the HTTP server; 0 without one."""
         if self.http_port is not None:
             return self.http_port
         return DEFAULT_HTTP_PORT if self.port == DEFAULT_PORT else 0
+
+
+class ScalingConfig(_Section):
+    """The controller that moves workers between the roles, toward objectives."""
+
+    controller: Literal["off", "roles", "workers"] = Field(
+        "off",
+        description="roles: while one role misses its objective and the other has capacity to spare, a worker of the "
+        "other takes its role; workers: also adds workers, for which Ray is asked, and removes them (docs/routing.md)",
+    )
+    ttft_ms: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="objective of the time to the first token; default: router.slo.ttft_ms"
+    )
+    itl_ms: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="objective of the time between tokens; default: router.slo.itl_ms"
+    )
+    attainment: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.9, description="share of first tokens, and of gaps between tokens, that have to meet their objective"
+    )
+    interval_s: Annotated[float, Field(ge=0.1, le=3600)] = Field(2.0, description="how often the gateways are asked")
+    hold_s: Seconds = Field(
+        15.0,
+        description="how long an objective has to be missed before a worker moves; after that none moves for twice as "
+        "long, and none is removed before four times as long without need of it",
+    )
+    min_prefill: Positive = Field(1, description="fewest prefill workers")
+    min_decode: Positive = Field(1, description="fewest decode workers")
+    max_prefill: Positive | None = Field(None, description="most prefill workers; default: not bounded")
+    max_decode: Positive | None = Field(None, description="most decode workers; default: not bounded")
+    min_workers: Positive = Field(2, description="fewest workers in all")
+    max_workers: Positive | None = Field(None, description="most workers in all; controller workers needs it")
+    drain_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        30.0, description="how long a worker that is removed may finish its requests"
+    )
+
+    @field_validator("controller", mode="before")
+    @classmethod
+    def _read_controller(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads it as a boolean
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        for least, most in (
+            ("min_prefill", "max_prefill"),
+            ("min_decode", "max_decode"),
+            ("min_workers", "max_workers"),
+        ):
+            bound = getattr(self, most)
+            if bound is not None and getattr(self, least) > bound:
+                raise PydanticCustomError("scaling", "{least} is more than {most}", {"least": least, "most": most})
+        if self.controller == "workers" and self.max_workers is None:
+            raise PydanticCustomError("scaling", "controller workers needs max_workers, a bound of what it may ask for")
+        if self.max_workers is not None and self.min_prefill + self.min_decode > self.max_workers:
+            raise PydanticCustomError("scaling", "min_prefill and min_decode are together more than max_workers")
+        if 3 * self.interval_s > self.hold_s:
+            raise PydanticCustomError("scaling", "interval_s is more than a third of hold_s")
+        return self
 
 
 class LoggingConfig(_Section):
@@ -318,7 +534,38 @@ class PdserveConfig(_Section):
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="how KV blocks travel")
     router: RouterConfig = Field(default_factory=RouterConfig, description="which workers a request gets")
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="the front door")
+    scaling: ScalingConfig = Field(
+        default_factory=ScalingConfig, description="a controller of roles and workers, off by default"
+    )
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="what processes write to their logs")
+
+    @property
+    def objectives(self) -> SloConfig:
+        """The objectives of the service: those of ``scaling``, else of ``router.slo``."""
+        own, slo = self.scaling, self.router.slo
+        return SloConfig(ttft_ms=own.ttft_ms or slo.ttft_ms, itl_ms=own.itl_ms or slo.itl_ms)
+
+    @model_validator(mode="after")
+    def _check_scaling(self) -> Self:
+        if self.scaling.controller == "off":
+            return self
+        for name in ("ttft_ms", "itl_ms"):
+            if getattr(self.objectives, name) is None:
+                raise PydanticCustomError(
+                    "scaling",
+                    "scaling.controller {kind} needs {name}, an objective; set scaling.{name} or router.slo.{name}",
+                    {"kind": self.scaling.controller, "name": name},
+                )
+        cluster = self.cluster
+        if not (cluster.prefill and cluster.decode):
+            raise PydanticCustomError("scaling", "scaling.controller needs workers of both roles")
+        if self.scaling.controller == "roles" and cluster.prefill_resources != cluster.decode_resources:
+            raise PydanticCustomError(
+                "scaling",
+                "scaling.controller: roles needs equal cluster.prefill_resources and cluster.decode_resources, because "
+                "workers keep their nodes",
+            )
+        return self
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> PdserveConfig:
@@ -358,6 +605,8 @@ class PdserveConfig(_Section):
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
+    if first["type"] == "scaling" and not first["loc"]:  # about several sections
+        return first["msg"]
     key = ".".join(str(part) for part in first["loc"] if part != "[key]") or "(the file)"
     if first["type"] == "extra_forbidden":
         return f"{key}: unknown key; known here: {', '.join(_known_keys(first['loc'][:-1]))}"

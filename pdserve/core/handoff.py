@@ -24,6 +24,21 @@ class KVPeer:
     endpoints: tuple[KVEndpoint, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """Another worker, which sends the KV of the first ``num_tokens`` tokens of a prompt (whole blocks) to the one that
+    computes the prompt. What has not come ``timeout_s`` seconds after the blocks for it were allocated is computed."""
+
+    peer: KVPeer
+    num_tokens: int
+    timeout_s: float
+
+
+def prefix_transfer_id(attempt_id: str) -> str:
+    """The id of the KV transfer that brings the prefix of an attempt's prompt. No attempt has an id like it."""
+    return f"{attempt_id}/prefix"
+
+
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The trailer of a hand-off: token 1, and whether it ends the request."""
 
@@ -85,3 +100,19 @@ class TransferProof(msgspec.Struct, frozen=True):
     def share_of_ceiling(self) -> float | None:
         """``gbs`` over ``ceiling_gbs``; at most 1. None if nothing was sent."""
         return self.gbs / self.ceiling_gbs if self.ceiling_gbs and self.gbs else None
+
+
+class PrefixFetch(msgspec.Struct, frozen=True):
+    """What came of fetching the prefix of a prompt from worker ``source``, by the worker that computes the prompt.
+
+    It lacked ``tokens_wanted`` tokens, and ``tokens`` of them came: fewer if the source no longer had all of them, 0 if
+    the fetch failed, with ``failure`` as the reason. It lasted ``duration_ms``, from the allocation of the blocks.
+    ``proof``: the transfer's; None if there was none, or it failed.
+    """
+
+    source: str
+    tokens: int
+    tokens_wanted: int
+    duration_ms: float
+    proof: TransferProof | None = None
+    failure: str = ""

@@ -99,7 +99,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: ``block_size`` tokens in all layers."""
-        return self.layer_bytes()
+        return _block_bytes(self)
 
     @property
     def token_bytes(self) -> int:
@@ -176,6 +176,11 @@ def pair_regions(ours: Sequence[Region], theirs: Sequence[Region]) -> Iterator[t
             return
         yield Region(left.offset, size), Region(right.offset, size)
         left, right = Region(left.offset + size, left.size - size), Region(right.offset + size, right.size - size)
+
+
+@lru_cache(256)
+def _block_bytes(layout: KVLayout) -> int:
+    return layout.layer_bytes()
 
 
 @lru_cache(4096)

@@ -1,4 +1,4 @@
-"""A log of what strangers do, which they cannot flood."""
+"""A log of what may happen very often, such as what strangers do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Binds a process to its parent."""
+"""What each process of the service does when it starts."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -11,3 +12,10 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send ``signum`` to this process when the thread that started it ends (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def freeze_heap() -> None:
+    """Exempt all objects that exist now from garbage collection. Call it once all is imported and started: a full
+    collection of what the imports leave takes 100 ms, during which no token passes."""
+    gc.collect()
+    gc.freeze()

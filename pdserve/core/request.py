@@ -11,12 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import SamplingParams
 
 
 class Mode(StrEnum):
     """Where a request runs: prefill and decode on separate workers (``pd``), both on one worker (``colocated``), or the
-    router's choice (``auto``: ``pd`` if workers of both roles are ready, else ``colocated`` on any ready worker)."""
+    router's choice (``auto``: what is cheaper by the costs measured on the deployment; ``pd`` until these are known,
+    and ``colocated`` if workers of a role are missing)."""
 
     AUTO = "auto"
     PD = "pd"
@@ -76,13 +78,23 @@ def check_transition(table: Mapping[S, frozenset[S]], current: S, to: S) -> S:
     return to
 
 
+MAX_PRIORITY = 2**31 - 1
+
+
+def check_priority(priority: int) -> None:
+    """`InvalidRequest` unless a message can hold it."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(f"priority: {priority} is not within -{MAX_PRIORITY} and {MAX_PRIORITY}")
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """A generation request: the same object in gateway, router, worker, and engine.
 
     ``request_id`` is the client's. ``timeout_s`` is the time left until the request's deadline when it is passed on.
-    Cached KV is shared only within one ``salt``. Two fields belong to an attempt (see `attempt`): ``attempt_id``
-    identifies it on the workers, and ``output_token_ids`` are the tokens of earlier attempts, after which it
-    continues."""
+    Cached KV is shared only within one ``salt``. Requests of a lower ``priority`` are served earlier, and lose their
+    blocks later. Requests of one ``session_id`` run on the same workers if the routing policy is ``session``. Two
+    fields belong to an attempt (see `attempt`): ``attempt_id`` identifies it on the workers, and ``output_token_ids``
+    are the tokens of earlier attempts, after which it continues."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -92,11 +104,23 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     salt: str = ""
     attempt_id: str = ""
     output_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    session_id: str = ""
 
     def attempt(self, attempt_id: str, output_token_ids: Iterable[int], timeout_s: float) -> Request:
         """A copy of this request for one attempt."""
         return msgspec.structs.replace(
             self, attempt_id=attempt_id, output_token_ids=tuple(output_token_ids), timeout_s=timeout_s
+        )
+
+    def prefix(self, num_tokens: int, attempt_id: str, timeout_s: float) -> Request:
+        """A request for the KV of its first ``num_tokens`` tokens, with an id and a time limit of its own."""
+        return msgspec.structs.replace(
+            self,
+            prompt_token_ids=self.token_ids[:num_tokens],
+            output_token_ids=(),
+            attempt_id=attempt_id,
+            timeout_s=timeout_s,
         )
 
     @property

@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How tokens are sampled. Sampling depends on ``(seed, position)`` only, so batches, hand-offs, and resumes do not
-    change the result. The gateway chooses a seed for requests without one.
+    change the result. The gateway makes a seed from the request id for requests without one.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. The gateway handles the strings in ``stop``, the
     engine ``stop_token_ids``. With ``ignore_eos`` generation continues to ``max_tokens``.

@@ -10,7 +10,7 @@ the stage is exact."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,6 +27,8 @@ class EventKind(StrEnum):
     PAIR_CHOSEN = "pair_chosen"  # g: workers chosen, and the prefill worker is free
     PREFILL_SENT = "prefill_sent"  # g: the request leaves for both workers
     PREFILL_RECEIVED = "prefill_received"  # p: ... and is there
+    PREFIX_AWAITED = "prefix_awaited"  # p: has blocks for KV of the prompt's prefix, which another worker sends
+    PREFIX_READY = "prefix_ready"  # p: this KV is verified and in the pool, or it was given up
     PREFILL_SCHEDULED = "prefill_scheduled"  # p: first step that computes any of its tokens begins
     TOKEN_1_SAMPLED = "token_1_sampled"  # p
     TOKEN_1_ARRIVED = "token_1_arrived"  # g: the router has it
@@ -100,7 +102,19 @@ def _stages(arrived: EventKind, emitted: EventKind, *sent: EventKind) -> tuple[S
             (Span((_K.PREFILL_SENT,), _K.PREFILL_RECEIVED), Span(sent, arrived)),
             "control messages between gateway and workers",
         ),
-        Stage("prefill_queue", (Span((_K.PREFILL_RECEIVED,), _K.PREFILL_SCHEDULED),), "waiting for the engine"),
+        Stage(
+            "prefix_fetch",
+            (Span((_K.PREFIX_AWAITED,), _K.PREFIX_READY),),
+            "KV of the prompt's beginning, from another worker's cache",
+        ),
+        Stage(
+            "prefill_queue",
+            (
+                Span((_K.PREFILL_RECEIVED,), _K.PREFIX_AWAITED),
+                Span((_K.PREFIX_READY, _K.PREFILL_RECEIVED), _K.PREFILL_SCHEDULED),
+            ),
+            "waiting for the engine",
+        ),
         Stage("prefill", (Span((_K.PREFILL_SCHEDULED,), _K.TOKEN_1_SAMPLED),), "computing the prompt"),
     )
 
@@ -192,22 +206,31 @@ class Timeline:
             return 0.0
         return max(0.0, self.gateway_time(_K.ROOM_MADE) - self.gateway_time(_K.TOKEN_1_SAMPLED)) * 1e3
 
-    def breakdown(self, figure: Figure, client_total_ms: float | None = None) -> Breakdown | None:
+    def times_s(self) -> dict[EventKind, float]:
+        """When each event happened, in seconds of the gateway's clock."""
+        if any([clock.offset_s for clock in self.clocks.values()]):
+            return {kind: self.gateway_time(kind) for kind in self.events}
+        return {kind: event.time_s for kind, event in self.events.items()}
+
+    def breakdown(
+        self, figure: Figure, client_total_ms: float | None = None, times_s: Mapping[EventKind, float] | None = None
+    ) -> Breakdown | None:
         """The stages of a figure; None if its token was not written.
 
         With the client's own figure, ``network`` is that minus the gateway's total. Without it, the breakdown is the
-        gateway's own and has no ``network``."""
-        gateway_total_ms = self.gateway_total_ms(figure)
-        if gateway_total_ms is None:
+        gateway's own and has no ``network``. ``times_s`` are those of the method with this name, if they are known."""
+        if times_s is None:
+            times_s = self.times_s()
+        if EMITTED[figure] not in times_s or _K.RECEIVED not in times_s:
             return None
+        gateway_total_ms = (times_s[EMITTED[figure]] - times_s[_K.RECEIVED]) * 1e3
         stages_ms: dict[str, float] = {}
         if client_total_ms is not None:
             stages_ms[NETWORK] = client_total_ms - gateway_total_ms
-        times_s = {kind: self.gateway_time(kind) for kind in self.events}
-        exact = all(clock.error_s == 0.0 for clock in self.clocks.values())  # as on one host
+        exact = not any([clock.error_s for clock in self.clocks.values()])  # as on one host
         error_s = 0.0
         for stage in STAGES[figure]:
-            happened = [ends for span in stage.spans if (ends := self._ends(span)) is not None]
+            happened = [ends for span in stage.spans if (ends := _ends(span, times_s)) is not None]
             if happened:
                 stages_ms[stage.name] = sum([times_s[end] - times_s[start] for start, end in happened]) * 1e3
                 if not exact:
@@ -220,16 +243,11 @@ class Timeline:
         """The spans of a figure's stages that happened: the stage, and the events at which the span began and
         ended."""
         return [
-            (stage, *ends) for stage in STAGES[figure] for span in stage.spans if (ends := self._ends(span)) is not None
+            (stage, *ends)
+            for stage in STAGES[figure]
+            for span in stage.spans
+            if (ends := _ends(span, self.events)) is not None
         ]
-
-    def _ends(self, span: Span) -> tuple[EventKind, EventKind] | None:
-        events = self.events
-        if span.end in events:
-            for kind in span.starts:
-                if kind in events:
-                    return kind, span.end
-        return None
 
     def _error_s(self, spans: Iterable[tuple[EventKind, EventKind]]) -> float:
         """Error bound of the sum of ``spans``. Offsets that are both added and subtracted cancel out."""
@@ -239,3 +257,12 @@ class Timeline:
                 worker = self.events[kind].worker
                 net[worker] = net.get(worker, 0) + sign
         return sum(abs(count) * self.clocks[worker].error_s for worker, count in net.items() if worker in self.clocks)
+
+
+def _ends(span: Span, events: Container[EventKind]) -> tuple[EventKind, EventKind] | None:
+    """The events at which the span began and ended, if it happened."""
+    if span.end in events:
+        for kind in span.starts:
+            if kind in events:
+                return kind, span.end
+    return None

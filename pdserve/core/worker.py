@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, TransferProof
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixFetch, TransferProof
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
@@ -27,6 +28,11 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+    @property
+    def other(self) -> Role:
+        """The other one."""
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class WorkerInfo:
     clock_id: str = ""  # equal non-empty ids: the very same monotonic clock (`pdserve.core.clock.clock_id`)
     life: str = ""  # of its process: the same over restarts of its engine
     service: str = ""  # the one it was started for
+    eos_token_ids: tuple[int, ...] = ()
+    max_num_seqs: int = 0  # requests in one step; 0: not bounded
 
     @property
     def worker_epoch(self) -> WorkerEpoch:
@@ -70,8 +78,9 @@ class WorkerInfo:
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What a worker says of itself with every heartbeat: its engine's load; of its prefix cache, prompt tokens of all
-    requests its engine admitted, how many of those were cached, and the blocks that can be found now; and how many KV
-    messages it refused, by reason."""
+    requests its engine admitted, how many of those were cached, the blocks that can be found now, and the cold blocks
+    kept outside of the pool; how many KV messages it refused, by reason; and the tokens that the requests of all
+    gateways have still to compute on it (``prompt_tokens``: of prompts without a first token)."""
 
     free_blocks: int = 0
     running: int = 0
@@ -80,7 +89,10 @@ class WorkerLoad:
     prompt_tokens_looked_up: int = 0
     prompt_tokens_cached: int = 0
     cached_blocks: int = 0
+    stored_blocks: int = 0
     kv_refused: Mapping[str, int] = field(default_factory=dict)
+    outstanding_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -91,7 +103,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     token and DECODE_SCHEDULED, TOKEN_2_SAMPLED with its second. ``proof`` comes with decode's first message. A last
     message has a ``finish_reason``; a worker's error is raised instead. ``logprobs`` are there if they were asked for.
     ``cached_tokens``, with the first token of the worker that computed the prompt: how many of its tokens had their KV
-    in the prefix cache.
+    in the prefix cache, or got it from another worker's; ``prefix_fetch`` tells of the latter, with the events
+    PREFIX_AWAITED and PREFIX_READY.
     """
 
     token_id: int | None
@@ -100,3 +113,16 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     proof: TransferProof | None = None
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
+    prefix_fetch: PrefixFetch | None = None
+
+
+class OutputSink(Protocol):
+    """Is given the outputs of one request on one worker, as they come. Its methods return at once and never raise."""
+
+    def output(self, output: TokenOutput) -> None:
+        """Take the next output. One with a finish reason is the last."""
+        ...
+
+    def failed(self, error: PdserveError) -> None:
+        """Take the error that has ended the request."""
+        ...

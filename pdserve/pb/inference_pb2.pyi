@@ -28,7 +28,9 @@ class _ModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     MODE_UNSPECIFIED: _Mode.ValueType  # 0
     """the same as MODE_AUTO"""
     MODE_AUTO: _Mode.ValueType  # 1
-    """MODE_PD where prefill and decode workers are ready, else MODE_COLOCATED on any ready worker"""
+    """What is cheaper by the costs measured on the deployment: MODE_PD until they are known, MODE_COLOCATED on any ready
+    worker if prefill or decode workers are missing.
+    """
     MODE_PD: _Mode.ValueType  # 2
     """prefill and decode on different workers"""
     MODE_COLOCATED: _Mode.ValueType  # 3
@@ -39,7 +41,9 @@ class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
 MODE_UNSPECIFIED: Mode.ValueType  # 0
 """the same as MODE_AUTO"""
 MODE_AUTO: Mode.ValueType  # 1
-"""MODE_PD where prefill and decode workers are ready, else MODE_COLOCATED on any ready worker"""
+"""What is cheaper by the costs measured on the deployment: MODE_PD until they are known, MODE_COLOCATED on any ready
+worker if prefill or decode workers are missing.
+"""
 MODE_PD: Mode.ValueType  # 2
 """prefill and decode on different workers"""
 MODE_COLOCATED: Mode.ValueType  # 3
@@ -89,7 +93,7 @@ class Sampling(google.protobuf.message.Message):
     top_p: builtins.float
     """default 1: off"""
     seed: builtins.int
-    """default: drawn by the gateway"""
+    """default: made from the request id, so that a request sent again gets the same"""
     ignore_eos: builtins.bool
     min_p: builtins.float
     """default 0: off"""
@@ -164,6 +168,9 @@ class GenerateRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
     SALT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    RESUME_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """optional; made by the gateway if empty"""
     text: builtins.str
@@ -172,10 +179,23 @@ class GenerateRequest(google.protobuf.message.Message):
     """Cached KV is shared between requests of the same salt only, at most 256 characters. Give each tenant one of its own,
     and none can tell from a fast answer what another has asked; a random one makes a request find nothing.
     """
+    priority: builtins.int
+    """Lower values are served earlier, in the queue and on the workers; default 0. Within a priority, clients take turns."""
+    session_id: builtins.str
+    """Requests of one session run on the same workers if the service's routing policy is `session`, at most 256
+    characters; other policies do not use it.
+    """
     @property
     def token_ids(self) -> global___TokenIds: ...
     @property
     def sampling(self) -> global___Sampling: ...
+    @property
+    def resume_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The tokens that the client already has of a request whose stream broke, in order. The request goes on after them:
+        `Token.index` counts on, and the `Completion` is that of the whole request. All other fields must be those of the
+        broken request, with the `seed` it had if the temperature is not 0. Any gateway of the service can go on.
+        """
+
     def __init__(
         self,
         *,
@@ -185,9 +205,12 @@ class GenerateRequest(google.protobuf.message.Message):
         sampling: global___Sampling | None = ...,
         mode: global___Mode.ValueType = ...,
         salt: builtins.str = ...,
+        priority: builtins.int = ...,
+        resume_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        session_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["mode", b"mode", "prompt", b"prompt", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mode", b"mode", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["prompt", b"prompt"]) -> typing.Literal["text", "token_ids"] | None: ...
 
 global___GenerateRequest = GenerateRequest
@@ -406,6 +429,50 @@ class Transfer(google.protobuf.message.Message):
 global___Transfer = Transfer
 
 @typing.final
+class PrefixFetch(google.protobuf.message.Message):
+    """The KV of a prompt's beginning, from the prefix cache of another worker than the one that computed the prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    TOKENS_WANTED_FIELD_NUMBER: builtins.int
+    KV_BYTES_FIELD_NUMBER: builtins.int
+    KV_BYTES_EXPECTED_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    DURATION_MS_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    tokens: builtins.int
+    """that came; 0 if the fetch failed"""
+    tokens_wanted: builtins.int
+    """more than `tokens` if the source no longer had all of them"""
+    kv_bytes: builtins.int
+    """counted by the receiver, verified"""
+    kv_bytes_expected: builtins.int
+    """of `tokens`, arithmetic from the model's shape"""
+    transport: builtins.str
+    duration_ms: builtins.float
+    """from the allocation of the blocks; the stage prefix_fetch"""
+    failure: builtins.str
+    """why it failed, and the prompt was computed; empty otherwise"""
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        tokens: builtins.int = ...,
+        tokens_wanted: builtins.int = ...,
+        kv_bytes: builtins.int = ...,
+        kv_bytes_expected: builtins.int = ...,
+        transport: builtins.str = ...,
+        duration_ms: builtins.float = ...,
+        failure: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_ms", b"duration_ms", "failure", b"failure", "kv_bytes", b"kv_bytes", "kv_bytes_expected", b"kv_bytes_expected", "source", b"source", "tokens", b"tokens", "tokens_wanted", b"tokens_wanted", "transport", b"transport"]) -> None: ...
+
+global___PrefixFetch = PrefixFetch
+
+@typing.final
 class Completion(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -456,7 +523,9 @@ class Completion(google.protobuf.message.Message):
     GATEWAY_TTFT_DECODE_MS_FIELD_NUMBER: builtins.int
     ATTEMPTS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PLACEMENTS_FIELD_NUMBER: builtins.int
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    PREFIX_FETCH_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     text: builtins.str
     """the whole text, stop strings trimmed"""
@@ -470,7 +539,9 @@ class Completion(google.protobuf.message.Message):
     output_tokens: builtins.int
     attempts: builtins.int
     prefill_cached_tokens: builtins.int
-    """of the prompt: KV in the cache of the worker that ran it, hence not computed"""
+    """Tokens of the prompt whose KV was in the cache of the worker that ran it, or was fetched from another's, hence
+    not computed.
+    """
     @property
     def transfer(self) -> global___Transfer: ...
     @property
@@ -486,6 +557,14 @@ class Completion(google.protobuf.message.Message):
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """the tokens of `text`; a stop string may have trimmed the last ones streamed"""
+
+    @property
+    def placements(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """One sentence for each of the last attempts: its workers, and why these."""
+
+    @property
+    def prefix_fetch(self) -> global___PrefixFetch:
+        """absent if nothing was fetched"""
 
     def __init__(
         self,
@@ -505,10 +584,12 @@ class Completion(google.protobuf.message.Message):
         gateway_ttft_decode_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         attempts: builtins.int = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        placements: collections.abc.Iterable[builtins.str] | None = ...,
         prefill_cached_tokens: builtins.int = ...,
+        prefix_fetch: global___PrefixFetch | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["transfer", b"transfer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "events", b"events", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix_fetch", b"prefix_fetch", "transfer", b"transfer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "clocks", b"clocks", "decode_worker", b"decode_worker", "events", b"events", "finish_reason", b"finish_reason", "gateway_ttft_decode_ms", b"gateway_ttft_decode_ms", "gateway_ttft_ms", b"gateway_ttft_ms", "mode", b"mode", "output_tokens", b"output_tokens", "placements", b"placements", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "prefix_fetch", b"prefix_fetch", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "transfer", b"transfer"]) -> None: ...
 
 global___Completion = Completion
 
@@ -582,12 +663,13 @@ class WorkerStatus(google.protobuf.message.Message):
     PROMPT_TOKENS_LOOKED_UP_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
+    FAILING_FIELD_NUMBER: builtins.int
     KV_ADDRESSES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill or decode"""
     state: builtins.str
-    """ready, starting, suspect, retiring, lost, or awaited: it has never been heard of"""
+    """ready, starting, suspect, failing, retiring, lost, or awaited: it has never been heard of"""
     node: builtins.str
     device: builtins.str
     address: builtins.str
@@ -610,6 +692,8 @@ class WorkerStatus(google.protobuf.message.Message):
     """
     prompt_tokens_cached: builtins.int
     cached_blocks: builtins.int
+    failing: builtins.str
+    """why it gets no request, or only one as a probe: it failed the last ones; empty otherwise"""
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """that it listens with"""
@@ -653,9 +737,10 @@ class WorkerStatus(google.protobuf.message.Message):
         prompt_tokens_looked_up: builtins.int = ...,
         prompt_tokens_cached: builtins.int = ...,
         cached_blocks: builtins.int = ...,
+        failing: builtins.str = ...,
         kv_addresses: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "cores", b"cores", "cuda_visible_devices", b"cuda_visible_devices", "device", b"device", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failing", b"failing", "free_blocks", b"free_blocks", "heartbeat_age_s", b"heartbeat_age_s", "kv_addresses", b"kv_addresses", "kv_refused", b"kv_refused", "links", b"links", "node", b"node", "num_blocks", b"num_blocks", "outstanding_tokens", b"outstanding_tokens", "pid", b"pid", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_looked_up", b"prompt_tokens_looked_up", "role", b"role", "running", b"running", "state", b"state", "transports", b"transports", "waiting", b"waiting", "worker_id", b"worker_id"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 
@@ -686,9 +771,41 @@ class PeerLink(google.protobuf.message.Message):
 global___PeerLink = PeerLink
 
 @typing.final
+class GatewayStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    UPTIME_S_FIELD_NUMBER: builtins.int
+    target: builtins.str
+    state: builtins.str
+    """ready, not ready, or lost: it does not answer"""
+    pid: builtins.int
+    queued: builtins.int
+    running: builtins.int
+    uptime_s: builtins.float
+    def __init__(
+        self,
+        *,
+        target: builtins.str = ...,
+        state: builtins.str = ...,
+        pid: builtins.int = ...,
+        queued: builtins.int = ...,
+        running: builtins.int = ...,
+        uptime_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pid", b"pid", "queued", b"queued", "running", b"running", "state", b"state", "target", b"target", "uptime_s", b"uptime_s"]) -> None: ...
+
+global___GatewayStatus = GatewayStatus
+
+@typing.final
 class GetStatusResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    GATEWAYS_FIELD_NUMBER: builtins.int
     READY_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
@@ -703,7 +820,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     MODEL_HASH_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
+    COSTS_FIELD_NUMBER: builtins.int
+    BREAK_EVEN_TOKENS_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
+    SCALING_FIELD_NUMBER: builtins.int
     CHECKPOINT_DTYPE_FIELD_NUMBER: builtins.int
     ready: builtins.bool
     version: builtins.str
@@ -719,17 +839,34 @@ class GetStatusResponse(google.protobuf.message.Message):
     dtype: builtins.str
     model_hash: builtins.str
     vocab_size: builtins.int
+    break_even_tokens: builtins.float
+    """Prompts with at most so many uncached tokens are cheaper where they decode; absent while it is not known, and
+    the context length if all are.
+    """
     checkpoint_dtype: builtins.str
     """of the weights as they are stored; `dtype` is what they are computed in"""
     @property
+    def gateways(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GatewayStatus]:
+        """of the service; told to operators only, with `queued` and `running` of all"""
+
+    @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerStatus]: ...
+    @property
+    def costs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """what prefill, hand-off and decode take here, learned from completed requests"""
+
     @property
     def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """what users have to know: a missing tokenizer, a converted dtype, shared cores"""
 
+    @property
+    def scaling(self) -> global___ScalingStatus:
+        """absent: no controller moves workers between the roles"""
+
     def __init__(
         self,
         *,
+        gateways: collections.abc.Iterable[global___GatewayStatus] | None = ...,
         ready: builtins.bool = ...,
         version: builtins.str = ...,
         model: builtins.str = ...,
@@ -744,9 +881,65 @@ class GetStatusResponse(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         model_hash: builtins.str = ...,
         vocab_size: builtins.int = ...,
+        costs: collections.abc.Iterable[builtins.str] | None = ...,
+        break_even_tokens: builtins.float | None = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
+        scaling: global___ScalingStatus | None = ...,
         checkpoint_dtype: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "checkpoint_dtype", b"checkpoint_dtype", "context_length", b"context_length", "dtype", b"dtype", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "model_hash", b"model_hash", "notes", b"notes", "pid", b"pid", "queued", b"queued", "ready", b"ready", "running", b"running", "uptime_s", b"uptime_s", "version", b"version", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_break_even_tokens", b"_break_even_tokens", "break_even_tokens", b"break_even_tokens", "scaling", b"scaling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_break_even_tokens", b"_break_even_tokens", "block_size", b"block_size", "break_even_tokens", b"break_even_tokens", "checkpoint_dtype", b"checkpoint_dtype", "context_length", b"context_length", "costs", b"costs", "dtype", b"dtype", "gateways", b"gateways", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "model_hash", b"model_hash", "notes", b"notes", "pid", b"pid", "queued", b"queued", "ready", b"ready", "running", b"running", "scaling", b"scaling", "uptime_s", b"uptime_s", "version", b"version", "vocab_size", b"vocab_size", "workers", b"workers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_break_even_tokens", b"_break_even_tokens"]) -> typing.Literal["break_even_tokens"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class ScalingStatus(google.protobuf.message.Message):
+    """What the controller of roles and workers has done (docs/routing.md)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ActionsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    CONTROLLER_FIELD_NUMBER: builtins.int
+    LAST_ACTION_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    LAST_ACTION_AGE_S_FIELD_NUMBER: builtins.int
+    ACTIONS_FIELD_NUMBER: builtins.int
+    controller: builtins.str
+    """roles or workers"""
+    last_action: builtins.str
+    """empty: none yet"""
+    reason: builtins.str
+    """of the last action"""
+    last_action_age_s: builtins.float
+    @property
+    def actions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """how many, by kind, such as `flip prefill`"""
+
+    def __init__(
+        self,
+        *,
+        controller: builtins.str = ...,
+        last_action: builtins.str = ...,
+        reason: builtins.str = ...,
+        last_action_age_s: builtins.float = ...,
+        actions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["actions", b"actions", "controller", b"controller", "last_action", b"last_action", "last_action_age_s", b"last_action_age_s", "reason", b"reason"]) -> None: ...
+
+global___ScalingStatus = ScalingStatus

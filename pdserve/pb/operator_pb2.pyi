@@ -73,14 +73,35 @@ global___ScaleEvent = ScaleEvent
 class Scaled(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class FlippedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     PREFILL_FIELD_NUMBER: builtins.int
     DECODE_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
+    FLIPPED_FIELD_NUMBER: builtins.int
     prefill: builtins.int
     decode: builtins.int
     @property
     def waiting(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """workers that wait for a node"""
+
+    @property
+    def flipped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """workers that got another role, and which"""
 
     def __init__(
         self,
@@ -88,8 +109,9 @@ class Scaled(google.protobuf.message.Message):
         prefill: builtins.int = ...,
         decode: builtins.int = ...,
         waiting: collections.abc.Iterable[builtins.str] | None = ...,
+        flipped: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["decode", b"decode", "prefill", b"prefill", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decode", b"decode", "flipped", b"flipped", "prefill", b"prefill", "waiting", b"waiting"]) -> None: ...
 
 global___Scaled = Scaled
 

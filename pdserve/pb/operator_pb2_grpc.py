@@ -60,7 +60,7 @@ class OperatorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Scale(self, request, context):
-        """Add or remove workers. Tells its progress, then how it ended.
+        """Add or remove workers, or give them another role. Tells its progress, then how it ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,7 +23,7 @@ class OperatorStub:
         pdserve.pb.operator_pb2.ScaleRequest,
         pdserve.pb.operator_pb2.ScaleEvent,
     ]
-    """Add or remove workers. Tells its progress, then how it ended."""
+    """Add or remove workers, or give them another role. Tells its progress, then how it ended."""
 
     Stop: grpc.UnaryStreamMultiCallable[
         pdserve.pb.operator_pb2.StopRequest,
@@ -50,7 +50,7 @@ class OperatorAsyncStub:
         pdserve.pb.operator_pb2.ScaleRequest,
         pdserve.pb.operator_pb2.ScaleEvent,
     ]
-    """Add or remove workers. Tells its progress, then how it ended."""
+    """Add or remove workers, or give them another role. Tells its progress, then how it ended."""
 
     Stop: grpc.aio.UnaryStreamMultiCallable[
         pdserve.pb.operator_pb2.StopRequest,
@@ -79,7 +79,7 @@ class OperatorServicer(metaclass=abc.ABCMeta):
         request: pdserve.pb.operator_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.pb.operator_pb2.ScaleEvent], collections.abc.AsyncIterator[pdserve.pb.operator_pb2.ScaleEvent]]:
-        """Add or remove workers. Tells its progress, then how it ended."""
+        """Add or remove workers, or give them another role. Tells its progress, then how it ended."""
 
     @abc.abstractmethod
     def Stop(

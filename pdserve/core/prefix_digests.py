@@ -1,0 +1,46 @@
+"""Names of KV blocks by their content.
+
+The KV of a token depends on all tokens before it, so digests form a chain: the digest of a full block covers the digest
+of the block before it and its own token ids. The chain starts with the request's salt. Equal digests mean equal salts
+and equal tokens from the first to the last of the block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+
+class PrefixDigests:
+    """Digests of one request's full blocks, computed when they are needed."""
+
+    def __init__(self, salt: str, block_size: int) -> None:
+        self._block_size = block_size
+        self._root = xxhash.xxh3_128_digest(salt.encode())
+        self._digests: list[bytes] = []
+
+    def first(self, num_blocks: int, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """Return the digests of the first ``num_blocks`` blocks, which ``token_ids`` must fill. Between calls,
+        ``token_ids`` may only grow."""
+        size, digests = self._block_size, self._digests
+        while len(digests) < num_blocks:
+            start = len(digests) * size
+            parent = digests[-1] if digests else self._root
+            tokens = array("q", token_ids[start : start + size])
+            digests.append(xxhash.xxh3_128_digest(parent + tokens.tobytes()))
+        return digests[:num_blocks]
+
+    def hashes(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """The `block_hash` of each full block of ``token_ids``, which may only have grown since the last call."""
+        for index in range(len(token_ids) // self._block_size):
+            if index >= len(self._digests):
+                self.first(index + 1, token_ids)
+            yield block_hash(self._digests[index])
+
+
+def block_hash(digest: bytes) -> int:
+    """The 64 bits of a digest by which workers announce a cached block. Routing alone relies on them: an engine
+    compares whole digests."""
+    return int.from_bytes(digest[:8], "little")
