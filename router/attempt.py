@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, TransferError, WorkerLost
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, NotReady, PdserveError, TransferError, WorkerLost
+from pdserve.core.handoff import PrefixFetch, PrefixSource, prefix_transfer_id
 from pdserve.core.request import Mode
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import GATEWAY, Event, EventKind
 from pdserve.core.worker import TokenOutput
 from router.arrivals import Arrivals
+from router.cost_model import Served, link_kind, worker_kind
 from router.handles import WorkerHandle
+from router.prefix_fetch import SOURCE_TIMEOUT_S
 from router.registered_worker import RegisteredWorker, Share
 from router.registry import Assignment, WorkerRegistry
 from router.request_record import RequestRecord, RoutedToken, RoutingResult
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0  # after this, the blocks of a worker that does not answer are freed by their leases
 PROOF_TIMEOUT_S = 10.0  # how long to wait for the proof after the last token
+MIN_ITL_TOKENS = 4  # with fewer, the time per token is not taken as measured
 
 # A retry after token 1 gets token 2 from a prefill, whose events replace those of decode.
 _AS_TOKEN_2 = {
@@ -66,10 +69,17 @@ class Attempt:
         self._streams: list[WorkerStream] = []
         self._contacted: list[RegisteredWorker] = []
         self._aborts: set[asyncio.Task[None]] = set()
+        self._waiter: asyncio.Future[None] | None = None
         self._left = False
         self._placed_s = clock.now()
         self._complete = False
         self._dispatched = self._decoded = False
+        self._ahead = self._beside = self._decoding = 0
+        self._last_s = 0.0
+        self._prefix: PrefixSending | None = None
+        # As they were placed: a worker may take another role meanwhile.
+        both = (assignment.prefill, assignment.decode or assignment.prefill)
+        self._prefill_on, self._decode_on = [worker_kind(s.worker.role, s.worker.info.device) for s in both]
 
     async def __aenter__(self) -> Attempt:
         prefill = self._assignment.prefill.worker
@@ -78,6 +88,7 @@ class Attempt:
         result.mode = Mode.COLOCATED if colocated else Mode.PD
         result.prefill_worker, result.decode_worker = prefill.worker_id, prefill.worker_id if colocated else ""
         result.proof, result.kv_bytes_expected, result.prefill_cached_tokens = None, 0, 0
+        result.prefix_fetch, result.prefix_bytes_expected = None, 0
         result.block_size, result.attempts = prefill.info.layout.block_size, self._record.attempts
         self._note(EventKind.PAIR_CHOSEN)
         return self
@@ -87,13 +98,25 @@ class Attempt:
     ) -> None:
         if isinstance(error, TransferError):
             self.failed |= {worker.worker_id for worker in self._contacted}
+        self._judge(error)
         self._leave()
         for stream in self._streams:
-            stream.cancel()
-        # A second cancellation must not leave streams open: a deadline and the client's often come together.
-        closing = asyncio.create_task(self._close())
-        _keep(closing)
-        await asyncio.shield(closing)
+            stream.close()
+        self._streams.clear()  # they refer to this attempt, and only garbage collection would free both
+        # A retry may need their blocks. They go on by themselves if this is cancelled.
+        if self._aborts and not isinstance(error, DeadlineExceeded):
+            await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
+
+    def _judge(self, error: BaseException | None) -> None:
+        """Tell the registry which workers served the request, and which failed it."""
+        for share in (self._assignment.prefill, self._assignment.decode):
+            if share is None:
+                continue
+            if share.worker.worker_id in self.failed:
+                if isinstance(error, WorkerLost | TransferError):
+                    self._registry.failed(share, error)
+            elif self._decoded if share is self._assignment.decode else self.gave_tokens:
+                self._registry.succeeded(share)
 
     def _leave(self) -> None:
         """Give the load back, and abort the request on the workers unless it is complete. May be called twice."""
@@ -106,6 +129,7 @@ class Attempt:
             }
             for task in self._aborts:
                 _keep(task)
+        self._end_prefix()
         self._assignment.end()
 
     @property
@@ -134,6 +158,53 @@ class Attempt:
         """Whether both workers have the request and decode has given nothing yet."""
         return self._dispatched and not self._decoded
 
+    def served(self) -> Served | None:
+        """What the attempt has measured, for the cost model; None if it is a retry or gave no token. Call it after the
+        last token."""
+        timeline, result, count = self._record.timeline, self._result, len(self._record.output_token_ids)
+        if self._delivered_before or not timeline.has(EventKind.TOKEN_1_SAMPLED):
+            return None
+
+        def span_s(start: EventKind, end: EventKind) -> float:
+            both = timeline.has(start) and timeline.has(end)
+            return max(0.0, timeline.gateway_time(end) - timeline.gateway_time(start)) if both else -1.0
+
+        prefill = self._assignment.prefill.worker
+        decode = prefill if self._assignment.decode is None else self._assignment.decode.worker
+        handoff_s = span_s(EventKind.TOKEN_1_SAMPLED, EventKind.DECODE_SCHEDULED)
+        if handoff_s >= 0:
+            handoff_s = max(0.0, handoff_s - timeline.room_wait_ms / 1e3)
+        prefill_s = span_s(EventKind.PREFILL_RECEIVED, EventKind.TOKEN_1_SAMPLED)
+        fetch, planned = result.prefix_fetch, self._assignment.fetch
+        fetch_link = ""
+        if fetch is not None:
+            prefill_s = max(0.0, prefill_s - fetch.duration_ms / 1e3)
+            source = self._registry.get(fetch.source)
+            if fetch.proof is not None and fetch.tokens and source is not None and planned and planned.is_usual:
+                fetch_link = link_kind(prefill.info.node, source.info.node)
+        itl_s = -1.0
+        if count >= MIN_ITL_TOKENS and timeline.has(EventKind.TOKEN_2_ARRIVED):
+            itl_s = (self._last_s - timeline.gateway_time(EventKind.TOKEN_2_ARRIVED)) / (count - 2)
+        return Served(
+            prefill_on=self._prefill_on,
+            uncached_tokens=self._request.num_tokens - result.prefill_cached_tokens,
+            tokens_ahead=self._ahead,
+            decoding_beside=self._beside,
+            prefill_s=prefill_s,
+            decode_on=self._decode_on,
+            link=link_kind(prefill.info.node, decode.info.node) if result.proof is not None else "",
+            kv_bytes=result.proof.kv_bytes if result.proof is not None else 0,
+            handoff_s=handoff_s,
+            # The mean of the second and the last token.
+            decoding=(self._decoding + decode.decoding_here + 1) / 2,
+            itl_s=itl_s,
+            outputs_share=count / self._record.request.sampling.max_tokens,
+            prompt_tokens=self._request.num_tokens,
+            fetch_link=fetch_link,
+            fetch_bytes=fetch.proof.kv_bytes if fetch is not None and fetch.proof is not None else 0,
+            fetch_s=fetch.duration_ms / 1e3 if fetch is not None else -1.0,
+        )
+
     def tokens(self) -> AsyncGenerator[RoutedToken, None]:
         """The tokens of this attempt. Raises the error that ends it, after adding workers to `failed`."""
         return self._colocated() if self._assignment.decode is None else self._pd(self._assignment.decode)
@@ -141,7 +212,8 @@ class Attempt:
     async def _colocated(self) -> AsyncGenerator[RoutedToken, None]:
         share = self._assignment.prefill
         self._send(share.worker)
-        stream = self._open(share, share.worker.handle.run(self._request))
+        stream = self._open(share)
+        share.worker.handle.run(self._request, stream, self._fetch_prefix(share.worker))
         while not self._complete:
             yield await self._token(stream)
 
@@ -149,7 +221,9 @@ class Attempt:
         share, decode, request = self._assignment.prefill, decode_share.worker, self._request
         if request.max_tokens == 1:
             self._send(share.worker)
-            token = await self._token(self._open(share, share.worker.handle.run(request)))
+            stream = self._open(share)
+            share.worker.handle.run(request, stream, self._fetch_prefix(share.worker))
+            token = await self._token(stream)
             self._complete = True
             self._assignment.end()
             yield token
@@ -159,38 +233,45 @@ class Attempt:
         self._send(share.worker, decode)
         self._dispatched = True
         # Both at once: prefill computes while decode allocates blocks and announces them.
-        decoding = self._open(
-            decode_share, decode.handle.receive(request, share.worker.info.peer, self._hold_first_token)
-        )
-        prefilling = self._open(share, share.worker.handle.push(request, decode.info.peer))
+        decoding, prefilling = self._open(decode_share), self._open(share)
+        decode.handle.receive(request, share.worker.info.peer, decoding, self._hold_first_token)
+        share.worker.handle.push(request, decode.info.peer, prefilling, self._fetch_prefix(share.worker))
         arrival = await self._first_of(prefilling, decoding)
         share.end()
         if self._hold_first_token and arrival.output.finish_reason is None:
-            arrival = arrival._replace(time_s=await self._until_ready(decoding))
+            arrival = arrival._replace(time_s=await self._until_ready(prefilling, decoding))
         token = self._token_of(arrival, share.worker)
         yield token
         if token.finish_reason is not None:
-            await self._proof_alone(decoding)
+            await self._proof_alone(prefilling, decoding)
             return
+        if not self._hold_first_token:
+            await self._handed_off(prefilling, decoding)
         while not self._complete:
             yield await self._token(decoding)
 
     async def _first_of(self, prefilling: WorkerStream, decoding: WorkerStream) -> Arrival:
         """Wait for token 1 of prefill. Raises decode's error if decode fails before."""
-        tasks = {asyncio.create_task(prefilling.wait_changed()), asyncio.create_task(decoding.wait_changed())}
-        try:
-            await self._deadline.bound(
-                asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), f"prefilling on {prefilling.worker.worker_id}"
-            )
-        finally:
-            for task in tasks:
-                task.cancel()
+        doing = f"prefilling on {prefilling.worker.worker_id}"
+        while not (prefilling.has_changed or decoding.has_failed):
+            await self._deadline.bound(self._change(), doing)
         if not prefilling.has_output and decoding.has_failed:
             await self._next(decoding)
         return await self._next(prefilling)
 
-    async def _until_ready(self, decoding: WorkerStream) -> float:
+    async def _handed_off(self, prefilling: WorkerStream, decoding: WorkerStream) -> None:
+        """Wait until decode has sent something, for which it needs all KV. Raises prefill's error if prefill is lost
+        before: decode alone would notice a prefill worker that hangs when the lease of its blocks ends."""
+        doing = f"waiting for worker {decoding.worker.worker_id}"
+        while not (decoding.has_changed or prefilling.has_failed):
+            await self._deadline.bound(self._change(), doing)
+        if not decoding.has_changed:
+            await self._next(prefilling)
+        prefilling.worker.handle.forget(self._request.attempt_id)
+
+    async def _until_ready(self, prefilling: WorkerStream, decoding: WorkerStream) -> float:
         """Wait until decode has all KV. Returns when its message arrived, in seconds of the gateway's clock."""
+        await self._handed_off(prefilling, decoding)
         ready = await self._next(decoding)
         if ready.output.finish_reason is not None:
             raise WorkerLost(f"worker {decoding.worker.worker_id} aborted the request ({ready.output.finish_reason})")
@@ -216,10 +297,11 @@ class Attempt:
             )
         return token
 
-    async def _proof_alone(self, decoding: WorkerStream) -> None:
+    async def _proof_alone(self, prefilling: WorkerStream, decoding: WorkerStream) -> None:
         """Wait for the proof after the last token. If the hand-off fails now, the result has no proof."""
         try:
             async with asyncio.timeout(PROOF_TIMEOUT_S):
+                await self._handed_off(prefilling, decoding)
                 arrival = await self._next(decoding)
         except (PdserveError, TimeoutError) as error:
             log.warning("request %s: no proof of its hand-off: %s", self._request.request_id, error)
@@ -227,20 +309,40 @@ class Attempt:
         self._complete = True
         self._deliver(arrival, decoding.worker)
 
-    async def _close(self) -> None:
-        for outcome in await asyncio.gather(*(stream.close() for stream in self._streams), return_exceptions=True):
-            if outcome is not None:
-                log.warning("request %s: cannot close the stream of a worker: %r", self._request.request_id, outcome)
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
-
     # --- internals -------------------------------------------------------------------------------------------------
+
+    def _fetch_prefix(self, worker: RegisteredWorker) -> PrefixSource | None:
+        """Have another worker send ``worker`` the KV of the prompt's beginning, if that is planned."""
+        if (fetch := self._assignment.fetch) is None:
+            return None
+        source = self._registry.get(fetch.source)
+        if source is None or source.lost:
+            return None
+        request = self._request.prefix(fetch.num_tokens, prefix_transfer_id(self._request.attempt_id), SOURCE_TIMEOUT_S)
+        self._prefix = PrefixSending(source, request.attempt_id)
+        source.handle.send_prefix(request, worker.info.peer, self._prefix)
+        return PrefixSource(source.info.peer, fetch.num_tokens, fetch.timeout_s)
+
+    def _end_prefix(self) -> None:
+        """Release the blocks of the prompt's beginning at its source, unless that has been done."""
+        prefix, self._prefix = self._prefix, None
+        if prefix is not None and not prefix.ended:
+            _keep(asyncio.create_task(_abort(prefix.source.handle, prefix.attempt_id)))
+
+    def _note_fetch(self, fetch: PrefixFetch, worker: RegisteredWorker) -> None:
+        self._result.prefix_fetch = fetch
+        self._result.prefix_bytes_expected = worker.info.layout.expected_bytes(fetch.tokens)
+        if fetch.failure:
+            log.warning("request %s: a prefix is computed: %s", self._request.request_id, fetch.failure)
+            self._registry.fetch_failed(worker, fetch.source)
 
     def _send(self, *workers: RegisteredWorker) -> None:
         self._note(EventKind.PREFILL_SENT)
+        self._ahead = max(0, workers[0].prompt_tokens - self._assignment.prefill.prompt_tokens)
+        self._beside = workers[0].decoding
         self._contacted += workers
 
-    def _open(self, share: Share, outputs: AsyncIterator[TokenOutput]) -> WorkerStream:
+    def _open(self, share: Share) -> WorkerStream:
         def arrived(output: TokenOutput) -> None:
             if output.token_id is not None:
                 share.prefilled()
@@ -249,33 +351,38 @@ class Attempt:
                 share.end()
 
         stream = WorkerStream(
-            outputs,
             share.worker,
             self._clock,
-            self._deadline,
             self._arrivals,
             max_unread=self._max_unread,
             on_arrival=arrived,
+            on_change=self._changed,
             on_stall=self._leave,
         )
         self._streams.append(stream)
         return stream
 
     async def _next(self, stream: WorkerStream) -> Arrival:
-        with self._blaming(stream.worker):
-            return await stream.next()
-
-    @contextlib.contextmanager
-    def _blaming(self, worker: RegisteredWorker) -> Iterator[None]:
         try:
-            yield
+            while (arrival := stream.next()) is None:
+                await self._deadline.bound(self._change(), f"waiting for worker {stream.worker.worker_id}")
         except (WorkerLost, NotReady):
-            self.failed.add(worker.worker_id)
-            self._registry.suspect(worker)
+            self.failed.add(stream.worker.worker_id)
+            self._registry.suspect(stream.worker)
             raise
         except CapacityExceeded:
-            self.failed.add(worker.worker_id)
+            self.failed.add(stream.worker.worker_id)
             raise
+        return arrival
+
+    def _change(self) -> asyncio.Future[None]:
+        """Done when a stream has changed."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def _changed(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _note(self, kind: EventKind) -> None:
         if self._delivered_before == 0:
@@ -288,6 +395,8 @@ class Attempt:
             layout = worker.info.layout
             self._result.proof = proof
             self._result.kv_bytes_expected = layout.expected_bytes(self._request.num_tokens, proof.blocks_skipped)
+        if output.prefix_fetch is not None:
+            self._note_fetch(output.prefix_fetch, worker)
         if output.cached_tokens:  # the prompt of a retry includes the outputs so far
             self._result.prefill_cached_tokens = min(output.cached_tokens, len(record.request.prompt_token_ids))
         if worker.worker_id == self._result.decode_worker:
@@ -300,9 +409,12 @@ class Attempt:
             self._merge(tuple(renamed), worker)
         if output.token_id is None:
             return None
+        self._end_prefix()
         if index <= 1:
             kind = EventKind.TOKEN_1_ARRIVED if index == 0 else EventKind.TOKEN_2_ARRIVED
             record.timeline.record(kind, GATEWAY, arrival.time_s)
+            self._decoding = worker.decoding_here
+        self._last_s = arrival.time_s
         record.output_token_ids.append(output.token_id)
         return RoutedToken(output.token_id, output.finish_reason, output.logprobs)
 
@@ -310,6 +422,24 @@ class Attempt:
         if events:
             self._record.timeline.extend(events)
             self._record.timeline.clocks[worker.worker_id] = worker.handle.clock
+
+
+class PrefixSending:
+    """The sending of a prefix by ``source``, under ``attempt_id``. A failure concerns the source alone: the worker that
+    waits for the prefix notices it, and computes the prompt."""
+
+    def __init__(self, source: RegisteredWorker, attempt_id: str) -> None:
+        self.source, self.attempt_id = source, attempt_id
+        self.ended = False
+
+    def output(self, output: TokenOutput) -> None:
+        """Note that it has ended."""
+        self.ended = output.finish_reason is not None
+
+    def failed(self, error: PdserveError) -> None:
+        """Note that it has ended."""
+        self.ended = True
+        log.info("%s sends no prefix for %s: %s", self.source.worker_id, self.attempt_id, error)
 
 
 _BACKGROUND: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks

@@ -5,118 +5,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import msgspec
 
+from pdserve.core.config import PrefixFetching
 from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PdserveError
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
-
-WaitMode = Literal[Mode.PD, Mode.COLOCATED, Mode.AUTO]
-"""Mode of a request. ``auto`` is ``pd`` if prefill and decode workers are ready, else ``colocated``."""
-
-
-class Needs(msgspec.Struct, frozen=True):
-    """What a request needs from its workers.
-
-    ``prompt_tokens``: tokens to compute first.
-    ``output_tokens``: the most tokens to sample after them.
-    ``avoid``: workers that failed the request.
-    ``prefer``: prefill worker of the last attempt, whose prefix cache holds the prompt (empty: none).
-    """
-
-    mode: WaitMode
-    prompt_tokens: int
-    output_tokens: int
-    avoid: frozenset[str] = frozenset()
-    prefer: str = ""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of prompt and outputs."""
-        return self.prompt_tokens + self.output_tokens
-
-
-class WorkerView(msgspec.Struct, frozen=True):
-    """One worker, as `place` sees it.
-
-    ``block_size``, ``num_blocks``, ``max_tokens``: tokens per block, blocks in the pool, tokens of one request.
-    ``running``, ``waiting``, ``free_blocks``: requests and blocks by its last heartbeat.
-    ``blocks_placed``: blocks that the router has placed there since that heartbeat (negative: given back).
-    ``outstanding_tokens``, ``outstanding_requests``: what it has to compute, by the router's count.
-    ``prompt_tokens``: outstanding tokens of prompts without a first token.
-    ``live``: not lost. ``ready``: takes requests. ``late``: its heartbeat is overdue.
-    ``linked``: the decode workers that a prefill worker has links to; ``link_errors``: why it has none to others.
-    ``last_used``: grows with every choice; 0 if it was never chosen.
-    """
-
-    worker_id: str
-    role: Role
-    block_size: int
-    num_blocks: int
-    max_tokens: int
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    blocks_placed: int = 0
-    outstanding_tokens: int = 0
-    outstanding_requests: int = 0
-    prompt_tokens: int = 0
-    live: bool = True
-    ready: bool = True
-    late: bool = False
-    linked: frozenset[str] = frozenset()
-    link_errors: tuple[PdserveError, ...] = ()
-    last_used: int = 0
-
-    def blocks_for(self, tokens: int) -> int:
-        """Number of blocks for the KV of ``tokens`` tokens."""
-        return -(-tokens // self.block_size)
-
-    @property
-    def room(self) -> int:
-        """Number of free blocks, less those placed since the last heartbeat."""
-        return min(self.free_blocks - self.blocks_placed, self.num_blocks)
-
-    def has_room(self, tokens: int) -> bool:
-        """Whether it can allocate blocks for ``tokens`` tokens now. A worker without requests always can."""
-        return not self.outstanding_requests or self.blocks_for(tokens) <= self.room
+from router.auto_mode import Pair, judge
+from router.cost_model import NOTHING_KNOWN, Costs
+from router.needs import Needs
+from router.policies.catalogue import Policies
+from router.policies.policy import Policy
+from router.prefix_fetch import Fetch, plan_fetch
+from router.worker_view import WorkerView
 
 
 class ClusterView(msgspec.Struct, frozen=True):
     """All registered workers, including recently lost ones, and settings of the router.
 
-    ``policy`` is ``router.policy``. A worker with ``prefill_backlog_tokens`` prompt tokens gets no further prompt.
+    ``policies`` are those of ``router.policy``. A worker with ``prefill_backlog_tokens`` prompt tokens gets no further
+    prompt, but each of the service's ``gateways`` may give it its share of them. ``costs`` are what the deployment's
+    requests have taught. ``prefix_fetch`` is ``router.prefix_fetch``.
     """
 
     workers: tuple[WorkerView, ...]
-    policy: str
+    policies: Policies
     prefill_backlog_tokens: int
+    gateways: int = 1
+    costs: Costs = NOTHING_KNOWN
+    prefix_fetch: PrefixFetching = "off"
 
     def ready(self, role: Role | None = None) -> list[WorkerView]:
         """Ready workers of one role, or of all."""
         return [worker for worker in self.workers if worker.ready and (role is None or worker.role is role)]
 
     def is_free(self, worker: WorkerView) -> bool:
-        """Whether the worker may get another prompt: none waits there, or fewer tokens than the backlog allows."""
-        return worker.prompt_tokens == 0 or worker.prompt_tokens < self.prefill_backlog_tokens
+        """Whether the worker may get another prompt: none of this router waits there, or fewer tokens than the backlog
+        allows, or fewer of this router than its share of it. With a share, no gateway is kept from a worker whose
+        backlog the others refill."""
+        backlog = self.prefill_backlog_tokens
+        own = worker.prompt_tokens - worker.others_prompt_tokens
+        return own == 0 or worker.prompt_tokens < backlog or own * self.gateways < backlog
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """The request goes to these workers. ``decode`` is None if one worker does both."""
+    """The request goes to these workers. ``decode`` is None if one worker does both. ``explores``: it goes there so
+    that this is measured. ``fetch``: the worker that computes the prompt gets KV of its beginning from another one."""
 
     prefill: str
     decode: str | None
     reason: str
+    explores: bool = False
+    fetch: Fetch | None = None
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """No worker can take the request now. ``error`` is set if none could even if all were idle."""
+    """No worker can take the request now. ``error`` is set if none could even if all were idle. ``short_of`` is the
+    role whose workers it waits for."""
 
     reason: str
     error: NotReady | LayoutMismatch | None = None
+    short_of: Role | None = None
 
 
 class Never(msgspec.Struct, frozen=True):
@@ -129,18 +80,32 @@ Decision = Placed | Wait | Never
 
 
 def place(needs: Needs, view: ClusterView) -> Decision:
-    """Choose a worker or a pair of workers for a request, or explain why it has to wait."""
+    """Choose a worker or a pair of workers for a request, or explain why it has to wait. Then decide whether KV of the
+    prompt's beginning comes from another worker."""
+    decision = _place(needs, view)
+    if not isinstance(decision, Placed) or not needs.cached:
+        return decision
+    worker = next(worker for worker in view.workers if worker.worker_id == decision.prefill)
+    fetch, why = plan_fetch(needs, worker, view.workers, view.costs, view.prefix_fetch)
+    if not why:
+        return decision
+    return msgspec.structs.replace(decision, fetch=fetch, reason=f"{decision.reason}; {why}")
+
+
+def _place(needs: Needs, view: ClusterView) -> Decision:
     if (too_large := _capacity_error(needs, needs.mode, view)) is not None:
         return Never(too_large)
     if needs.mode is Mode.COLOCATED:
         return _place_one(needs, view, "mode colocated")
     decision = _place_pair(needs, view)
-    if needs.mode is Mode.AUTO and isinstance(decision, Wait):
+    if needs.mode is Mode.PD:
+        return decision
+    if isinstance(decision, Wait):
         apart = decision.error or _capacity_error(needs, Mode.PD, view)
         # Workers with different models or layouts would give different answers.
         if apart is not None and not isinstance(apart, LayoutMismatch):
             return _place_one(needs, view, f"mode auto: {_first_clause(apart)}")
-    return decision
+    return _place_by_costs(needs, view, decision)
 
 
 def unavailable(mode: Mode, view: ClusterView) -> NotReady | LayoutMismatch | None:
@@ -196,13 +161,79 @@ def _capacity_error(needs: Needs, mode: Mode, view: ClusterView) -> CapacityExce
 
 def _place_one(needs: Needs, view: ClusterView, because: str) -> Placed | Wait:
     able = [worker for worker in view.workers if worker.ready and needs.tokens <= worker.max_tokens]
-    free = [worker for worker in able if view.is_free(worker)]
+    free = [worker for worker in able if view.is_free(worker) and not worker.is_full]
     if not free:
         error = unavailable(Mode.COLOCATED, view)
         return Wait(f"{because}; {_first_clause(error) if error else _backlog(able, view)}", error)
-    # Regardless of the policy, so that colocated requests use the spare time of workers of either role.
-    worker, why = _choose(free, needs, "least_outstanding_tokens")
+    worker, why = _choose(free, needs, view.policies.prefill.given(view.costs))
     return Placed(worker.worker_id, None, f"{because}; both on {worker.worker_id}: {why}")
+
+
+# --- mode auto -------------------------------------------------------------------------------------------------------
+
+
+def _place_by_costs(needs: Needs, view: ClusterView, on_pair: Placed | Wait) -> Placed | Wait:
+    """Place the request on one worker if that is cheaper than a pair (`router.auto_mode`)."""
+    if isinstance(on_pair, Wait) and on_pair.error is not None:
+        return on_pair
+    if needs.avoid or needs.prefer:
+        return _because("mode auto: a retry is for a pair", on_pair)
+    if not view.costs.handoff:
+        return _because("mode auto: too few hand-offs are measured to compare", on_pair)
+    if isinstance(on_pair, Placed):
+        workers = {worker.worker_id: worker for worker in view.workers}
+        pair: Pair | None = Pair(workers[on_pair.prefill], workers[on_pair.decode or on_pair.prefill])
+    else:
+        pair = _hoped(needs, view)
+    if pair is None:
+        return on_pair
+    worker, why, explores = judge(needs, pair, _alone(needs, view), view.costs)
+    if worker is not None:
+        return Placed(worker.worker_id, None, f"mode auto: {why}; both on {worker.worker_id}", explores)
+    if explores and isinstance(on_pair, Placed):
+        on_pair = msgspec.structs.replace(on_pair, explores=True)
+    return _because(f"mode auto: {why}", on_pair)
+
+
+def _because(why: str, decision: Placed | Wait) -> Placed | Wait:
+    return msgspec.structs.replace(decision, reason=f"{why}; {decision.reason}")
+
+
+def _alone(needs: Needs, view: ClusterView) -> list[WorkerView]:
+    """The decode worker with the least to do that can take the whole request now; none if there is none. Requests that
+    decode on a prefill worker wait for every prompt that comes after them, which no prediction tells in advance."""
+    able = [
+        worker
+        for worker in view.workers
+        if worker.ready
+        and worker.role is Role.DECODE
+        and not worker.late
+        and needs.tokens <= worker.max_tokens
+        and view.is_free(worker)
+        and worker.has_room(needs.prompt_tokens)
+    ]
+    least = min(
+        able,
+        key=lambda w: (w.prompt_tokens, w.outstanding_tokens, w.last_used, w.worker_id),
+        default=None,
+    )
+    return [] if least is None else [least]
+
+
+def _hoped(needs: Needs, view: ClusterView) -> Pair | None:
+    """The pair that a request waits for, as no prefill worker is free: the one with the fewest tokens to compute."""
+    decode = {w.worker_id: w for w in view.ready(Role.DECODE) if needs.tokens <= w.max_tokens}
+    pairs = [
+        Pair(prefill, decode[worker_id])
+        for prefill in view.ready(Role.PREFILL)
+        if _fits_prefill(needs, prefill)
+        for worker_id in prefill.linked.keys() & decode.keys()
+    ]
+    return min(
+        pairs,
+        key=lambda p: (p.prefill.prompt_tokens, p.decode.outstanding_tokens, p.prefill.worker_id, p.decode.worker_id),
+        default=None,
+    )
 
 
 # --- a pair ----------------------------------------------------------------------------------------------------------
@@ -220,15 +251,15 @@ def _place_pair(needs: Needs, view: ClusterView) -> Placed | Wait:
         and worker.has_room(needs.prompt_tokens)
     }
     free = [worker for worker in view.ready(Role.PREFILL) if view.is_free(worker) and _fits_prefill(needs, worker)]
-    able = [worker for worker in free if not worker.linked.isdisjoint(roomy)]
+    able = [worker for worker in free if not worker.linked.keys().isdisjoint(roomy)]
     if not able:
         return _wait_for_pair(needs, view, free, roomy)
     # For a retry, take a prefill worker with a peer that has not failed the request.
     good = {worker_id for worker_id, worker in roomy.items() if not _is_to_avoid(worker, needs)}
-    useful = [worker for worker in able if not worker.linked.isdisjoint(good)] or able
-    prefill, why_prefill = _choose(useful, needs, view.policy, needs.prefer)
+    useful = [worker for worker in able if not worker.linked.keys().isdisjoint(good)] or able
+    prefill, why_prefill = _choose(useful, needs, view.policies.prefill.given(view.costs), prefer=needs.prefer)
     peers = [roomy[worker_id] for worker_id in prefill.linked if worker_id in roomy]
-    decode, why_decode = _choose(peers, needs, view.policy)
+    decode, why_decode = _choose(peers, needs, view.policies.decode.given(view.costs), source=prefill)
     return Placed(
         prefill.worker_id,
         decode.worker_id,
@@ -243,16 +274,19 @@ def _wait_for_pair(needs: Needs, view: ClusterView, free: Sequence[WorkerView], 
         return Wait(_first_clause(error), error)
     if not free:
         able = [worker for worker in view.ready(Role.PREFILL) if _fits_prefill(needs, worker)]
-        return Wait(_backlog(able, view, "prefill "))
+        return Wait(_backlog(able, view, "prefill "), short_of=Role.PREFILL)
     able = [worker for worker in view.ready(Role.DECODE) if needs.tokens <= worker.max_tokens]
     if not able:
         return Wait(f"no ready decode worker can hold {needs.tokens} tokens")
+    if not roomy and all(worker.is_full for worker in able):
+        return Wait(f"no decode worker has room: {_running(able)}", short_of=Role.DECODE)
     if not roomy:
         most = max(able, key=lambda worker: (worker.room - worker.blocks_for(needs.prompt_tokens), worker.worker_id))
         wanted = most.blocks_for(needs.prompt_tokens)
         return Wait(
             f"no decode worker has room: the prompt takes {wanted} blocks, {most.worker_id} has {most.room} free, "
-            f"the most of {len(able)}"
+            f"the most of {len(able)}",
+            short_of=Role.DECODE,
         )
     return Wait("no free prefill worker is linked to a decode worker with room")
 
@@ -260,37 +294,19 @@ def _wait_for_pair(needs: Needs, view: ClusterView, free: Sequence[WorkerView], 
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _round_robin(worker: WorkerView) -> tuple[Any, ...]:
-    """The worker that was chosen longest ago; unused workers by name."""
-    return worker.last_used, worker.worker_id
-
-
-def _least_outstanding_tokens(worker: WorkerView) -> tuple[Any, ...]:
-    """The worker with the fewest outstanding tokens; among equals the one that was chosen longest ago."""
-    return worker.outstanding_tokens, worker.last_used, worker.worker_id
-
-
-_POLICIES: dict[str, Callable[[WorkerView], tuple[Any, ...]]] = {
-    "round_robin": _round_robin,
-    "least_outstanding_tokens": _least_outstanding_tokens,
-}
-"""A policy chooses the worker with the smallest key."""
-
-
-def _choose(able: Sequence[WorkerView], needs: Needs, policy: str, prefer: str = "") -> tuple[WorkerView, str]:
+def _choose(
+    able: Sequence[WorkerView], needs: Needs, policy: Policy, *, prefer: str = "", source: WorkerView | None = None
+) -> tuple[WorkerView, str]:
     """Choose one of ``able``, which is not empty, and give the reason."""
     good = [worker for worker in able if not _is_to_avoid(worker, needs)]
     candidates = good or able
     for worker in candidates:
         if worker.worker_id == prefer:
             return worker, "the last attempt ran there, and its prefix cache holds the prompt"
-    worker = min(candidates, key=_POLICIES[policy])
     if len(candidates) == 1:
-        why = "the only one free"
-    elif policy == "round_robin":
-        why = f"its turn among {len(candidates)}"
+        worker, why = candidates[0], "the only one free"
     else:
-        why = f"{worker.outstanding_tokens} outstanding tokens, the fewest of {len(candidates)}"
+        worker, why = policy.choose(candidates, needs, source)
     if not good:
         return worker, f"{why}, though its heartbeat is late" if worker.late else f"{why}, though it failed the request"
     avoided = len(able) - len(good)
@@ -309,10 +325,20 @@ def _fits_prefill(needs: Needs, worker: WorkerView) -> bool:
 def _backlog(able: Sequence[WorkerView], view: ClusterView, kind: str = "") -> str:
     if not able:
         return f"no ready {kind}worker can hold the request"
+    if all(worker.is_full for worker in able):
+        return f"no {kind}worker is free: {_running(able)}"
     least = min(able, key=lambda worker: (worker.prompt_tokens, worker.worker_id))
     return (
         f"no {kind}worker is free: {least.worker_id} has {least.prompt_tokens} prompt tokens to compute, the fewest of "
         f"{len(able)} (router.prefill_backlog_tokens: {view.prefill_backlog_tokens})"
+    )
+
+
+def _running(full: Sequence[WorkerView]) -> str:
+    least = min(full, key=lambda worker: (worker.outstanding_requests, worker.worker_id))
+    return (
+        f"{least.worker_id} has {least.outstanding_requests} requests, the fewest of {len(full)} "
+        f"(engine.max_num_seqs: {least.max_num_seqs})"
     )
 
 

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import PeerLink
 from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
+from router.breaker import Breaker
+from router.cost_model import worker_kind
 from router.handles import WorkerHandle
-from router.placement import WorkerView
+from router.worker_view import WorkerView
+
+_set = object.__setattr__
 
 
 @dataclass(slots=True, eq=False)
@@ -17,31 +21,54 @@ class RegisteredWorker:
     """One incarnation (epoch) of a worker.
 
     ``heartbeat_s``, ``lost_s``: times of the last heartbeat and of its loss, on the router's clock.
-    ``outstanding_tokens``, ``outstanding_requests``: what it has to compute.
-    ``prompt_tokens``: outstanding tokens of prompts without a first token.
-    ``held_blocks``: blocks of the requests on it now; ``held_at_beat``: at its last heartbeat.
+    ``outstanding_tokens``, ``outstanding_requests``: what it has to compute for this router.
+    ``prompt_tokens``: outstanding tokens of prompts of this router without a first token, and ``spared_tokens`` the
+    tokens of those prompts that are not outstanding, because it has them cached.
+    ``decoding``: requests of this router past their first token.
+    ``others_tokens``, ``others_prompt_tokens``, ``others_requests``: the same of requests of other gateways, by its
+    last heartbeat: what it reported, less what this router counted then. The report may lack requests that were under
+    way; then these are 0.
+    ``held_blocks``: blocks of this router's requests on it now; ``held_at_beat``: at its last heartbeat.
     ``lost``: why it is gone (empty: it is not).
-    ``suspect``: a request lost its connection; the next heartbeat clears it.
+    ``breaker``: how it served its last requests, which its next incarnation inherits.
     ``retiring``: it finishes its requests and gets no more.
     ``linked``, ``failed``: by its last heartbeat, its links to decode workers, and the errors of missing links.
+    ``late``: its heartbeat is overdue.
+    ``avoided_sources``: workers from which it could not fetch the KV of a prefix lately.
+
+    ``cached_view``: its `view`; None after any attribute was set.
     """
 
     handle: WorkerHandle
     info: WorkerInfo
     heartbeat_s: float
+    breaker: Breaker
     load: WorkerLoad = field(default_factory=WorkerLoad)
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
     prompt_tokens: int = 0
+    spared_tokens: int = 0
+    others_tokens: int = 0
+    others_prompt_tokens: int = 0
+    others_requests: int = 0
+    decoding: int = 0
     held_blocks: int = 0
     held_at_beat: int = 0
     last_used: int = 0
     lost: str = ""
     lost_s: float = 0.0
-    suspect: bool = False
     retiring: bool = False
+    late: bool = False
+    avoided_sources: frozenset[str] = frozenset()
     linked: Mapping[WorkerEpoch, PeerLink] = field(default_factory=dict)
     failed: Mapping[WorkerEpoch, PdserveError] = field(default_factory=dict)
+    cached_view: WorkerView | None = field(default=None, init=False)
+    _live: frozenset[WorkerEpoch] | None = field(default=None, init=False)  # what `_peers` was made for
+    _peers: Mapping[str, float] = field(default_factory=dict, init=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _set(self, name, value)
+        _set(self, "cached_view", None)
 
     @property
     def worker_id(self) -> str:
@@ -50,66 +77,98 @@ class RegisteredWorker:
 
     @property
     def role(self) -> Role:
-        """Role of the worker."""
+        """Its role, by its last heartbeat."""
         return self.info.role
 
     @property
     def is_ready(self) -> bool:
         """Whether it takes requests."""
-        return self.info.ready and not (self.lost or self.suspect or self.retiring)
+        return self.info.ready and self.breaker.lets_pass and not (self.lost or self.retiring)
 
     @property
     def state(self) -> str:
-        """``ready``, ``starting``, ``suspect``, ``retiring`` or ``lost``."""
+        """``ready``, ``starting``, ``suspect``, ``failing``, ``retiring`` or ``lost``."""
         if self.lost:
             return "lost"
         if self.retiring:
             return "retiring"
-        if self.suspect:
+        if self.breaker.suspect:
             return "suspect"
+        if not self.breaker.lets_pass:
+            return "failing"
         return "ready" if self.info.ready else "starting"
 
-    def view(self, live: frozenset[WorkerEpoch], *, late: bool = False) -> WorkerView:
+    def view(self, live: frozenset[WorkerEpoch]) -> WorkerView:
         """Return its values for `router.placement`. Only links to ``live`` incarnations count."""
         info, load = self.info, self.load
-        return WorkerView(
+        if self._live is not live:
+            peers = {key[0]: link.ceiling_gbs for key, link in self.linked.items() if key in live}
+            _set(self, "_peers", peers)
+            _set(self, "_live", live)
+        view = WorkerView(
             worker_id=info.worker_id,
             role=info.role,
             block_size=info.layout.block_size,
             num_blocks=info.num_blocks,
             max_tokens=min(info.num_blocks * info.layout.block_size, info.max_model_len),
+            node=info.node,
             running=load.running,
             waiting=load.waiting,
             free_blocks=load.free_blocks,
             blocks_placed=self.held_blocks - self.held_at_beat,
-            outstanding_tokens=self.outstanding_tokens,
+            outstanding_tokens=self.outstanding_tokens + self.others_tokens,
             outstanding_requests=self.outstanding_requests,
-            prompt_tokens=self.prompt_tokens,
+            others_requests=self.others_requests,
+            prompt_tokens=self.prompt_tokens + self.others_prompt_tokens,
+            others_prompt_tokens=self.others_prompt_tokens,
             live=not self.lost,
             ready=self.is_ready,
-            late=late,
-            linked=frozenset([worker_id for worker_id, _ in self.linked.keys() & live]),
-            link_errors=tuple([why for key, why in self.failed.items() if key in live]),
+            late=self.late,
+            linked=self._peers,
+            link_errors=tuple([why for key, why in self.failed.items() if key in live]) if self.failed else (),
             last_used=self.last_used,
+            decoding=self.decoding,
+            kind=worker_kind(info.role, info.device),
+            block_bytes=info.layout.block_bytes,
+            max_num_seqs=info.max_num_seqs,
+            step_tokens=info.max_num_batched_tokens,
+            avoided_sources=self.avoided_sources,
         )
+        _set(self, "cached_view", view)
+        return view
 
-    def beat(self, load: WorkerLoad, links: Links, info: WorkerInfo | None, now_s: float) -> None:
-        """Apply a heartbeat at ``now_s``."""
+    @property
+    def decoding_here(self) -> int:
+        """Requests of all gateways that decode on it, if it is a decode worker."""
+        return self.decoding + self.others_requests
+
+    def beat(
+        self, load: WorkerLoad, links: Links, info: WorkerInfo | None, now_s: float, *, shared: bool = False
+    ) -> bool:
+        """Apply a heartbeat at ``now_s``. ``shared``: there are other gateways. Returns whether its readiness, its role
+        or its links have changed."""
+        was_ready, role, linked = self.is_ready, self.role, self.linked
         self.heartbeat_s = now_s
+        self.late = self.breaker.suspect = False
         self.load = load
-        self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
-        self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
+        self.others_tokens = max(0, load.outstanding_tokens - self.outstanding_tokens - self.spared_tokens)
+        self.others_prompt_tokens = max(0, load.prompt_tokens - self.prompt_tokens - self.spared_tokens)
+        # Without other gateways all requests are this router's, also those that it has seen end just now.
+        self.others_requests = max(0, load.running + load.waiting - self.outstanding_requests) if shared else 0
         self.held_at_beat = self.held_blocks
-        self.suspect = False
         if info is not None:
             self.info = info
+        self.linked = {key: outcome for key, outcome in links.items() if isinstance(outcome, PeerLink)}
+        self.failed = {key: outcome for key, outcome in links.items() if isinstance(outcome, PdserveError)}
+        self._live = None
+        return self.is_ready != was_ready or self.role is not role or self.linked.keys() != linked.keys()
 
 
 class Share:
     """The load of one request on one worker, until `end`. It counts what is still to be computed.
 
-    The worker has to compute ``tokens``, of which ``prompt_tokens`` are prefilled first. It holds the KV of
-    ``kv_tokens`` at first. ``changed`` is called when the worker may take more requests.
+    The worker has to compute ``tokens``, of which ``prompt_tokens`` are prefilled first (0: it receives the KV). It
+    holds the KV of ``kv_tokens`` at first. ``changed`` is called when the worker may take more requests.
     """
 
     def __init__(
@@ -120,24 +179,35 @@ class Share:
         self._changed = changed
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
+        self._spared_tokens = max(0, kv_tokens - prompt_tokens) if prompt_tokens else 0
         self._open = True
+        self._decoding = False
+        self.round = worker.breaker.begin()
         worker.held_blocks += worker.info.layout.blocks_for(kv_tokens)
         worker.outstanding_tokens += tokens
         worker.outstanding_requests += 1
         worker.prompt_tokens += prompt_tokens
+        worker.spared_tokens += self._spared_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that are to be computed before its first token; 0 after that."""
+        return self._prompt_tokens
 
     def prefilled(self) -> None:
         """Note its first token: the prompt no longer waits. May be called again."""
         if self._prompt_tokens:
-            self.worker.prompt_tokens -= self._prompt_tokens
             self._less(self._prompt_tokens)
-            self._prompt_tokens = 0
+            self._forget_prompt()
             self._changed()
 
     def token_made(self) -> None:
         """Note one output token."""
         self._less(1)
         if self._open:
+            if not self._decoding:
+                self._decoding = True
+                self.worker.decoding += 1
             self.worker.held_blocks += self._kv_tokens % self.worker.info.layout.block_size == 0
             self._kv_tokens += 1
 
@@ -145,12 +215,18 @@ class Share:
         """Note that the request has left the worker. May be called again."""
         if self._open:
             self._open = False
+            self.worker.decoding -= self._decoding
             self._less(self._tokens)
             self.worker.outstanding_requests -= 1
             self.worker.held_blocks -= self.worker.info.layout.blocks_for(self._kv_tokens)
-            self.worker.prompt_tokens -= self._prompt_tokens
-            self._prompt_tokens = 0
+            self._forget_prompt()
+            self.worker.breaker.left(self.round)
             self._changed()
+
+    def _forget_prompt(self) -> None:
+        self.worker.prompt_tokens -= self._prompt_tokens
+        self.worker.spared_tokens -= self._spared_tokens
+        self._prompt_tokens = self._spared_tokens = 0
 
     def _less(self, tokens: int) -> None:
         tokens = min(tokens, self._tokens)

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from pdserve.core.block_update import BlockUpdate
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
-from pdserve.core.errors import LayoutMismatch, NotReady
+from pdserve.core.errors import LayoutMismatch, NotReady, PdserveError
 from pdserve.core.handoff import PeerLink
-from pdserve.core.request import Mode
+from pdserve.core.request import Mode, Request
 from pdserve.core.worker import Links, Role, WorkerEpoch, WorkerInfo, WorkerLoad
+from router.breaker import Breaker, BreakerState
+from router.cost_model import CostModel
 from router.handles import WorkerHandle
-from router.placement import ClusterView, Needs, Placed, unavailable
+from router.needs import Needs
+from router.placement import ClusterView, Placed, unavailable
+from router.policies.catalogue import Policies
+from router.prefix_fetch import PAUSE_S, Fetch
+from router.prefix_index import PrefixIndex
+from router.prompt import Prompt
 from router.registered_worker import RegisteredWorker, Share
+
+log = logging.getLogger(__name__)
 
 _NO_LINKS: Links = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The load of a placed request on its workers. ``decode`` is None if one worker does both."""
+    """The load of a placed request on its workers. ``decode`` is None if one worker does both. ``fetch``: what the
+    worker that computes the prompt gets from another one's cache."""
 
     prefill: Share
     decode: Share | None
     reason: str
+    fetch: Fetch | None = None
 
     def end(self) -> None:
         """Remove the load from both workers."""
@@ -36,14 +50,22 @@ class Assignment:
 
 
 class WorkerRegistry:
-    """The workers of a router. Not thread-safe: it belongs to the router's event loop.
+    """The workers of a router, one of the service's ``gateways``. Not thread-safe: it belongs to the router's event
+    loop.
 
     Listeners (`subscribe`) are called synchronously when a worker may have become ready, free or lost.
     """
 
-    def __init__(self, clock: Clock, config: RouterConfig) -> None:
+    def __init__(self, clock: Clock, config: RouterConfig, gateways: int = 1) -> None:
         self._clock = clock
         self._config = config
+        self._policies = Policies.of(config)
+        self._gateways = gateways
+        self.cost_model = CostModel()
+        """Learns from the requests that the workers complete."""
+        wanted = self._policies.use_prefixes or config.prefix_fetch != "off"
+        self.prefixes = PrefixIndex(config.prefix_index_blocks) if wanted else None
+        """What the workers have in their prefix caches, if a policy needs to know, or workers fetch prefixes."""
         self._workers: dict[str, RegisteredWorker] = {}
         self._lives: dict[str, str] = {}  # the last life of each worker id, including forgotten workers
         self._superseded: set[str] = set()
@@ -51,6 +73,8 @@ class WorkerRegistry:
         self._worker_listeners: list[Callable[[], None]] = []
         self._choices = itertools.count(1)
         self._were_available: set[Mode] = set()
+        self._live: frozenset[WorkerEpoch] = frozenset()
+        self._look_for_late_s = float("-inf")  # no heartbeat becomes overdue before
 
     # --- the workers -------------------------------------------------------------------------------------------------
 
@@ -59,10 +83,16 @@ class WorkerRegistry:
         close."""
         info = handle.info
         replaced = self._workers.get(info.worker_id)
-        worker = RegisteredWorker(handle, info, self._clock.now())
-        worker.beat(load or WorkerLoad(), links, info, self._clock.now())
+        breaker = replaced.breaker if replaced is not None else self._new_breaker()
+        worker = RegisteredWorker(handle, info, self._clock.now(), breaker)
+        worker.beat(load or WorkerLoad(), links, info, self._clock.now(), shared=self._gateways > 1)
         self._workers[info.worker_id] = worker
+        for other in self._workers.values():
+            self._fetch_again(other, info.worker_id)
+        self._note_live()
         last = self._lives.get(info.worker_id)
+        if self.prefixes is not None:
+            self.prefixes.remove(info.worker_id)
         if last is not None and last != info.life:
             self._superseded.add(last)
         self._lives[info.worker_id] = info.life
@@ -74,19 +104,24 @@ class WorkerRegistry:
         return worker
 
     def heartbeat(
-        self, worker_id: str, load: WorkerLoad, info: WorkerInfo | None = None, links: Links = _NO_LINKS
+        self,
+        worker_id: str,
+        load: WorkerLoad,
+        info: WorkerInfo | None = None,
+        links: Links = _NO_LINKS,
+        blocks: BlockUpdate | None = None,
     ) -> bool:
-        """Apply a heartbeat with the state of the worker's ``links``. Returns False if this incarnation is not
-        registered, or is lost; the caller must add it."""
+        """Apply a heartbeat with the state of the worker's ``links`` and the changes of its prefix cache. Returns False
+        if this incarnation is not registered, or is lost; the caller must add it."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.lost or (info is not None and info.epoch != worker.info.epoch):
             return False
-        before = worker.is_ready, worker.linked
-        worker.beat(load, links, info, self._clock.now())
-        if (worker.is_ready, worker.linked) == before:
-            self.notify_load()
-        else:
+        if blocks is not None and self.prefixes is not None:
+            self.prefixes.apply(worker_id, worker.info.epoch, blocks)
+        if worker.beat(load, links, info, self._clock.now(), shared=self._gateways > 1):
             self._came()
+        else:
+            self.notify_load()
         return True
 
     def lost(self, worker_id: str, why: str = "its control connection broke", *, epoch: str | None = None) -> None:
@@ -136,14 +171,83 @@ class WorkerRegistry:
     def _lose(self, worker: RegisteredWorker, why: str) -> None:
         if not worker.lost:
             worker.lost, worker.lost_s = why, self._clock.now()
+            self._note_live()
+            if self.prefixes is not None and self._workers.get(worker.worker_id) is worker:
+                self.prefixes.remove(worker.worker_id)
 
     def _forget(self, worker: RegisteredWorker) -> None:
         del self._workers[worker.worker_id]
+        self._note_live()
+
+    def blocks_after(self, worker_id: str) -> int | None:
+        """Up to where the changes of a worker's prefix cache are known; None if it need not announce them."""
+        worker = self._workers.get(worker_id)
+        if self.prefixes is None or worker is None or worker.lost:
+            return None
+        return self.prefixes.position(worker_id, worker.info.epoch)
+
+    def prompt(self, request: Request, token_ids: Sequence[int]) -> Prompt | None:
+        """The tokens of a request, to be looked up in prefix caches. None if nothing needs that."""
+        if self.prefixes is None or not self._workers:
+            return None
+        # Workers of different block sizes are not linked; those of the others get no prefix.
+        block_size = next(iter(self._workers.values())).info.layout.block_size
+        return Prompt(self.prefixes, request.salt, block_size, token_ids)
 
     def suspect(self, worker: RegisteredWorker) -> None:
         """Give the worker no more requests until its next heartbeat, because a request lost its connection."""
-        worker.suspect = True
+        worker.breaker.suspect = True
+        self._breaker_changed(worker.worker_id)
+
+    def failed(self, share: Share, error: PdserveError) -> None:
+        """Count a request as failed by its worker. If that opens the breaker, the worker pauses; the last ready worker
+        of a role does not."""
+        worker = share.worker
+        others = any(other.is_ready and other.role is worker.role and other is not worker for other in self.workers)
+        breaker = worker.breaker
+        if breaker.failed(error, share.round, may_open=others):
+            log.warning("worker %s: %s", worker.worker_id, breaker.explanation)
+            asyncio.get_running_loop().call_later(breaker.pause_s, self._probe, worker.worker_id, breaker)
+        self._breaker_changed(worker.worker_id)
+
+    def succeeded(self, share: Share) -> None:
+        """Count a request as served by its worker."""
+        if share.worker.breaker.succeeded(share.round):
+            log.info("worker %s serves requests again", share.worker.worker_id)
+            self._breaker_changed(share.worker.worker_id)
+
+    def fetch_failed(self, worker: RegisteredWorker, source_id: str) -> None:
+        """Let the worker fetch no prefix from this incarnation of the source for a while."""
+        worker.avoided_sources |= {source_id}
+        asyncio.get_running_loop().call_later(PAUSE_S, self._fetch_again, worker, source_id)
+
+    @staticmethod
+    def _fetch_again(worker: RegisteredWorker, source_id: str) -> None:
+        if source_id in worker.avoided_sources:
+            worker.avoided_sources -= {source_id}
+
+    def _probe(self, worker_id: str, breaker: Breaker) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.breaker is breaker:
+            breaker.half_open()
+            self._breaker_changed(worker_id)
+
+    def _breaker_changed(self, worker_id: str) -> None:
+        """Look anew at a worker's breaker, and call the listeners."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.cached_view = None
         self.notify()
+
+    def _spare_the_last(self) -> None:
+        """Let a worker that pauses or is probed have requests if no other of its role is ready."""
+        paused = [w for w in self._workers.values() if w.breaker.state is not BreakerState.CLOSED and not w.lost]
+        for worker in paused:
+            if not self.ready(worker.role):
+                worker.breaker.spare()
+                worker.cached_view = None
+
+    def _new_breaker(self) -> Breaker:
+        return Breaker(self._config.breaker_failures, self._config.breaker_pause_s)
 
     # --- queries ------------------------------------------------------------------------------------------------------
 
@@ -162,10 +266,12 @@ class WorkerRegistry:
 
     def links(self, worker: RegisteredWorker) -> tuple[PeerLink, ...]:
         """The links of ``worker`` to live workers, by worker id."""
-        return tuple(worker.linked[key] for key in sorted(worker.linked.keys() & self._live()))
+        return tuple(worker.linked[key] for key in sorted(worker.linked.keys() & self._live))
 
-    def _live(self) -> frozenset[WorkerEpoch]:
-        return frozenset([worker.info.worker_epoch for worker in self._workers.values() if not worker.lost])
+    def _note_live(self) -> None:
+        self._live = frozenset([worker.info.worker_epoch for worker in self._workers.values() if not worker.lost])
+        for worker in self._workers.values():
+            worker.cached_view = None
 
     def ready(self, role: Role | None = None) -> list[RegisteredWorker]:
         """Ready workers of one role, or of all."""
@@ -180,14 +286,31 @@ class WorkerRegistry:
         return unavailable(mode, self.view())
 
     def view(self) -> ClusterView:
-        """The current state of all workers for `router.placement.place`."""
-        late_s = self._clock.now() - self._config.heartbeat_timeout_s / 2
-        live = self._live()
+        """The current state of all workers for `router.placement.place`. Only the values of workers that have changed
+        are made anew."""
+        self._note_late()
+        live = self._live
         return ClusterView(
-            tuple([worker.view(live, late=worker.heartbeat_s < late_s) for worker in self._workers.values()]),
-            self._config.policy,
+            tuple([worker.cached_view or worker.view(live) for worker in self._workers.values()]),
+            self._policies,
             self._config.prefill_backlog_tokens,
+            self._gateways,
+            self.cost_model.costs,
+            self._config.prefix_fetch,
         )
+
+    def _note_late(self) -> None:
+        """Note which heartbeats are overdue, if one may have become so since the last time."""
+        now_s = self._clock.now()
+        if now_s <= self._look_for_late_s:
+            return
+        allowed_s = self._config.heartbeat_timeout_s / 2
+        self._look_for_late_s = now_s + allowed_s
+        for worker in self._workers.values():
+            if worker.heartbeat_s < now_s - allowed_s:
+                worker.late = True
+            else:
+                self._look_for_late_s = min(self._look_for_late_s, worker.heartbeat_s + allowed_s)
 
     # --- load --------------------------------------------------------------------------------------------------------
 
@@ -200,12 +323,19 @@ class WorkerRegistry:
     def assign(self, needs: Needs, placed: Placed) -> Assignment:
         """Add a placed request to the load of its workers. KeyError for an unknown worker."""
         prompt = needs.prompt_tokens
+        if needs.mode is Mode.AUTO:
+            self.cost_model.placed(placed.explores)
+        computed = needs.uncached(placed.prefill)
+        if placed.fetch is not None:
+            computed = min(computed, prompt - placed.fetch.num_tokens)
         if placed.decode is None:
-            return Assignment(self.begin(placed.prefill, needs.tokens, prompt, prompt), None, placed.reason)
+            share = self.begin(placed.prefill, computed + needs.output_tokens, computed, prompt)
+            return Assignment(share, None, placed.reason, placed.fetch)
         return Assignment(
-            self.begin(placed.prefill, prompt, prompt, prompt),
+            self.begin(placed.prefill, computed, computed, prompt),
             self.begin(placed.decode, needs.output_tokens, kv_tokens=prompt),
             placed.reason,
+            placed.fetch,
         )
 
     # --- changes -----------------------------------------------------------------------------------------------------
@@ -227,6 +357,7 @@ class WorkerRegistry:
 
     def notify(self) -> None:
         """Call all listeners after a change of workers or links."""
+        self._spare_the_last()
         for listener in list(self._worker_listeners):
             listener()
         self.notify_load()

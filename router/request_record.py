@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import DeadlineExceeded
-from pdserve.core.handoff import TransferProof
+from pdserve.core.handoff import PrefixFetch, TransferProof
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import REQUEST_TRANSITIONS, Mode, Request, RequestStatus, check_transition
 from pdserve.core.sampling import FinishReason
@@ -20,10 +20,21 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """A deadline at ``deadline_s`` on ``clock``, converted to the event loop's clock."""
+    """A deadline at ``deadline_s`` on ``clock``, converted to the event loop's clock. One timer ends all waits for
+    which it has come, so that a request may have many short ones. `close` stops the timer."""
+
+    __slots__ = ("_loop", "_timer", "_until", "_waits")
 
     def __init__(self, deadline_s: float, clock: Clock) -> None:
         self._loop = asyncio.get_running_loop()
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits: dict[asyncio.Task[Any], _Wait] = {}  # the innermost wait of each task
+        self.move(deadline_s, clock)
+
+    def move(self, deadline_s: float, clock: Clock) -> None:
+        """Set another deadline, while nothing waits for this one."""
+        self.close()
         self._until = self._loop.time() + deadline_s - clock.now()
 
     @property
@@ -32,64 +43,74 @@ class Deadline:
         return max(0.0, self._until - self._loop.time())
 
     async def bound(self, awaitable: Awaitable[T], doing: str) -> T:
-        """Await ``awaitable``. `DeadlineExceeded` at the deadline, with what the request was ``doing``."""
+        """Await ``awaitable``, in a task. `DeadlineExceeded` at the deadline, with what the request was ``doing``; an
+        awaitable is not begun after it."""
+        task = asyncio.current_task()
+        assert task is not None, "it is called in a task"
+        if self._timer is None:
+            if self._until <= self._loop.time():
+                if asyncio.iscoroutine(awaitable):
+                    awaitable.close()
+                raise self._exceeded(doing)
+            self._timer = self._loop.call_at(self._until, self._end)
+        waits = self._waits
+        wait = waits[task] = _Wait(task, waits.get(task))
         try:
-            async with asyncio.timeout_at(self._until):
-                return await awaitable
-        except TimeoutError:
-            raise DeadlineExceeded(f"deadline: it passed while {doing}; raise the timeout or reduce the load") from None
-
-    def guard(self, doing: str) -> Guard:
-        """Bounds many short waits with one timer. Close it."""
-        return Guard(self._loop, self._until, doing)
+            return await awaitable
+        except asyncio.CancelledError:
+            if not wait.ended:
+                raise
+            wait.ended = False
+            if task.uncancel() > wait.cancellations:  # others have cancelled the task, too
+                raise
+            raise self._exceeded(doing) from None
+        finally:
+            if wait.ended:  # it has come to its own end meanwhile
+                task.uncancel()
+            if wait.outer is None:
+                del waits[task]
+            else:
+                waits[task] = wait.outer
 
     async def sleep(self, seconds: float, doing: str) -> None:
         """Sleep, but not past the deadline."""
         if seconds > 0:
             await self.bound(asyncio.sleep(seconds), doing)
 
-
-class Guard:
-    """Awaits one thing after another, as `Deadline.bound` does, at less cost: a timer is set once and not for each."""
-
-    __slots__ = ("_doing", "_fired", "_over", "_task", "_timer")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, until: float, doing: str) -> None:
-        self._doing = doing
-        self._over = self._fired = False
-        self._task: asyncio.Task[Any] | None = None
-        self._timer = loop.call_at(until, self._end)
-
-    async def bound(self, awaitable: Awaitable[T]) -> T:
-        """Await ``awaitable``. `DeadlineExceeded` at the deadline. One call at a time."""
-        if not self._over:
-            self._task = asyncio.current_task()
-            try:
-                return await awaitable
-            except asyncio.CancelledError:
-                if not self._fired or self._task is None or self._task.uncancel() > 0:
-                    raise
-            finally:
-                self._task = None
-        elif asyncio.iscoroutine(awaitable):
-            awaitable.close()
-        raise DeadlineExceeded(f"deadline: it passed while {self._doing}; raise the timeout or reduce the load")
-
     def close(self) -> None:
-        """Stop the timer."""
-        self._timer.cancel()
+        """Stop the timer, until the next wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _end(self) -> None:
-        self._over = True
-        if self._task is not None:
-            self._fired = True
-            self._task.cancel()
+        self._timer = None
+        for task, wait in self._waits.items():
+            wait.ended = True
+            task.cancel()
+
+    @staticmethod
+    def _exceeded(doing: str) -> DeadlineExceeded:
+        return DeadlineExceeded(f"deadline: it passed while {doing}; raise the timeout or reduce the load")
+
+
+class _Wait:
+    """A wait of a task until a deadline. ``outer``: the wait of the same task and deadline that it is a part of.
+    ``cancellations``: of the task by others, when it began. ``ended``: the deadline has cancelled the task."""
+
+    __slots__ = ("cancellations", "ended", "outer")
+
+    def __init__(self, task: asyncio.Task[Any], outer: _Wait | None) -> None:
+        self.cancellations = task.cancelling()
+        self.outer = outer
+        self.ended = False
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """A request and its progress. ``output_token_ids`` grows as tokens arrive, so that a retry continues after them.
-    ``placements`` describe the workers of each attempt and the reason for the choice."""
+    ``placements`` describe the workers of each attempt and the reason for the choice. ``client``: who takes
+    turns with others in the queue."""
 
     request: Request
     deadline: Deadline
@@ -98,6 +119,7 @@ class RequestRecord:
     output_token_ids: list[int] = field(default_factory=list)
     attempts: int = 0
     placements: list[str] = field(default_factory=list)
+    client: str = ""
 
     def transition(self, to: RequestStatus) -> None:
         """Change the status to ``to``. `IllegalTransition` if the table forbids it."""
@@ -108,6 +130,12 @@ class RequestRecord:
         so that late outputs of an earlier attempt are not mistaken for outputs of this one."""
         attempt_id = f"{self.request.request_id}#{secrets.token_hex(4)}"
         return self.request.attempt(attempt_id, self.output_token_ids, self.deadline.left_s)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt and the outputs so far."""
+        prompt = self.request.prompt_token_ids
+        return (*prompt, *self.output_token_ids) if self.output_token_ids else prompt
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +164,9 @@ class RoutingResult:
     ``decode_worker``: empty if there was no hand-off.
     ``kv_bytes_expected``: KV bytes that the hand-off of the last attempt has to move; 0 if there was none, or if the
     client stopped before decode gave a token.
-    ``prefill_cached_tokens``: tokens of the prompt that the prefix cache held where it was prefilled.
+    ``prefill_cached_tokens``: tokens of the prompt that were not computed where it was prefilled, because the prefix
+    cache there held them or ``prefix_fetch`` brought them from another worker's (None: nothing was fetched).
+    ``prefix_bytes_expected``: KV bytes of the tokens that were fetched, by arithmetic.
     """
 
     mode: Mode | None = None
@@ -147,3 +177,5 @@ class RoutingResult:
     block_size: int = 0
     attempts: int = 0
     prefill_cached_tokens: int = 0
+    prefix_fetch: PrefixFetch | None = None
+    prefix_bytes_expected: int = 0

@@ -22,7 +22,7 @@ MIN_RETRIES = 10
 
 
 class Failures:
-    """The failed attempts of a request. ``avoid`` and ``prefer`` go into the `router.placement.Needs` of the next
+    """The failed attempts of a request. ``avoid`` and ``prefer`` go into the `router.needs.Needs` of the next
     attempt. An attempt that gave tokens resets the counts."""
 
     def __init__(self, max_attempts: int) -> None:

@@ -16,18 +16,26 @@ from pdserve.core.errors import CapacityExceeded, NotReady, PdserveError, Transf
 from pdserve.core.logs import bind_request
 from pdserve.core.request import REQUEST_TRANSITIONS, Mode, RequestStatus
 from pdserve.core.timeline import EventKind
+from pdserve.core.worker import Role
 from router.arrivals import Arrivals
 from router.attempt import Attempt
-from router.placement import Needs, WaitMode
+from router.needs import Needs, WaitMode
 from router.registry import Assignment, WorkerRegistry
 from router.request_record import RequestRecord, RoutedToken, RoutingResult
 from router.retries import Failures, RetryBudget
-from router.waiting_line import Waiting, WaitingLine
+from router.waiting import Waiting
+from router.waiting_line import WaitingLine
 from router.worker_stream import ReaderStalled
 
 log = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 2.0
+
+REFIT_S = 1.0
+"""The cost model's lines are fitted again so often, at most."""
+
+MAX_PLACEMENTS = 16
+"""Placements that a request keeps: those of its last attempts."""
 
 MAX_TAKEN_IN = 1024
 """Bursts are no longer taken in first when so many requests wait and the queue is not full: a request needs less memory
@@ -68,13 +76,20 @@ class Router:
         self._line = WaitingLine(registry, config, clock)
         self._budget = RetryBudget(config.retry_share, clock, lambda: self._active)
         self._orders = itertools.count()
+        self._tickets = itertools.count()
         self._arrivals = Arrivals()
         self._active = 0
+        self._refit_s = float("-inf")
 
     @property
     def queued(self) -> int:
         """Number of requests that wait for a worker."""
         return self._line.length
+
+    @property
+    def short_of(self) -> Role | None:
+        """The role whose workers the next requests wait for. None if nothing waits, or for something else."""
+        return self._line.short_of
 
     @property
     def running(self) -> int:
@@ -83,11 +98,24 @@ class Router:
 
     def arrived(self, being_read: int) -> None:
         """Note a new request before it is read. ``being_read`` is the number of requests that wait to be tokenized.
-        `CapacityExceeded` if these, or the queue, have reached ``router.max_queue``."""
-        if self._line.is_full or self._line.length < MAX_TAKEN_IN:
+        `CapacityExceeded` if these, or the queue, have reached ``router.max_queue``, or the queue has reached
+        ``router.max_queue_tokens``."""
+        refusal = self._line.refusal()
+        if refusal is not None or self._line.length < MAX_TAKEN_IN:
             self._arrivals.note()
-        if self._line.is_full or being_read >= self._config.max_queue:
-            raise self._line.refusal()
+        if refusal is None and being_read >= self._config.max_queue:
+            refusal = self._line.too_many()
+        if refusal is not None:
+            raise refusal
+
+    def _learn(self, attempt: Attempt) -> None:
+        """Give the cost model the measurements of a completed request, and refresh what it predicts."""
+        now_s, model = self._clock.now(), self.registry.cost_model
+        if (served := attempt.served()) is not None:
+            model.note(served)
+        if now_s - self._refit_s >= REFIT_S:
+            self._refit_s = now_s
+            model.refit()
 
     def generate(self, record: RequestRecord) -> Generation:
         """Return the tokens of a request as an async iterator, which starts the request when the first is read.
@@ -126,6 +154,7 @@ class Generation:
         self._stopped = True
         if self._attempt is not None:
             self._attempt.call_off()
+            self._router._learn(self._attempt)
         await self.aclose()
 
     async def _generate(self) -> AsyncGenerator[RoutedToken, None]:
@@ -156,6 +185,7 @@ class Generation:
                             if token.finish_reason is not None:
                                 record.transition(RequestStatus.FINISHED)
                             yield token
+                    router._learn(attempt)
                     return
                 except ReaderStalled as stalled:
                     log.info("request %s: paused until its client reads: %s", request_id, stalled)
@@ -196,8 +226,26 @@ class Generation:
 
     async def _place(self, failures: Failures) -> Assignment:
         record, deadline = self.record, self.record.deadline
-        needs = Needs(self._mode, record.num_tokens, record.tokens_left, failures.avoid, failures.prefer)
-        waiting = Waiting(self._order, needs, patient=record.attempts > 0)
+        needs = Needs(
+            self._mode,
+            record.num_tokens,
+            record.tokens_left,
+            failures.avoid,
+            failures.prefer,
+            ticket=next(self._router._tickets),
+            session=record.request.session_id,
+            sure_tokens=_sure_tokens(record),
+        )
+        waiting = Waiting(
+            self._order,
+            needs,
+            record.client,
+            record.request.priority,
+            patient=record.attempts > 0,
+            prompt=self._router.registry.prompt(record.request, record.token_ids),
+        )
+        if not record.attempts:
+            self._router._line.check_deadline(waiting, deadline.left_s)
         assignment = await deadline.bound(self._router._line.wait(waiting), "waiting for a free worker")
         if self._router._arrivals.is_burst:
             try:
@@ -206,6 +254,7 @@ class Generation:
                 assignment.end()
                 raise
         record.placements.append(assignment.reason)
+        del record.placements[:-MAX_PLACEMENTS]
         log.debug("request %s: attempt %d: %s", record.request.request_id, record.attempts + 1, assignment.reason)
         return assignment
 
@@ -218,3 +267,10 @@ class Generation:
     def _end(self, status: RequestStatus) -> None:
         if status in REQUEST_TRANSITIONS[self.record.status]:
             self.record.transition(status)
+
+
+def _sure_tokens(record: RequestRecord) -> int:
+    """The fewest tokens that a request still generates."""
+    sampling = record.request.sampling
+    ends_early = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids
+    return 1 if ends_early else record.tokens_left

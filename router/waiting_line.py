@@ -1,102 +1,111 @@
-"""The queue of requests that wait for a free worker: first come, first served."""
+"""The queue of requests that wait for a free worker: by priority, then the clients by turns."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+
+import msgspec
 
 from pdserve.core.clock import Clock
 from pdserve.core.config import RouterConfig
-from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady
+from pdserve.core.errors import CapacityExceeded, DeadlineExceeded, LayoutMismatch, NotReady
 from pdserve.core.request import Mode
-from router.placement import Needs, Never, Placed, Wait, WaitMode, place
+from pdserve.core.worker import Role
+from router.fair_queue import FairQueue, Turns
+from router.forecast import earliest_finish_s
+from router.needs import WaitMode
+from router.placement import Decision, Never, Placed, Wait, place
 from router.registry import Assignment, WorkerRegistry
+from router.waiting import Waiting
 
 log = logging.getLogger(__name__)
 
 DRAIN_SAMPLES = 64
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0
+LOOK_AHEAD_S = 60.0  # a deadline further away is not compared while nothing waits
 
 
-@dataclass(slots=True, order=True)
-class Waiting:
-    """A request in the line. ``order`` is its position, which a retry keeps. A ``patient`` request (a retry) waits
-    for a missing worker until its deadline, others for ``router.patience_s``."""
+class _Queue(FairQueue):
+    """The requests of one mode."""
 
-    order: int
-    needs: Needs = field(compare=False)
-    patient: bool = field(compare=False, default=False)
-    since_s: float = field(compare=False, default=0.0)
-    placed: asyncio.Future[Assignment] = field(compare=False, default_factory=asyncio.Future)
-
-
-class _Line:
-    """The requests of one mode, oldest first. A request that leaves early stays in the heap until it is at the front,
-    or until such requests are the majority."""
-
-    def __init__(self) -> None:
-        self._heap: list[Waiting] = []
-        self.length = 0
+    def __init__(self, turns: Turns) -> None:
+        super().__init__(turns)
         self.check_s = 0.0  # time at which to check the patience of requests again
         self.unavailable_since_s: float | None = None
-
-    @property
-    def head(self) -> Waiting | None:
-        """The oldest waiting request."""
-        while self._heap and self._heap[0].placed.done():
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
-
-    def push(self, waiting: Waiting) -> None:
-        """Add a request."""
-        heapq.heappush(self._heap, waiting)
-        self.length += 1
-
-    def left(self) -> None:
-        """Note that a request was placed, refused or cancelled. Its future must be done."""
-        self.length -= 1
-        if len(self._heap) > 2 * self.length + 16:
-            self._heap = self.waiting()
-            heapq.heapify(self._heap)
-
-    def waiting(self) -> list[Waiting]:
-        """The waiting requests, in no order."""
-        return [waiting for waiting in self._heap if not waiting.placed.done()]
+        self.short_of: Role | None = None  # what its next request waited for the last time
 
 
 class WaitingLine:
     """The router's queue. `router.placement.place` chooses workers; a request leaves the line when its load is added to
-    them."""
+    them. `router.fair_queue` decides which one is next."""
 
     def __init__(self, registry: WorkerRegistry, config: RouterConfig, clock: Clock) -> None:
         self._registry = registry
         self._config = config
         self._clock = clock
-        self._lines: dict[WaitMode, _Line] = {Mode.PD: _Line(), Mode.COLOCATED: _Line(), Mode.AUTO: _Line()}
-        self._placed_s: deque[float] = deque(maxlen=DRAIN_SAMPLES)
+        turns = Turns()
+        modes: tuple[WaitMode, ...] = (Mode.PD, Mode.COLOCATED, Mode.AUTO)
+        self._queues: dict[WaitMode, _Queue] = {mode: _Queue(turns) for mode in modes}
+        self._drained: deque[tuple[float, int]] = deque(maxlen=DRAIN_SAMPLES)  # when requests were placed, and tokens
         self._serving = False
         registry.subscribe(self._serve)
 
     @property
     def length(self) -> int:
         """Number of waiting requests."""
-        return sum(line.length for line in self._lines.values())
+        return sum(queue.length for queue in self._queues.values())
 
     @property
-    def is_full(self) -> bool:
-        """Whether ``router.max_queue`` requests wait."""
-        return self.length >= self._config.max_queue
+    def tokens(self) -> int:
+        """Tokens of the waiting requests: their prompts, and what they may generate."""
+        return sum(queue.tokens for queue in self._queues.values())
 
-    def refusal(self) -> CapacityExceeded:
-        """The error for a request that arrives when the line is full."""
+    @property
+    def short_of(self) -> Role | None:
+        """The role whose workers the next requests wait for. None if nothing waits, or for something else."""
+        return next((queue.short_of for queue in self._queues.values() if queue.length and queue.short_of), None)
+
+    def refusal(self, tokens: int = 0) -> CapacityExceeded | None:
+        """The error for a request of ``tokens`` that arrives now; None if the line has room for it. An empty line has
+        room for any."""
+        most, length = self._config.max_queue_tokens, self.length
+        if length >= self._config.max_queue:
+            return self.too_many()
+        waiting = self.tokens
+        if length and waiting + max(1, tokens) > most:
+            return CapacityExceeded(
+                f"queue: the waiting requests have {waiting} tokens, and at most {most} may wait "
+                "(router.max_queue_tokens); try again later",
+                retry_after_s=self._retry_after_s(0, max(waiting / 4, waiting + tokens - most)),
+            )
+        return None
+
+    def too_many(self) -> CapacityExceeded:
+        """The error for a request that arrives when too many others wait."""
         return CapacityExceeded(
             f"queue: {self._config.max_queue} requests are waiting (router.max_queue); try again later",
-            retry_after_s=self._retry_after_s(),
+            retry_after_s=self._retry_after_s(self.length / 4, 0),
         )
+
+    def check_deadline(self, waiting: Waiting, left_s: float) -> None:
+        """Raise `DeadlineExceeded` if the request, with so many seconds left, is sure to be late by the cost model."""
+        if not (self.length or left_s < LOOK_AHEAD_S):
+            return
+        view = self._registry.view()
+        if earliest_finish_s(waiting.needs, view, self.tokens) <= left_s:
+            return
+        # Of those that wait, at least the client's own come first, in its order.
+        before = self._queues[waiting.needs.mode].prompt_tokens_before(waiting.client, waiting.priority)
+        least_s = earliest_finish_s(waiting.needs, view, before)
+        if least_s > left_s:
+            queued = f", after {before} prompt tokens that wait before it" if before else ""
+            raise DeadlineExceeded(
+                f"deadline: {left_s:.3g} s are left, and by the costs measured here the request takes at least "
+                f"{least_s:.3g} s{queued}; raise the timeout or reduce the load"
+            )
 
     async def wait(self, waiting: Waiting) -> Assignment:
         """Wait for free workers.
@@ -106,92 +115,104 @@ class WaitingLine:
         after ``router.patience_s``.
         """
         mode = waiting.needs.mode
-        line = self._lines[mode]
-        decision = place(waiting.needs, self._registry.view())
+        queue = self._queues[mode]
+        decision = self._decide(waiting)
         if isinstance(decision, Never):
             raise decision.error
-        if isinstance(decision, Placed) and not line.length:
+        if isinstance(decision, Placed) and not queue.length:
             return self._assign(waiting, decision)
         if not waiting.patient:
-            if self.is_full:
-                raise self.refusal()
+            if (refusal := self.refusal(waiting.tokens)) is not None:
+                raise refusal
             if isinstance(decision, Wait) and decision.error and not self._may_come_back(mode, decision.error):
                 raise decision.error
         if isinstance(decision, Wait):
             log.debug("a request waits: %s", decision.reason)
+            if not queue.length:
+                queue.short_of = decision.short_of
         waiting.since_s = self._clock.now()
-        line.push(waiting)
-        self._serve()
+        queue.push(waiting)
+        if isinstance(decision, Placed) or decision.error:  # else the line waits for a change
+            self._serve()
         try:
             return await waiting.placed
         except asyncio.CancelledError:
             if waiting.placed.cancelled() or not waiting.placed.done():
                 waiting.placed.cancel()
-                line.left()
+                queue.left(waiting)
             elif waiting.placed.exception() is None:
                 # The request was placed just before the wait was cancelled.
                 waiting.placed.result().end()
             raise
 
+    def _decide(self, waiting: Waiting) -> Decision:
+        """Where the request can go now."""
+        if waiting.prompt is not None and (cached := waiting.prompt.cached()) is not waiting.needs.cached:
+            waiting.needs = msgspec.structs.replace(waiting.needs, cached=cached)
+        return place(waiting.needs, self._registry.view())
+
     def _assign(self, waiting: Waiting, placed: Placed) -> Assignment:
-        self._placed_s.append(self._clock.now())
+        self._drained.append((self._clock.now(), waiting.tokens))
         return self._registry.assign(waiting.needs, placed)
 
     def _serve(self) -> None:
-        """Place as many as possible, oldest first. Requests of one mode never overtake each other."""
-        if self._serving:  # placing changes the registry, which calls this method again
+        """Place as many as possible, in the order of the queues. A request that has to wait keeps back all others of
+        its mode."""
+        if self._serving or not self.length:  # placing changes the registry, which calls this method again
             return
         self._serving = True
         try:
-            lines = dict(self._lines)
-            while heads := {mode: head for mode, line in lines.items() if (head := line.head) is not None}:
-                mode, waiting = min(heads.items(), key=lambda entry: entry[1])
-                decision = place(waiting.needs, self._registry.view())
+            queues = dict(self._queues)
+            while heads := {mode: head for mode, queue in queues.items() if (head := queue.head) is not None}:
+                mode, (_, waiting) = min(heads.items(), key=lambda entry: entry[1][0])
+                decision = self._decide(waiting)
                 if isinstance(decision, Wait):
-                    self._refuse(mode, lines.pop(mode), decision.error)
-                    continue
-                if isinstance(decision, Placed):
+                    queues[mode].short_of = decision.short_of
+                    self._refuse(mode, queues.pop(mode), decision.error)
+                elif isinstance(decision, Placed):
                     waiting.placed.set_result(self._assign(waiting, decision))
+                    queues[mode].served(waiting)
                 else:
                     waiting.placed.set_exception(decision.error)
-                lines[mode].left()
+                    queues[mode].left(waiting)
         finally:
             self._serving = False
 
     # --- requests that cannot be placed -------------------------------------------------------------------------------
 
-    def _refuse(self, mode: WaitMode, line: _Line, error: NotReady | LayoutMismatch | None) -> None:
+    def _refuse(self, mode: WaitMode, queue: _Queue, error: NotReady | LayoutMismatch | None) -> None:
         """Refuse the requests that have waited too long for a missing worker, if ``error`` says that one is missing."""
         now_s = self._clock.now()
         if error is None:
-            line.unavailable_since_s = None
+            queue.unavailable_since_s = None
             return
-        if line.unavailable_since_s is None:
-            line.unavailable_since_s = line.check_s = now_s
+        if queue.unavailable_since_s is None:
+            queue.unavailable_since_s = queue.check_s = now_s
         may_come_back = self._may_come_back(mode, error)
-        if may_come_back and now_s < line.check_s:
+        if may_come_back and now_s < queue.check_s:
             return
         next_s = float("inf")
-        for waiting in line.waiting():
+        for waiting in queue.waiting():
             if waiting.patient:
                 continue
-            until_s = max(waiting.since_s, line.unavailable_since_s) + self._config.patience_s
+            until_s = max(waiting.since_s, queue.unavailable_since_s) + self._config.patience_s
             if may_come_back and now_s < until_s:
                 next_s = min(next_s, until_s)
                 continue
             waiting.placed.set_exception(type(error)(*error.args))
-            line.left()
+            queue.left(waiting)
         if next_s < float("inf"):
-            line.check_s = next_s
+            queue.check_s = next_s
             asyncio.get_running_loop().call_later(next_s - now_s + 0.001, self._serve)
 
     def _may_come_back(self, mode: WaitMode, error: NotReady | LayoutMismatch) -> bool:
         """Whether waiting may help: missing workers may come back, but a layout mismatch stays."""
         return self._registry.was_available(mode) and not isinstance(error, LayoutMismatch)
 
-    def _retry_after_s(self) -> float:
-        """Seconds until a quarter of the line has left, at the current rate."""
-        if not self._placed_s:
+    def _retry_after_s(self, requests: float, tokens: float) -> float:
+        """Seconds until so many requests and tokens have left the line, at the current rate."""
+        if not self._drained:
             return 1.0
-        rate = len(self._placed_s) / max(self._clock.now() - self._placed_s[0], 1e-3)
-        return min(max(self.length / 4 / rate, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+        seconds = max(self._clock.now() - self._drained[0][0], 1e-3)
+        rates = len(self._drained) / seconds, sum(tokens for _, tokens in self._drained) / seconds
+        return min(max(requests / rates[0], tokens / rates[1], MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
