@@ -37,6 +37,30 @@ class Event(Protocol):
         ...
 
 
+class TimedEvent(Event, Protocol):
+    """An event whose time the GPU notes."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to ``end``, a later `TimedEvent`. The GPU must have passed both."""
+        ...
+
+
+class HostCopy(Protocol):
+    """Tensors on their way from a GPU to the host."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait until the GPU has computed and copied them, and return the copies."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of a GPU's work, beside its default one: see `Cuda.stream`."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all of it."""
+        ...
+
+
 class Cuda(Protocol):
     """CUDA in this process. Every call but `is_available` needs `init` before it, in the same thread or another."""
 
@@ -81,6 +105,23 @@ class Cuda(Protocol):
 
     def record(self, index: int) -> Event:
         """Record an event in the current stream of GPU ``index``."""
+        ...
+
+    def record_time(self, index: int) -> TimedEvent:
+        """The same for an event that notes the time."""
+        ...
+
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> HostCopy:
+        """Have the current stream of GPU ``index`` copy ``tensors`` to memory of their own on the host. Does not wait,
+        and neither does anything that is launched later. Without tensors it is an `Event`."""
+        ...
+
+    def stream(self, index: int) -> Stream:
+        """A new stream of GPU ``index``. Its work does not wait for that of other streams, and vice versa."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make ``stream`` the current one of its GPU, and its GPU the current one of this thread."""
         ...
 
     def synchronize(self, index: int) -> None:

@@ -7,15 +7,17 @@ process of the operating system, so that a test can play an engine, its worker a
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from devices.cuda import MemoryFigures
+from devices.cuda import MemoryFigures, Stream
+from devices.strict_streams import StrictStream, current_stream
 
 
 class CudaMisuse(Exception):
@@ -69,19 +71,50 @@ class StrictGpus:
 
 
 class StrictEvent:
-    """An event in a stream of GPU ``index``, which has always passed."""
+    """An event in the current stream of GPU ``index``. In the default stream it has always passed; in a side stream it
+    passes when it is waited for. ``time_s``: when it was recorded, if it is timed."""
 
-    def __init__(self, cuda: StrictCuda, index: int) -> None:
-        self._cuda, self.index = cuda, index
+    def __init__(self, cuda: StrictCuda, index: int, time_s: float | None = None) -> None:
+        self._cuda, self.index, self._time_s, self._waited_for = cuda, index, time_s, False
+        self._stream = current_stream()
+        self._length = 0 if self._stream is None else self._stream.length
 
     def query(self) -> bool:
-        """True. `CudaMisuse` if the current GPU is another one."""
+        """Whether it has passed. `CudaMisuse` if the current GPU is another one."""
         self._cuda.use(self.index, "an event is queried", same_device=True)
-        return True
+        return self._stream is None or self._stream.is_done(self._length)
 
     def synchronize(self) -> None:
         """`CudaMisuse` while a graph is recorded, or if the current GPU is another one."""
         self._cuda.use(self.index, "an event is waited for", same_device=True, synchronises=True)
+        if self._stream is not None:
+            self._stream.run(self._length)
+        self._waited_for = True
+
+    def elapsed_time(self, end: StrictEvent) -> float:
+        """Milliseconds by this host's clock. `CudaMisuse` if one of the two is not timed, if they belong to different
+        GPUs, or if the later one was not waited for."""
+        self._cuda.use(self.index, "a time is read", same_device=True)
+        if self._time_s is None or end._time_s is None:
+            raise CudaMisuse("the time of an event without timing is read: invalid resource handle")
+        if (end._cuda, end.index) != (self._cuda, self.index):
+            raise CudaMisuse("the time between events of two GPUs is read: invalid resource handle")
+        if not end._waited_for:
+            raise CudaMisuse("the time of an event is read that has not passed: device not ready")
+        return (end._time_s - self._time_s) * 1e3
+
+
+class StrictHostCopy:
+    """Copies of ``tensors``, as a stream takes them at its place in it: later changes do not show."""
+
+    def __init__(self, cuda: StrictCuda, tensors: Sequence[torch.Tensor], index: int) -> None:
+        self._cuda, self.index = cuda, index
+        self._tensors = [tensor.clone() for tensor in tensors]
+
+    def wait(self) -> list[torch.Tensor]:
+        """The copies. `CudaMisuse` while a graph is recorded, or if the current GPU is another one."""
+        self._cuda.use(self.index, "a copy is waited for", same_device=True, synchronises=True)
+        return self._tensors
 
 
 class StrictCuda:
@@ -93,6 +126,7 @@ class StrictCuda:
         self._capturing: int | None = None
         self._tensors: dict[int, _Allocated] = {}
         self._peaks: dict[int, int] = {}
+        self._streams: dict[int, list[StrictStream]] = {}
         self.calls: list[str] = []
 
     def use(self, index: int, what: str, *, same_device: bool = False, synchronises: bool = False) -> None:
@@ -100,14 +134,16 @@ class StrictCuda:
         ``synchronises`` is not allowed while a graph is recorded."""
         self.calls.append(what)
         self._gpus.check()
-        if self._current is None:
+        stream = current_stream()
+        current = self._current if stream is None else stream.index
+        if current is None or self._current is None:
             raise CudaMisuse(f"{what} before CUDA was initialised: a segmentation fault")
         if not 0 <= index < len(self._visible):
             raise CudaMisuse(
                 f"{what} on GPU {index}, and this process sees {len(self._visible)}: invalid device ordinal"
             )
-        if same_device and index != self._current:
-            raise CudaMisuse(f"{what} on GPU {index} while GPU {self._current} is the current one: invalid handle")
+        if same_device and index != current:
+            raise CudaMisuse(f"{what} on GPU {index} while GPU {current} is the current one: invalid handle")
         if synchronises and self._capturing is not None:
             raise CudaMisuse(f"{what} while a graph is recorded: operation not permitted when stream is capturing")
 
@@ -180,8 +216,29 @@ class StrictCuda:
         self.use(index, "an event is recorded", same_device=True)
         return StrictEvent(self, index)
 
+    def record_time(self, index: int) -> StrictEvent:
+        self.use(index, "an event is recorded", same_device=True)
+        return StrictEvent(self, index, time.perf_counter())
+
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> StrictHostCopy:
+        self.use(index, "results are copied to the host", same_device=True)
+        return StrictHostCopy(self, tensors, index)
+
+    def stream(self, index: int) -> StrictStream:
+        self.use(index, "a stream is created", synchronises=True)
+        stream = StrictStream(index)
+        self._streams.setdefault(index, []).append(stream)
+        return stream
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        if not isinstance(stream, StrictStream) or stream not in self._streams.get(stream.index, []):
+            raise CudaMisuse("a stream of another process is used: invalid resource handle")
+        return stream.current()
+
     def synchronize(self, index: int) -> None:
         self.use(index, "the GPU is waited for", synchronises=True)
+        for stream in self._streams.get(index, []):
+            stream.synchronize()
 
     @contextmanager
     def capturing(self, index: int) -> Iterator[None]:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from devices.cuda import Event, MemoryFigures
+from devices.cuda import Event, HostCopy, MemoryFigures, Stream, TimedEvent
+
+
+@dataclass(frozen=True, slots=True)
+class _PinnedCopy:
+    tensors: list[torch.Tensor]
+    copied: Event
+
+    def wait(self) -> list[torch.Tensor]:
+        self.copied.synchronize()
+        return self.tensors
 
 
 class TorchCuda:
@@ -55,9 +66,26 @@ class TorchCuda:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def record(self, index: int) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self._recorded(index, timed=False)
+
+    def record_time(self, index: int) -> TimedEvent:
+        return self._recorded(index, timed=True)
+
+    @staticmethod
+    def _recorded(index: int, *, timed: bool) -> TimedEvent:
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(index))
-        return cast(Event, event)
+        return cast(TimedEvent, event)
+
+    def to_host(self, tensors: Sequence[torch.Tensor], index: int) -> HostCopy:
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        return _PinnedCopy(copies, self.record(index))
+
+    def stream(self, index: int) -> Stream:
+        return torch.cuda.Stream(torch.device("cuda", index))  # type: ignore[no-untyped-call]
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def synchronize(self, index: int) -> None:
         torch.cuda.synchronize(index)

@@ -5,24 +5,71 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine.messages import Abort, EngineEvent, KVEvent, KVReady, Load, Release, Step, Submit
+from engine.messages import (
+    Abort,
+    CacheChanged,
+    EngineEvent,
+    KVEvent,
+    KVReady,
+    Load,
+    PinPrefix,
+    Release,
+    SetTokenBudget,
+    Step,
+    Submit,
+)
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from pdserve.core.block_update import pack
 from pdserve.core.clock import Clock
+from pdserve.core.prefix_digests import block_hash
 
-RequestCommand = Submit | KVReady | Release | Abort
+CoreCommand = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget
+
+
+Sampled = Mapping[str, list[SampledToken]]
+"""The next tokens, at least one, of each part of a step with ``sample``, by request id."""
+
+
+class RunningStep(Protocol):
+    """A step that a `Runner` has launched. It is on its way until `tokens` has returned."""
+
+    def sample(self) -> None:
+        """Launch the sampling of its tokens. Call it when the tokens of the step before have been applied to the
+        scheduler, because penalties need them. A second call has no effect."""
+        ...
+
+    def tokens(self) -> Sampled:
+        """Wait until the step has been computed and return its tokens. Call it after `sample`."""
+        ...
 
 
 class Runner(Protocol):
     """Computes steps (`engine.model.runner.ModelRunner`)."""
 
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
-        """The next tokens, at least one, of each part with ``sample``, by request id. Calls ``hook`` as layers are
-        computed."""
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
+        """Launch a step, up to its logits. The step before it has been sampled, and may still run. Calls ``hook`` as
+        layers are computed."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step of a runner that computes it when it is launched."""
+
+    sampled: Sampled
+
+    def sample(self) -> None:
+        """Does nothing."""
+
+    def tokens(self) -> Sampled:
+        """Its tokens."""
+        return self.sampled
 
 
 class Outbox(Protocol):
@@ -38,46 +85,82 @@ class Outbox(Protocol):
 
 
 class EngineCore:
-    """Applies commands to a scheduler, runs the steps that it plans, and sends all events to ``outbox``."""
+    """Applies commands to a scheduler, runs the steps that it plans, and sends all events to ``outbox``.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox) -> None:
+    With ``run_ahead`` the next step is scheduled and launched while the device computes the current one, so that the
+    device need not wait for the host. The order of calls is then launch n + 1, tokens n, sample n + 1: nothing is
+    waited for between the launches of n and n + 1, and what depends on token ids on the host (ends of requests,
+    penalties) depends on those of n when n + 1 is sampled. A step that tells of its layers is launched when no other
+    one is on its way, because telling waits for them.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox, run_ahead: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._outbox = outbox
+        self._most_left = 1 if run_ahead else 0  # steps that `step` leaves on their way
+        self._on_their_way: deque[tuple[SchedulerOutput, RunningStep]] = deque()
         self._load: Load | None = None
 
-    def take(self, command: RequestCommand) -> None:
+    def take(self, command: CoreCommand) -> None:
         """Apply a command. Its events are sent by the next `step`."""
         match command:
             case Submit():
                 self.scheduler.submit(command)
             case KVReady():
-                self.scheduler.kv_ready(command.attempt_id, command.first_token_id)
+                self.scheduler.kv_ready(command.attempt_id, command.first_token_id, command.num_tokens)
+            case PinPrefix():
+                self.scheduler.pin_prefix(command.attempt_id, command.salt, command.token_ids)
             case Release():
                 self.scheduler.release(command.attempt_id)
             case Abort():
                 self.scheduler.abort(command.attempt_id)
+            case SetTokenBudget():
+                self.scheduler.set_token_budget(command.num_tokens)
 
     def step(self) -> bool:
-        """Run one step. Returns False if there is nothing to compute until the next command."""
+        """Launch one step, or wait for one, or both. Returns False if there is nothing to compute until the next
+        command."""
         output = self.scheduler.schedule() if self.scheduler.has_work else None
         self.report()  # `Reserved` must not wait for the step
-        if output is None or not output.seqs:
+        most_left = 0
+        if output is not None and output.seqs:
+            most_left = self._most_left
+            hook = self.scheduler.connector.layer_hook(output.seqs, self._outbox.send_kv)
+            if hook is not None:
+                self._finish(0)
+            self._on_their_way.append((output, self._runner.launch(output.seqs, hook)))
+        if not self._on_their_way:
             return False
-        hook = self.scheduler.connector.layer_hook(output.seqs, self._outbox.send_kv)
-        sampled = self._runner.execute(output.seqs, hook)
-        step = self.scheduler.update(output, sampled, self._clock.now())
-        if step.tokens:
-            self._outbox.send(Step(step.sampled_s, step.started_s, step.tokens))
-        self.report()
+        self._finish(most_left)
         return True
 
+    def _finish(self, most_left: int) -> None:
+        """Finish steps, oldest first, until at most ``most_left`` are on their way; all that are left are sampled."""
+        while self._on_their_way:
+            output, running = self._on_their_way[0]
+            running.sample()
+            if len(self._on_their_way) <= most_left:
+                return
+            sampled = running.tokens()
+            self._on_their_way.popleft()
+            step = self.scheduler.update(output, sampled, self._clock.now())
+            if step.tokens:
+                self._outbox.send(Step(step.sampled_s, step.started_s, step.tokens))
+            self.report()
+
     def report(self) -> None:
-        """Send the events since the last report, and the load if it changed."""
+        """Send the events since the last report, and the load and the cached blocks if they changed."""
         if kv_events := self.scheduler.connector.take_events():
             self._outbox.send_kv(*kv_events)
         events: list[EngineEvent] = [*self.scheduler.take_events()]
+        if changes := self.scheduler.blocks.take_changes():
+            added = pack(block_hash(digest) for digest, is_cached in changes.items() if is_cached)
+            removed = pack(block_hash(digest) for digest, is_cached in changes.items() if not is_cached)
+            events.append(CacheChanged(added, removed))
         load = self.scheduler.load()
         if load != self._load:
             self._load = load

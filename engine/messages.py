@@ -40,10 +40,15 @@ class Submit(Message, frozen=True):
 
     `Request.max_tokens` counts the tokens still wanted. For RECEIVE it includes the one that prefill samples; for PUSH
     it is ignored. The gateway has checked all fields; the engine answers `Rejected` if the request can never fit.
+
+    Of a LOCAL or PUSH request, the KV of the first ``prefix_tokens`` tokens (whole blocks, less than all tokens) may
+    come from another worker: the engine answers `Reserved` under `pdserve.core.handoff.prefix_transfer_id`, and
+    computes nothing of the request before `KVReady`.
     """
 
     request: Request
     kv_role: KVRole
+    prefix_tokens: int = 0
 
     @property
     def attempt_id(self) -> str:
@@ -57,14 +62,26 @@ class Submit(Message, frozen=True):
 
 
 class KVReady(Message, frozen=True):
-    """Report that all blocks of a RECEIVE request are verified and in the pool. ``first_token_id`` is token 1."""
+    """Report that all blocks of a RECEIVE request are verified and in the pool. ``first_token_id`` is token 1. Of other
+    requests, report that the KV of their first ``num_tokens`` tokens is, which came from another worker's cache or was
+    read by the engine itself (`engine.offload`)."""
 
     attempt_id: str
-    first_token_id: int
+    first_token_id: int | None
+    num_tokens: int | None = None
+
+
+class PinPrefix(Message, frozen=True):
+    """Keep the cached blocks that hold the beginning of ``token_ids`` until `Release` or `Abort`, for another worker to
+    read. Nothing is computed. The engine answers `Reserved` with as many blocks as are cached, maybe none."""
+
+    attempt_id: str
+    salt: str
+    token_ids: tuple[int, ...]
 
 
 class Release(Message, frozen=True):
-    """Free the held blocks of a PUSH request: the receiver has them, or the hand-off has ended."""
+    """Free the held blocks of a PUSH request, or of a `PinPrefix`: the receiver has them, or the transfer has ended."""
 
     attempt_id: str
 
@@ -73,6 +90,13 @@ class Abort(Message, frozen=True):
     """Drop a request in any state and free all its blocks. Unknown ids are ignored. No event follows."""
 
     attempt_id: str
+
+
+class SetTokenBudget(Message, frozen=True):
+    """Set the most tokens of a step, from the next one on. More than the engine was started with has no effect beyond
+    that."""
+
+    num_tokens: int
 
 
 class Ping(Message, frozen=True):
@@ -91,6 +115,7 @@ class Ready(Message, frozen=True):
 
     ``pool_handle`` tells other processes how to map the pool (`kv_transfer.pool.Pool.open`). ``max_model_len`` is in
     tokens. ``load_s`` is the time from start to ready. ``eos_token_ids`` end every request that does not ignore them.
+    ``notes`` are messages for the user.
     """
 
     layout: KVLayout
@@ -102,6 +127,7 @@ class Ready(Message, frozen=True):
     cores: list[int]
     load_s: float
     eos_token_ids: list[int]
+    notes: list[str] = []
 
 
 class Failed(Message, frozen=True):
@@ -162,7 +188,8 @@ class Load(Message, frozen=True):
     """Load of the engine, sent after a step or a batch of commands that changed it.
 
     ``preemptions`` counts since the start, and so do ``prompt_tokens_looked_up`` in the prefix cache and
-    ``prompt_tokens_cached`` found there. ``cached_blocks`` are the blocks that the cache can find now.
+    ``prompt_tokens_cached`` found there. ``cached_blocks`` are the blocks that the cache can find now, and
+    ``stored_blocks`` the cold ones kept outside of the pool.
     """
 
     free_blocks: int
@@ -172,14 +199,24 @@ class Load(Message, frozen=True):
     prompt_tokens_looked_up: int = 0
     prompt_tokens_cached: int = 0
     cached_blocks: int = 0
+    stored_blocks: int = 0
+
+
+class CacheChanged(Message, frozen=True):
+    """Blocks that the prefix cache finds since the last such event, and blocks that it no longer finds: the
+    `pdserve.core.prefix_digests.block_hash` of each, packed (`pdserve.core.block_update.pack`)."""
+
+    added: bytes
+    removed: bytes
 
 
 # --- KV events: engine → the worker's KV thread, over a pipe of their own --------------------------------------------
 
 
 class Reserved(Message, frozen=True):
-    """A RECEIVE request has the blocks of its whole prompt. The first ``num_cached_blocks`` already hold the right
-    KV. ``reserved_s`` is the time of the allocation on the host's monotonic clock."""
+    """A request that awaits KV has the blocks of its whole prompt, or the blocks of a `PinPrefix` are pinned. The first
+    ``num_cached_blocks`` already hold the right KV. ``reserved_s`` is the time of the allocation on the host's
+    monotonic clock."""
 
     attempt_id: str
     block_ids: list[int]
@@ -207,8 +244,8 @@ class Computed(Message, frozen=True):
     progress: list[Progress]
 
 
-Command = Submit | KVReady | Release | Abort | Ping | Shutdown
-EngineEvent = Ready | Failed | Rejected | Finished | Step | Pong | Load
+Command = Submit | KVReady | PinPrefix | Release | Abort | SetTokenBudget | Ping | Shutdown
+EngineEvent = Ready | Failed | Rejected | Finished | Step | Pong | Load | CacheChanged
 KVEvent = Reserved | Computed
 
 _encoder = msgspec.msgpack.Encoder()

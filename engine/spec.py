@@ -24,6 +24,10 @@ class EngineSpec:
     ``num_blocks``: KV blocks in the pool; overrides ``kv_memory_bytes``.
     ``device_share``: the share of a GPU's memory that the engine may use by default.
     ``cuda_graphs``: run decode steps on GPUs as recorded graphs.
+    ``run_ahead``: launch each step before the one before is done; by default on GPUs.
+    ``offload_folder``: a folder of this engine alone for cold blocks (None: none), of at most ``offload_disk_bytes``.
+    ``offload_host_bytes``: memory of the host for cold blocks of a GPU.
+    ``prefill_attention``: what computes prompts' attention on GPUs (`engine.kernels.prefill_choice`).
     ``layer_groups``: layer groups per step for early KV push (0: push at the end of the step).
     """
 
@@ -42,12 +46,22 @@ class EngineSpec:
     prefix_caching: bool = True
     device_share: float = 1.0
     cuda_graphs: bool = True
+    run_ahead: bool | None = None
+    prefill_attention: Literal["auto", "flashinfer", "triton"] = "auto"
     layer_groups: int = 0
+    offload_folder: str | None = None
+    offload_disk_bytes: int = 0
+    offload_host_bytes: int = 0
 
     @property
     def threads(self) -> int:
         """Compute threads: one per core, at least one."""
         return max(1, len(self.cores))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """``run_ahead``, or its default."""
+        return self.device != "cpu" if self.run_ahead is None else self.run_ahead
 
     def to_json(self) -> str:
         """Serialize to one line for `from_json`."""

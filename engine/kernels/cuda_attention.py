@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,22 @@ _MIN_SPLITS, _MAX_SPLITS = 4, 64
 _PROCESSORS_OF_INTERPRETER = 4
 
 
+class PlannedChunks(Protocol):
+    """The chunks of a step, planned by other kernels (`engine.kernels.cuda_flashinfer.FlashInferChunks`)."""
+
+    def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float, out: torch.Tensor) -> None:
+        """Compute the attention of ``query`` (``[rows, heads, head_dim]``, the rows of all chunks) into ``out``."""
+        ...
+
+
+class ChunkPlanner(Protocol):
+    """Other kernels for chunks (`engine.kernels.cuda_flashinfer.FlashInferPrefill`)."""
+
+    def plan(self, seqs: Sequence[ScheduledSeq]) -> PlannedChunks:
+        """Plan the chunks ``seqs``, whose rows follow each other."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CUDAStep(AttentionStep):
     """The plan of one step, in int32 tensors on the device. Row i of the first ``contexts.shape[0]`` rows is the decode
@@ -33,7 +50,8 @@ class CUDAStep(AttentionStep):
     ``slots``: ``[rows]``, ``block * block_size + offset`` of each row's token, or `NO_SLOT`.
     ``contexts``: ``[decodes]``, tokens that a decode sees without a window, including its own; 0 for padding.
     ``tables``: ``[sequences, blocks]``, the block tables.
-    ``tiles``: argument of `engine.kernels.cuda_prefill_attention.attend_chunks` (None: there are no chunks).
+    ``tiles``: argument of `engine.kernels.cuda_prefill_attention.attend_chunks` (None: there are no chunks, or
+    ``chunks`` computes them).
     ``splits``: programs per decode.
     ``softcap``: soft cap of the scores (None: there is none).
     """
@@ -44,6 +62,7 @@ class CUDAStep(AttentionStep):
     tiles: torch.Tensor | None
     splits: int
     softcap: float | None = None
+    chunks: PlannedChunks | None = None
 
     def attend(self, query: torch.Tensor, layer: LayerKV, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -63,15 +82,20 @@ class CUDAStep(AttentionStep):
             )
         if self.tiles is not None:
             attend_chunks(query, layer.k, layer.v, self.tables, self.tiles, window, scale, out, self.softcap)
+        if self.chunks is not None:
+            self.chunks.attend(query[decodes:], layer, window, scale, out[decodes:])
         return out.flatten(1)
 
 
 class CUDAAttention(Attention):
     """Attention over ``pool`` for ``num_heads`` query heads and layers with any windows, with scores softly capped by
-    ``softcap`` (None: not at all)."""
+    ``softcap`` (None: not at all). ``chunks`` computes the chunks (None: our own kernel)."""
 
-    def __init__(self, pool: KVPool, num_heads: int, softcap: float | None = None) -> None:
+    def __init__(
+        self, pool: KVPool, num_heads: int, softcap: float | None = None, chunks: ChunkPlanner | None = None
+    ) -> None:
         self.softcap = softcap
+        self._chunks = chunks
         self.block_size = pool.layout.block_size
         self.device = pool.tensor.device
         self._kv_heads = pool.kv_heads
@@ -94,10 +118,12 @@ class CUDAAttention(Attention):
             table[: len(seq.block_ids)] = seq.block_ids
         slots = [self._slots(table, seq) for table, seq in zip(tables, seqs, strict=True)]
         contexts = np.array([s.start + 1 for s in seqs[:decodes]], dtype=np.int32)
-        tiles = self._tiles(seqs, decodes)
+        elsewhere = self._chunks if decodes < len(seqs) else None
+        tiles = self._tiles([] if elsewhere else seqs, decodes)
         parts = self._to_device([np.concatenate(slots) if slots else contexts, contexts, tables, tiles])
         with_tiles = parts[3] if len(tiles) else None
-        return CUDAStep(parts[0], parts[1], parts[2], with_tiles, self.splits(decodes), self.softcap)
+        chunks = elsewhere.plan(seqs[decodes:]) if elsewhere else None
+        return CUDAStep(parts[0], parts[1], parts[2], with_tiles, self.splits(decodes), self.softcap, chunks)
 
     def splits(self, decodes: int) -> int:
         """Number of programs that share the context of one decode, a power of 2.

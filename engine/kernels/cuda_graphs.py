@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention, CUDAStep
-from engine.model.decoder import LlamaDecoder, ModelStep
+from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
-from engine.scheduling.batch import ScheduledSeq
+from engine.model.runner import LastTokens
+from engine.scheduling.batch import PENDING, ScheduledSeq
 
 log = logging.getLogger(__name__)
 
-_HEADER = 4  # rows of the inputs before the block tables: token ids, positions, slots, contexts
+_HEADER = 5  # rows of the inputs before the block tables: token ids, positions, slots, contexts, rows of last tokens
 
 
 def ladder(max_seqs: int) -> list[int]:
@@ -33,15 +35,14 @@ def ladder(max_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Steps that only decode, of up to ``max_seqs`` requests with block tables of up to ``max_blocks`` blocks.
 
-    All sizes share one int32 array for their inputs. For size n it is ``[4 + max_blocks, n]``: token ids, positions,
-    slots, contexts, then the block tables, with one sequence per column. So the inputs of a step are contiguous, and
+    All sizes share one int32 array for their inputs. For size n it is ``[5 + max_blocks, n]``: token ids, positions,
+    slots, contexts, the row of the last step that sampled the token (-1: the id is known), then the block tables, with
+    one sequence per column. So the inputs of a step are contiguous, and
     one copy of the length of the longest context brings them to the GPU. Without `capture`, the same step runs launch
     by launch.
     """
 
-    def __init__(
-        self, model: LlamaDecoder, attention: CUDAAttention, pool: KVPool, max_seqs: int, max_blocks: int
-    ) -> None:
+    def __init__(self, model: Decoder, attention: CUDAAttention, pool: KVPool, max_seqs: int, max_blocks: int) -> None:
         self.sizes = ladder(max_seqs)
         self._model = model
         self._attention = attention
@@ -49,6 +50,7 @@ class DecodeGraphs:
         self._max_blocks = max_blocks
         self._device = pool.tensor.device
         self._inputs = torch.zeros((_HEADER + max_blocks) * max_seqs, dtype=torch.int32, device=self._device)
+        self._last = torch.zeros(max_seqs, dtype=torch.int32, device=self._device)  # tokens of the last step, by row
         self._steps = {size: self._step(size) for size in self.sizes}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: torch.Tensor | None = None  # [max_seqs, vocabulary]: the results of all graphs
@@ -60,11 +62,13 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+    def logits(self, seqs: Sequence[ScheduledSeq], before: LastTokens) -> torch.Tensor:
         """Compute ``seqs`` and write their keys and values to the pool. Returns logits ``[len(seqs), vocabulary]``,
-        which the next step overwrites."""
+        which the next step overwrites. `PENDING` tokens are those of ``before``."""
         size = next(size for size in self.sizes if size >= len(seqs))
-        self._load(seqs, size)
+        self._load(seqs, size, before.rows)
+        if any(seq.token_ids[0] == PENDING for seq in seqs):
+            self._last[: before.token_ids.shape[0]].copy_(before.token_ids)
         if self._logits is None or size not in self._graphs:
             return self._compute(size)[: len(seqs)]
         self._graphs[size].replay()
@@ -79,7 +83,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         free_bytes = torch.cuda.mem_get_info(self._device)[0]
         for size in reversed(self.sizes):
-            self._load([], size)
+            self._load([], size, {})
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 logits = self._compute(
@@ -100,16 +104,19 @@ class DecodeGraphs:
     def _step(self, size: int) -> ModelStep:
         """The step over the inputs of ``size``, which it reads when it runs."""
         inputs = self._inputs[: (_HEADER + self._max_blocks) * size].view(-1, size)
-        token_ids, positions, slots, contexts = inputs[:_HEADER].unbind()
+        token_ids, positions, slots, contexts = inputs[: _HEADER - 1].unbind()
         tables = inputs[_HEADER:].t()
         attention = CUDAStep(slots, contexts, tables, None, self._attention.splits(size), self._attention.softcap)
         return ModelStep(token_ids=token_ids, positions=positions, attention=attention)
 
     def _compute(self, size: int) -> torch.Tensor:
-        return self._model.logits(self._model.forward(self._steps[size], self._pool))
+        step = self._steps[size]
+        rows = self._inputs[(_HEADER - 1) * size : _HEADER * size]
+        token_ids = torch.where(rows < 0, step.token_ids, self._last.index_select(0, rows.clamp_min(0)))
+        return self._model.logits(self._model.forward(replace(step, token_ids=token_ids), self._pool))
 
-    def _load(self, seqs: Sequence[ScheduledSeq], size: int) -> None:
-        """Copy ``seqs`` and padding to the inputs of ``size``."""
+    def _load(self, seqs: Sequence[ScheduledSeq], size: int, last_rows: Mapping[str, int]) -> None:
+        """Copy ``seqs`` and padding to the inputs of ``size``. ``last_rows`` are the rows of `PENDING` tokens."""
         block_size = self._attention.block_size
         blocks = max((s.start // block_size + 1 for s in seqs), default=0)
         pinned = self._device.type == "cuda"
@@ -117,10 +124,13 @@ class DecodeGraphs:
         inputs: np.ndarray = host.numpy()
         inputs[:, len(seqs) :] = 0
         inputs[2, len(seqs) :] = NO_SLOT
+        inputs[_HEADER - 1, len(seqs) :] = -1
         for column, seq in enumerate(seqs):
             used = seq.start // block_size + 1
             slot = seq.block_ids[used - 1] * block_size + seq.start % block_size
-            inputs[:_HEADER, column] = (seq.token_ids[0], seq.start, slot, seq.start + 1)
+            token_id = seq.token_ids[0]
+            last_row = last_rows[seq.attempt_id] if token_id == PENDING else -1
+            inputs[:_HEADER, column] = (token_id, seq.start, slot, seq.start + 1, last_row)
             inputs[_HEADER : _HEADER + used, column] = seq.block_ids[:used]
             inputs[_HEADER + used :, column] = 0
         # PyTorch keeps the pinned memory alive until the copy is done.

@@ -121,7 +121,7 @@ class DecoderLayer:
         return self.mlp.plus(normed, x) if self.mlp_out_norm is None else x + self.mlp_out_norm(self.mlp(normed))
 
 
-class LlamaDecoder:
+class Decoder:
     """Runs the model on a flat batch, at positions below ``max_positions``.
 
     It empties ``weights.layers``, so that packed weights are not in memory twice. ``layer_type`` is the layer of the

@@ -11,7 +11,8 @@ from engine.model.quantized import unbind
 from engine.model.shape import Activation, Experts
 from engine.model.weights import ExpertWeights, MLPWeights
 
-_HOPPER = (9, 0)
+_NATIVE = (9, 10)
+"""The compute capabilities (major numbers) whose grouped products are native."""
 
 
 class Router:
@@ -34,7 +35,7 @@ class Router:
 def groups_natively(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether PyTorch has a native grouped product there. The others read the groups' sizes back from the device, which
     a CUDA graph cannot record."""
-    return dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    return dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _NATIVE
 
 
 class LoopedExperts(MLP):

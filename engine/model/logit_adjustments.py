@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.model.upload import upload
 from engine.scheduling.sequence import TokenHistory
 from pdserve.core.sampling import MAX_BIAS, SamplingParams
 
@@ -55,8 +56,7 @@ class _Entries:
         # Concatenated even if there is one: a history cannot grow while an array shares its memory.
         ids, values = np.concatenate(self._ids), np.concatenate(self._values)
         device = scores.device
-        on_device = torch.from_numpy(values).to(device, scores.dtype)
-        return torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device), on_device
+        return (*upload(np.stack((rows, ids)), torch.int64, device), upload(values, scores.dtype, device))
 
 
 def _add_biases(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -70,7 +70,7 @@ def _add_biases(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     rows, ids, bias = entries.on(scores)
     biased = (scores[rows, ids] + bias).where(bias > -MAX_BIAS, -torch.inf)
     if only:
-        scores[torch.tensor(only, device=scores.device)] = -torch.inf
+        scores[upload(only, torch.int64, scores.device)] = -torch.inf
     scores[rows, ids] = biased
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from devices.cuda import Cuda, Event
+from devices.cuda import Cuda, Event, HostCopy
 from engine.model.attention import Attention
-from engine.model.decoder import LlamaDecoder, ModelStep
+from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
-from engine.model.sampler import sample
-from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
+from engine.model.sampler import DrawnTokens, draw_tokens
+from engine.model.token_draw import DrawRows
+from engine.model.upload import upload
+from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
 from pdserve.core.sampling import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -38,6 +41,14 @@ class _ComputedLayers:
             self._done(before)
 
 
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The tokens that the last step sampled, ``[rows]`` on its device, and the row of each request."""
+
+    token_ids: torch.Tensor
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+
 class RecordedSteps(Protocol):
     """Recorded steps that can be replayed (`engine.kernels.cuda_graphs.DecodeGraphs`)."""
 
@@ -45,61 +56,109 @@ class RecordedSteps(Protocol):
         """Whether there is a recorded step for ``seqs``."""
         ...
 
-    def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
-        """Replay the step; logits ``[len(seqs), vocabulary]``."""
+    def logits(self, seqs: Sequence[ScheduledSeq], before: LastTokens) -> torch.Tensor:
+        """Replay the step; logits ``[len(seqs), vocabulary]``. `PENDING` tokens are those of ``before``."""
         ...
 
 
+class LaunchedStep:
+    """A step that has been launched, up to the ``logits`` of the parts ``wanted``, or to its end if there are none
+    (see `engine.core.RunningStep`)."""
+
+    def __init__(self, runner: ModelRunner, wanted: Sequence[ScheduledSeq], logits: torch.Tensor | None) -> None:
+        self._runner, self._wanted, self._logits = runner, wanted, logits
+        self._drawn: DrawnTokens | None = None
+        self._copy: HostCopy | None = None if logits is not None else runner.copy([])
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Launch the sampling of the tokens, and their copy to the host."""
+        if self._logits is None:
+            return
+        wanted = self._wanted
+        positions = [seq.end for seq in wanted]
+        params, histories = [s.params for s in wanted], [s.history for s in wanted]
+        drawn = draw_tokens(self._logits, params, positions, histories, self._runner.draw_rows)
+        self._drawn, self._logits = drawn, None
+        self._runner.last = LastTokens(drawn.token_ids, {seq.attempt_id: row for row, seq in enumerate(wanted)})
+        self._copy = self._runner.copy(drawn.tensors())
+
+    def tokens(self) -> dict[str, list[SampledToken]]:
+        """The tokens of each request that gets any (always one), by request id."""
+        assert self._copy is not None, "sample() comes first"
+        copies = self._copy.wait()
+        if self._drawn is None:
+            return {}
+        sampled = self._drawn.read(copies)
+        return {seq.attempt_id: [token] for seq, token in zip(self._wanted, sampled, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    """Tensors of the host, as they are."""
+
+    tensors: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.tensors
+
+
 class ModelRunner:
-    """Combines model, attention, pool and sampler. Keeps no state of requests. ``graphs`` run the steps that fit.
-    ``cuda`` is the GPU of the pool (None: the pool is on the host)."""
+    """Combines model, attention, pool and sampler. Of requests it keeps the tokens ``last`` sampled, from which the
+    next step goes on before they are known. ``graphs`` run the steps that fit. ``cuda`` is the GPU of the pool (None:
+    the pool is on the host), and ``draw_rows`` its way to draw tokens."""
 
     def __init__(
         self,
-        model: LlamaDecoder,
+        model: Decoder,
         attention: Attention,
         pool: KVPool,
         graphs: RecordedSteps | None = None,
         cuda: Cuda | None = None,
+        draw_rows: DrawRows | None = None,
     ) -> None:
         self._cuda = cuda
+        self.draw_rows = draw_rows
         self._graphs = graphs
         self._model = model
         self._attention = attention
         self._pool = self.pool = pool
         self._device = pool.tensor.device
+        self.last = LastTokens(torch.zeros(0, dtype=torch.int64, device=self._device))
+
+    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
+        """`launch` a step, sample, and wait for its tokens."""
+        step = self.launch(seqs, hook)
+        step.sample()
+        return step.tokens()
 
     @torch.inference_mode()
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> dict[str, list[SampledToken]]:
-        """Compute ``seqs`` in one pass and write their keys and values to the pool.
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None = None) -> LaunchedStep:
+        """Launch ``seqs`` in one pass that writes their keys and values to the pool.
 
-        Returns the tokens of each request that gets any (always one), by request id. ``hook`` is called when the keys
-        and values of a group of layers can be read; a step that runs as a recorded graph does not call it. ValueError
-        for a part with drafts.
+        A GPU may still compute the step before, whose tokens must have been drawn if a part is `PENDING`. ``hook`` is
+        called when the keys and values of a group of layers can be read; a step that runs as a recorded graph does not
+        call it. ValueError for a part with drafts.
         """
         self._attention.prepare(seqs)
-        wanted = ordered = self._attention.order(seqs)
+        ordered = self._attention.order(seqs)
         if self._graphs is not None and self._graphs.fits(ordered):
-            logits = self._graphs.logits(ordered)
-        else:
-            step, wanted = self._step(ordered)
-            if hook is not None and self._cuda is not None:
-                hook = LayerHook(hook.after, _ComputedLayers(hook.done, self._cuda, self._device.index or 0))
-            hidden = self._model.forward(step, self._pool, hook)
-            if not wanted:
-                if self._cuda is not None:
-                    self._cuda.synchronize(self._device.index or 0)  # after the step its blocks may be read
-                return {}
-            logits = self._model.logits(hidden)
-        positions = [s.end for s in wanted]
-        drawn = sample(logits, [s.params for s in wanted], positions, [s.history for s in wanted])
-        return {seq.attempt_id: [token] for seq, token in zip(wanted, drawn, strict=True)}
+            return LaunchedStep(self, ordered, self._graphs.logits(ordered, self.last))
+        step, wanted = self._step(ordered)
+        if hook is not None and self._cuda is not None:
+            hook = LayerHook(hook.after, _ComputedLayers(hook.done, self._cuda, self._device.index or 0))
+        hidden = self._model.forward(step, self._pool, hook)
+        return LaunchedStep(self, wanted, self._model.logits(hidden) if wanted else None)
+
+    def copy(self, tensors: list[torch.Tensor]) -> HostCopy:
+        """Copy results to the host when they are computed, as is everything before them."""
+        return _OnHost(tensors) if self._cuda is None else self._cuda.to_host(tensors, self._device.index or 0)
 
     def _step(self, seqs: Sequence[ScheduledSeq]) -> tuple[ModelStep, list[ScheduledSeq]]:
         """The pass over ``seqs``, and the parts that get a token, in the order of its hidden states."""
         step = ModelStep(
-            token_ids=torch.tensor([t for s in seqs for t in s.token_ids], device=self._device),
-            positions=torch.tensor([p for s in seqs for p in range(s.start, s.end)], device=self._device),
+            token_ids=self._token_ids(seqs),
+            positions=upload([p for s in seqs for p in range(s.start, s.end)], torch.int64, self._device),
             attention=self._attention.plan(seqs),
         )
         if all(len(s.token_ids) == 1 and s.sample for s in seqs):
@@ -120,10 +179,24 @@ class ModelRunner:
         ordered = self._attention.order(list(lasts.values()))
         step = replace(
             step,
-            wanted=torch.tensor([rows[s.attempt_id] for s in ordered], dtype=torch.int64, device=self._device),
+            wanted=upload([rows[s.attempt_id] for s in ordered], torch.int64, self._device),
             wanted_attention=self._attention.plan(ordered),
         )
         return step, [wanted[s.attempt_id] for s in ordered]
+
+    def _token_ids(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+        """The tokens of ``seqs``, with those of the last step in place of `PENDING`: ``[rows]``."""
+        token_ids = upload([t for s in seqs for t in s.token_ids], torch.int64, self._device)
+        pending: list[tuple[int, int]] = []  # rows of this step and of the last one
+        row = -1
+        for seq in seqs:
+            row += len(seq.token_ids)
+            if seq.token_ids[-1] == PENDING:
+                pending.append((row, self.last.rows[seq.attempt_id]))
+        if pending:
+            rows, last_rows = upload(np.array(pending).T, torch.int64, self._device)
+            token_ids[rows] = self.last.token_ids[last_rows]
+        return token_ids
 
     def warmup(self, max_tokens: int) -> None:
         """Run a prompt chunk and a decode once, so that no request waits for lazy initialisation. Overwrites the first

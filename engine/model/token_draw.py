@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from engine.model.token_blocks import argmax, blocks, largest, padded, search
 from engine.model.uniforms import uniforms
+from engine.model.upload import upload
 from pdserve.core.sampling import SamplingParams
 
 _TILE_BYTES = 4 * 2**20  # on a CPU: the weights of so many rows stay in its cache from one operation to the next
@@ -36,19 +38,32 @@ class DrawRow:
         return self.params.seed or 0, self.position
 
 
-def draw(scores: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
-    """Draw a token for each row of ``scores`` (``[rows, vocabulary]``). Returns ids, ``[rows]``, int64.
+class DrawRows(Protocol):
+    """Draws a token for each row until it passes the test of top-p: the greater weights sum to less than ``wanted``."""
+
+    def __call__(
+        self, weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]
+    ) -> torch.Tensor:
+        """``weights`` are ``[rows, padded vocabulary]``, ``sums`` those over blocks (``[rows, blocks]``), ``wanted``
+        is ``[rows]``, float64. Returns ids, ``[rows]``, int64."""
+        ...
+
+
+def draw(scores: torch.Tensor, rows: Sequence[DrawRow], draw_rows: DrawRows | None = None) -> torch.Tensor:
+    """Draw a token for each row of ``scores`` (``[rows, vocabulary]``). Returns ids, ``[rows]``, int64. ``draw_rows``
+    is the device's own way to draw (default: operations of PyTorch, which wait for a GPU at each turn).
 
     Weights are float32, or float64 if the scores are; sums over blocks are added up in float64."""
     if scores.device.type != "cpu":
-        return _draw(scores, rows)
+        return _draw(scores, rows, draw_rows or draw_in_turns)
     row_bytes = padded(scores.shape[1]) * scores.element_size()
     tile = max(1, _TILE_BYTES // row_bytes)
     parts = range(0, len(rows), tile)
-    return torch.cat([_draw(scores[start : start + tile], rows[start : start + tile]) for start in parts])
+    chosen = draw_rows or draw_in_turns
+    return torch.cat([_draw(scores[start : start + tile], rows[start : start + tile], chosen) for start in parts])
 
 
-def _draw(scores: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, rows: Sequence[DrawRow], draw_rows: DrawRows) -> torch.Tensor:
     params = [row.params for row in rows]
     weights = _weights(scores, [p.temperature for p in params])
     limited = [i for i, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
@@ -59,9 +74,11 @@ def _draw(scores: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
     if any(p.min_p > 0.0 for p in params):
         _drop_below(weights, _column([p.min_p for p in params], scores.device, weights.dtype))
         sums = blocks(weights).sum(dim=2)
-    ids = _pass_top_p(weights, sums, wanted, rows)
+    ids = draw_rows(weights, sums, wanted, rows)
     sound = wanted.isfinite()
-    return ids if bool(sound.all()) else ids.where(sound, argmax(scores))  # the model overflowed; any token will do
+    if scores.device.type == "cpu" and bool(sound.all()):  # elsewhere the question would wait
+        return ids
+    return ids.where(sound, argmax(scores))  # the model overflowed; any token will do
 
 
 def _weights(scores: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
@@ -84,10 +101,10 @@ def _least_of_top_k(weights: torch.Tensor, params: Sequence[SamplingParams], lim
     tie with it stay, so that no result depends on the order of a sort."""
     device = weights.device
     least = torch.zeros(len(params), 1, dtype=weights.dtype, device=device)
-    some = torch.tensor(limited, device=device)
+    some = upload(limited, torch.int64, device)
     ks = [params[i].top_k for i in limited]
     top, _ = largest(weights if len(limited) == len(params) else weights[some], max(ks))
-    least[some] = top.gather(1, torch.tensor(ks, device=device)[:, None] - 1)
+    least[some] = top.gather(1, upload(ks, torch.int64, device)[:, None] - 1)
     return least
 
 
@@ -96,10 +113,10 @@ def _drop_below(weights: torch.Tensor, least: torch.Tensor) -> None:
     weights.mul_(torch.ge(weights, least, out=torch.empty_like(weights)))
 
 
-def _pass_top_p(
+def draw_in_turns(
     weights: torch.Tensor, sums: torch.Tensor, wanted: torch.Tensor, rows: Sequence[DrawRow]
 ) -> torch.Tensor:
-    """Draw until each row's token passes the test of top-p: the greater weights sum to less than ``wanted``."""
+    """See `DrawRows`. Each turn draws for the rows that are left."""
     device = weights.device
     ids = torch.empty(len(rows), dtype=torch.int64, device=device)
     left = list(range(len(rows)))
@@ -123,4 +140,4 @@ def _pass_top_p(
 
 
 def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    return upload(values, dtype, device)[:, None]

@@ -7,21 +7,30 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import torch
+import xxhash
 
 from devices.cuda import Cuda
 from devices.torch_cuda import TorchCuda
 from engine.kernels.cpu_attention import CPUAttention
-from engine.messages import Ready
-from engine.model.decoder import LlamaDecoder
+from engine.messages import KVReady, Ready
+from engine.model.block_memory import BlockMemory
+from engine.model.decoder import Decoder
 from engine.model.dtypes import choose_dtype, native_dtypes
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
 from engine.model.shape import ModelShape
 from engine.model.source import resolve_model
+from engine.offload.block_store import BlockStore
+from engine.offload.disk_store import DiskStore
+from engine.offload.memory_store import MemoryStore
+from engine.offload.offload_connector import OffloadConnector
 from engine.process.cuda_build import CudaBuild, CudaParts, triton_parts
+from engine.scheduling.kv_connector import KVConnector
 from engine.scheduling.scheduler import SchedulerConfig
 from engine.spec import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, EngineSpec
 from pdserve.core.errors import ConfigError
@@ -42,7 +51,10 @@ class BuiltEngine:
 
 
 def build_engine(
-    spec: EngineSpec, memory_fd: int, cuda: Cuda | None = None, cuda_parts: Callable[[], CudaParts] = triton_parts
+    spec: EngineSpec,
+    memory_fd: int,
+    cuda: Cuda | None = None,
+    cuda_parts: Callable[[EngineSpec], CudaParts] = triton_parts,
 ) -> BuiltEngine:
     """Load the model, create the pool and warm up. On CPUs the pool is in the memory file ``memory_fd``. ``cuda`` is
     how GPUs are reached (default: torch).
@@ -76,7 +88,8 @@ def build_engine(
     weights = load_weights(source, TORCH_DTYPES[dtype], device, keep_quantized=on_gpu)
     max_context = spec.max_model_len or shape.max_position_embeddings
     if on_gpu:
-        build = CudaBuild(spec, cuda, _GPU, cuda_parts())
+        parts = cuda_parts(spec)
+        build = CudaBuild(spec, cuda, _GPU, parts)
         model = build.model(weights, max_context, long_rope)
         sized = spec.num_blocks is not None or spec.kv_memory_bytes is not None
         num_blocks = _num_blocks(spec, layout, 0 if sized else build.pool_bytes(model, layout, max_context))
@@ -87,7 +100,7 @@ def build_engine(
     if on_gpu:
         runner = build.runner(model, layout, num_blocks, max_model_len)
     else:
-        model = LlamaDecoder(weights, max_model_len, long_rope=long_rope)
+        model = Decoder(weights, max_model_len, long_rope=long_rope)
         _trim_heap()
         pool = KVPool.on_memory_file(layout, num_blocks, memory_fd)
         attention = CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap)
@@ -103,6 +116,7 @@ def build_engine(
         cores=list(spec.cores),
         load_s=time.monotonic() - started_s,
         eos_token_ids=sorted(set(shape.eos_token_ids)),
+        notes=parts.notes() if on_gpu else [],
     )
     limits = SchedulerConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -115,6 +129,26 @@ def build_engine(
         chunk_tokens=None if spec.chunk_tokens == "off" else spec.chunk_tokens,
     )
     return BuiltEngine(runner, limits, ready)
+
+
+def with_offload(
+    connector: KVConnector, spec: EngineSpec, pool: KVPool, done: Callable[[KVReady], None]
+) -> KVConnector:
+    """Return ``connector``, or one that keeps cold blocks as well if ``spec`` asks for it (`OffloadConnector`).
+    `ConfigError` if the folder cannot be used."""
+    store: BlockStore | None = None
+    if spec.offload_folder is not None:
+        kind = xxhash.xxh3_128_hexdigest(msgspec.json.encode(pool.layout))
+        store = DiskStore(Path(spec.offload_folder), kind, spec.offload_disk_bytes)
+    if spec.offload_host_bytes:
+        if spec.device == "cpu":
+            raise ConfigError(
+                "engine.offload_host_mb: the pool of a CPU is memory of the host already; raise engine.kv_memory_mb"
+            )
+        store = MemoryStore(spec.offload_host_bytes, store)
+    if store is None:
+        return connector
+    return OffloadConnector(connector, store, BlockMemory(pool), pool.layout.block_size, done)
 
 
 def _trim_heap() -> None:

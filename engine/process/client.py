@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Generic
 
+from devices.mps import engine_environment
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, M, Ready, Shutdown, encode
 from engine.process.cuda_allocator import shareable_allocator
 from engine.spec import ENGINE_MODULE, EngineSpec
@@ -269,7 +270,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     return {
-        **os.environ,
+        **engine_environment(os.environ),
         **ALLOCATOR_SETTINGS,
         **settings,
         "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,11 +11,13 @@ from typing import Protocol
 import torch
 
 from devices.cuda import Cuda
+from devices.mps import memory_limit
 from engine.model.attention import Attention
-from engine.model.decoder import LlamaDecoder
+from engine.model.decoder import Decoder
 from engine.model.experts import groups_natively
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.runner import ModelRunner, RecordedSteps
+from engine.model.token_draw import DrawRows
 from engine.model.weights import ModelWeights
 from engine.process.pool_size import ProfiledMemory, default_pool_bytes
 from engine.scheduling.batch import ScheduledSeq
@@ -40,30 +43,44 @@ class Recorded(RecordedSteps, Protocol):
 @dataclass(frozen=True, slots=True)
 class CudaParts:
     """What computes on a GPU. ``decoder`` takes the weights, the longest sequence, and whether rope is that of long
-    contexts; ``graphs`` the largest batch and the blocks of the longest sequence."""
+    contexts; ``graphs`` the largest batch and the blocks of the longest sequence. ``draw_rows`` draws tokens,
+    and ``notes`` are messages for the user once all has been built."""
 
-    decoder: Callable[[ModelWeights, int, bool], LlamaDecoder]
-    attention: Callable[[KVPool, LlamaDecoder], Attention]
-    graphs: Callable[[LlamaDecoder, KVPool, Attention, int, int], Recorded]
+    decoder: Callable[[ModelWeights, int, bool], Decoder]
+    attention: Callable[[KVPool, Decoder], Attention]
+    graphs: Callable[[Decoder, KVPool, Attention, int, int], Recorded]
+    draw_rows: DrawRows | None = None
+    notes: Callable[[], list[str]] = list
 
 
-def triton_parts() -> CudaParts:
-    """The parts made of Triton kernels. `ConfigError` if Triton is missing."""
+def triton_parts(spec: EngineSpec) -> CudaParts:
+    """The parts made of Triton kernels, and the kernels for prompts that ``spec`` and the model allow. `ConfigError` if
+    Triton is missing."""
     try:  # imported here because engines on CPUs do without Triton
         from engine.kernels.cuda_attention import CUDAAttention
         from engine.kernels.cuda_graphs import DecodeGraphs
         from engine.kernels.cuda_layer import CUDALayer
+        from engine.kernels.cuda_top_p import draw_rows
+        from engine.process.prefill_attention import PrefillAttention
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster.device: cuda needs Triton, which comes with torch's CUDA builds: {error}") from None
 
-    def graphs(model: LlamaDecoder, pool: KVPool, attention: Attention, seqs: int, blocks: int) -> Recorded:
+    def graphs(model: Decoder, pool: KVPool, attention: Attention, seqs: int, blocks: int) -> Recorded:
         assert isinstance(attention, CUDAAttention)
         return DecodeGraphs(model, attention, pool, seqs, blocks)
 
+    prefill = PrefillAttention(spec.prefill_attention)
+
+    def attention(pool: KVPool, model: Decoder) -> Attention:
+        shape = model.shape
+        return CUDAAttention(pool, shape.num_heads, shape.attention_softcap, prefill.planner(pool, model))
+
     return CudaParts(
-        decoder=lambda weights, positions, long_rope: LlamaDecoder(weights, positions, CUDALayer, long_rope),
-        attention=lambda pool, model: CUDAAttention(pool, model.shape.num_heads, model.shape.attention_softcap),
+        decoder=lambda weights, positions, long_rope: Decoder(weights, positions, CUDALayer, long_rope),
+        attention=attention,
         graphs=graphs,
+        draw_rows=draw_rows,
+        notes=prefill.notes,
     )
 
 
@@ -74,18 +91,19 @@ class CudaBuild:
     def __init__(self, spec: EngineSpec, cuda: Cuda, index: int, parts: CudaParts) -> None:
         self._spec, self._cuda, self._index, self._parts = spec, cuda, index, parts
 
-    def model(self, weights: ModelWeights, max_context: int, long_rope: bool = False) -> LlamaDecoder:
+    def model(self, weights: ModelWeights, max_context: int, long_rope: bool = False) -> Decoder:
         """The decoder, which takes the weights over."""
         return self._parts.decoder(weights, max_context, long_rope)
 
-    def pool_bytes(self, model: LlamaDecoder, layout: KVLayout, max_context: int) -> int:
+    def pool_bytes(self, model: Decoder, layout: KVLayout, max_context: int) -> int:
         """The pool's default size. Runs the largest steps over a pool of one block, whose content does not matter."""
         figures = self._cuda.memory(self._index)
         held = figures.held
         largest = self._peak(model, layout, min(self._spec.max_num_batched_tokens, max_context)) - held
         decodes = self._peak(model, layout, 0) - held if self._recordable(model) else 0
         needed = ProfiledMemory(held, largest, decodes)
-        size = default_pool_bytes(figures.total, self._spec.device_share, needed)
+        limit = memory_limit(os.environ, self._index)
+        size = default_pool_bytes(figures.total, self._spec.device_share, needed, limit)
         log.info(
             "of %.0f MiB x %.2f: %.0f MiB weights, %.0f MiB for a step, %.0f MiB for graphs, %.0f MiB KV pool",
             figures.total / 2**20,
@@ -94,35 +112,36 @@ class CudaBuild:
         )
         return size
 
-    def runner(self, model: LlamaDecoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
+    def runner(self, model: Decoder, layout: KVLayout, num_blocks: int, max_model_len: int) -> ModelRunner:
         """The pool and its runner, warmed up, with its graphs recorded."""
         pool = KVPool.on_cuda(layout, num_blocks, self._cuda, self._index)
         attention = self._parts.attention(pool, model)
         graphs = None
+        if self._spec.cuda_graphs and not self._recordable(model):
+            log.warning("decode runs without CUDA graphs: PyTorch's grouped products of experts are not native here")
         if self._recordable(model):
             blocks = layout.blocks_for(max_model_len)
             graphs = self._parts.graphs(model, pool, attention, self._spec.max_num_seqs, blocks)
             graphs.capture()
-        runner = ModelRunner(model, attention, pool, graphs, self._cuda)
+        runner = ModelRunner(model, attention, pool, graphs, self._cuda, self._parts.draw_rows)
         runner.warmup(min(self._spec.max_num_batched_tokens, max_model_len))
+        runner.execute([ScheduledSeq("warmup", [0], 0, [0], True, _COSTLY)])  # compiles the sampler's kernel
         return runner
 
-    def _recordable(self, model: LlamaDecoder) -> bool:
+    def _recordable(self, model: Decoder) -> bool:
         """Whether decode steps are recorded. Those of experts need PyTorch's native grouped products."""
         if not self._spec.cuda_graphs:
             return False
         shape = model.shape
-        if shape.experts is None or (shape.quantization is None and groups_natively(model.dtype, model.device)):
-            return True
-        log.warning("decode runs without CUDA graphs: PyTorch's grouped products of experts are not native here")
-        return False
+        return shape.experts is None or (shape.quantization is None and groups_natively(model.dtype, model.device))
 
-    def _peak(self, model: LlamaDecoder, layout: KVLayout, prompt_tokens: int) -> int:
+    def _peak(self, model: Decoder, layout: KVLayout, prompt_tokens: int) -> int:
         """The most memory in use during a step of ``prompt_tokens`` of one prompt and a decode for every other request,
         which all sample."""
         flat = self._cuda.zeros(layout.block_bytes, self._index).view(TORCH_DTYPES[layout.dtype])
         pool = KVPool(layout, 1, flat, {})
-        runner = ModelRunner(model, self._parts.attention(pool, model), pool, cuda=self._cuda)
+        attention = self._parts.attention(pool, model)
+        runner = ModelRunner(model, attention, pool, None, self._cuda, self._parts.draw_rows)
         decodes = self._spec.max_num_seqs - (prompt_tokens > 0)
         seqs = [ScheduledSeq(f"decode-{i}", [0], 0, [0], True, _COSTLY) for i in range(decodes)]
         if prompt_tokens:

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from engine.core import EngineCore, Outbox, Runner
 from engine.messages import Command, EngineEvent, Failed, FrameReader, KVEvent, Ping, Pong, Shutdown, encode
+from engine.process.mailbox import Mailbox
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.transfer_connector import TransferConnector
@@ -24,12 +25,15 @@ from engine.spec import EngineSpec
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.logs import set_up_logging
-from pdserve.core.process import end_with_parent
+from pdserve.core.process import end_with_parent, freeze_heap
 
+NICENESS = 5
+"""Of an engine on CPUs, so that gateway and control get the core at once when they share it with a step. What they take
+is little; without this, an answer waits for the end of the engine's time slice."""
 _READ_BYTES = 2**20
 _MAX_MESSAGE_CHARS = 1000
 
-MakeCore = Callable[[Scheduler, Runner, Clock, Outbox], EngineCore]
+MakeCore = Callable[[Scheduler, Runner, Clock, Outbox, bool], EngineCore]
 
 
 class ParentGone(Exception):
@@ -37,22 +41,27 @@ class ParentGone(Exception):
 
 
 class WorkerPipe:
-    """The engine's end of the three pipes."""
+    """The engine's end of the three pipes. Commands also come from ``mailbox``."""
 
     def __init__(self, commands_fd: int, events_fd: int, kv_events_fd: int) -> None:
+        self.mailbox = Mailbox()
         self._commands_fd = commands_fd
         self._events_fd = events_fd
         self._kv_events_fd = kv_events_fd
         self._frames: FrameReader[Command] = FrameReader(Command)  # type: ignore[arg-type]  # a union
         self._poll = select.poll()
         self._poll.register(commands_fd, select.POLLIN | select.POLLHUP)
+        self._poll.register(self.mailbox, select.POLLIN)
         os.set_blocking(commands_fd, False)
 
     def receive(self, wait: bool) -> list[Command]:
         """Return the commands that have arrived; with ``wait``, at least one. `ParentGone` at the end of the pipe."""
         commands: list[Command] = []
         while True:
-            if not self._poll.poll(None if wait and not commands else 0):
+            ready = [fd for fd, _ in self._poll.poll(None if wait and not commands else 0)]
+            if self.mailbox.fileno() in ready:
+                commands += self.mailbox.take()
+            if self._commands_fd not in ready:
                 return commands
             data = os.read(self._commands_fd, _READ_BYTES)
             if not data:
@@ -121,15 +130,21 @@ def _run(pipe: WorkerPipe, spec: EngineSpec, memory_fd: int, make_core: MakeCore
             os.sched_setaffinity(0, spec.cores)
         except OSError as error:
             raise LaunchError(f"cannot bind the engine to cores {list(spec.cores)}: {error.strerror}") from None
-    from engine.process.build import build_engine  # after binding: torch counts the cores when it is imported
+    if spec.device == "cpu":
+        os.nice(NICENESS)
+    # After binding: torch counts the cores when it is imported.
+    from engine.process.build import build_engine, with_offload
 
     built = build_engine(spec, memory_fd)
     clock = MonotonicClock()
-    connector = TransferConnector(clock, built.ready.layout, spec.layer_groups)
+    transfer = TransferConnector(clock, built.ready.layout, spec.layer_groups)
+    connector = with_offload(transfer, spec, built.runner.pool, pipe.mailbox.put)
     scheduler = scheduler_class(spec.batching, spec.chunk_tokens)(built.scheduler_config, clock, connector)
-    core = make_core(scheduler, built.runner, clock, pipe)
+    core = make_core(scheduler, built.runner, clock, pipe, spec.runs_ahead)
+    freeze_heap()
     pipe.send(built.ready)
     serve(pipe, core)
+    connector.close()
 
 
 if __name__ == "__main__":

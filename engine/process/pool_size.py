@@ -24,9 +24,11 @@ class ProfiledMemory:
     graphs: int = 0
 
 
-def default_pool_bytes(total_bytes: int, share: float, needed: ProfiledMemory) -> int:
-    """Bytes for the pool of an engine that has the share ``share`` (0 to 1) of a GPU with ``total_bytes``; 0 if nothing
-    is left."""
+def default_pool_bytes(total_bytes: int, share: float, needed: ProfiledMemory, limit_bytes: int | None = None) -> int:
+    """Bytes for the pool of an engine that has the share ``share`` (0 to 1) of a GPU with ``total_bytes``, and may
+    allocate at most ``limit_bytes``; 0 if nothing is left."""
     mine = total_bytes * share - _PROCESSES * CONTEXT_BYTES
+    if limit_bytes is not None:
+        mine = min(mine, limit_bytes - CONTEXT_BYTES)
     graphs = needed.graphs + _GRAPH_BYTES if needed.graphs else 0
     return max(0, int(mine * _USABLE) - needed.held - needed.step - graphs)

@@ -25,18 +25,34 @@ class StaticBatching(Scheduler):
 
     No request joins a running batch. A request whose KV arrives meanwhile waits with its blocks. It ranks below the
     batch and is part of the next one that has fewer than ``max_num_seqs`` requests. A preempted request leaves its
-    batch. So every batch only shrinks, and ends.
+    batch. So every batch only shrinks, and ends. If the blocks that a batch lacks are pinned for requests that wait
+    with theirs, these run first, one at a time: a pinned request needs no further block.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Clock, connector: KVConnector | None = None) -> None:
         super().__init__(config, clock, connector)
         self._members: set[Sequence] = set()  # of the batch, including requests that have finished
+        self._instead: Sequence | None = None  # the request that runs instead of the batch
+
+    @property
+    def has_work(self) -> bool:
+        """See `Scheduler.has_work`."""
+        return super().has_work or self._holder() is not None
 
     def schedule(self) -> SchedulerOutput:
         """Return the next step of the batch, or the first step of a new batch."""
+        if not self._in_flight:
+            self._instead = self._holder()
         if not self._runs():
             self._form_batch()
         return super().schedule()
+
+    def _holder(self) -> Sequence | None:
+        """A pinned request outside of the batch that holds blocks, if the batch can get none."""
+        batch = [seq for seq in self._running if seq in self._members]
+        if self._in_flight or not batch or self._can_run(batch):
+            return None
+        return next((seq for seq in self._running if seq.pinned and seq not in self._members), None)
 
     def _runs(self) -> bool:
         """Whether any request of the batch runs."""
@@ -54,10 +70,12 @@ class StaticBatching(Scheduler):
 
     def _batch(self) -> list[Sequence]:
         """The running requests of the batch, or of the next batch if there are none."""
+        if self._instead in self._running:
+            return [self._instead]
         return [seq for seq in self._running if seq in self._members] or self._running[: self.config.max_num_seqs]
 
     def _join(self, seq: Sequence) -> None:
-        insort(self._running, seq, key=lambda each: (each not in self._members, each.arrival))
+        insort(self._running, seq, key=lambda each: (each not in self._members, each.rank))
 
     def _admissible(self, num_running: int) -> Sequence | None:
         return None if self._runs() else super()._admissible(num_running)
@@ -84,18 +102,18 @@ class WholePrompts(Scheduler):
         if long not in self._running:
             self._start(long)
             self._reserve()
-        return SchedulerOutput([self._take(long, long.num_uncomputed_tokens, started_s)], started_s, [])
+        return self._launch([(long, long.num_uncomputed_tokens, 0)], started_s)
 
     def _cut(self, seq: Sequence, num_tokens: int) -> int:
         return 0 if seq.computes_prompt else num_tokens
 
     def _too_long(self) -> Sequence | None:
         """The next prompt, if it does not fit beside the decodes."""
-        batch = self._batch()
+        batch = self._ready()
         seq = next((seq for seq in batch if seq.num_uncomputed_tokens > 1 and seq.computes_prompt), None)
         if seq is not None:
             wanted = seq.num_uncomputed_tokens
-        elif (seq := self._admissible(len(batch))) is not None:
+        elif (seq := self._admissible(len(self._batch()))) is not None:
             wanted = self._to_compute(seq)
         else:
             return None

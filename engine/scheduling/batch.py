@@ -10,19 +10,24 @@ from engine.scheduling.sequence import TokenHistory
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import SamplingParams
 
+PENDING = -1
+"""In place of a token id: the token that the step before this one samples for the request, which is not known yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSeq:
     """One request's part of a step.
 
     ``token_ids`` are the tokens to compute, at positions ``start`` to ``start + len(token_ids) - 1``. The KV of the
-    first ``start`` tokens is in the pool. ``block_ids`` is the block table, which covers all of these tokens. With
-    ``sample``, the step samples the request's next token from the logits after the last token.
+    first ``start`` tokens is in the pool when the steps before have run. ``block_ids`` is the block table, which covers
+    all of these tokens, the last of which may be `PENDING`. With ``sample``, the step samples the request's next token
+    from the logits after the last token.
 
     The last ``num_drafts`` of ``token_ids`` may be drafts: guesses of the tokens that come next. Then the step gives
     the drafts that it would have sampled itself, up to the first that differs, and one more token.
 
-    ``history`` is set if ``params`` penalise. It is the request's own object, so read it before `Scheduler.update`.
+    ``history`` is set if ``params`` penalise. It is the request's own object, so read it when the tokens of the step
+    before are known, and before those of this step are.
     """
 
     attempt_id: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from engine.scheduling.prefix_cache import PrefixCache
 
@@ -14,16 +14,19 @@ class BlockManager:
 
     Owners are any hashable keys. Free blocks with the lowest numbers are allocated first, so that used blocks stay
     dense at the beginning of the pool. Free blocks that the prefix cache can find are allocated last, the least
-    recently used first.
+    recently used first; ``evicted`` is called with the block and its digest before it is allocated again.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, evicted: Callable[[int, bytes], None] = lambda block, digest: None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks))  # ascending, hence a heap already
         self._owned: dict[Hashable, list[int]] = {}
         self._owners = [0] * num_blocks  # number of owners of each block
         self._cache = PrefixCache()
+        self._evicted = evicted
 
     @property
     def free_blocks(self) -> int:
@@ -71,10 +74,15 @@ class BlockManager:
             self._owners[block] += 1
             blocks.append(block)
         for _ in range(missing):
-            block = heapq.heappop(self._free) if self._free else self._cache.evict()
+            block = heapq.heappop(self._free) if self._free else self._evict()
             self._owners[block] = 1
             blocks.append(block)
         return True
+
+    def _evict(self) -> int:
+        block, digest = self._cache.evict()
+        self._evicted(block, digest)
+        return block
 
     def blocks(self, owner: Hashable) -> list[int]:
         """Return the block table of ``owner``: the live list, which `allocate` extends in place. For an unknown owner
@@ -95,6 +103,10 @@ class BlockManager:
             if not self._owners[block] and not self._cache.retire(block):
                 heapq.heappush(self._free, block)
         return len(blocks)
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Return the digests that `find` began or ceased to find since the last call, and whether it finds each now."""
+        return self._cache.take_changes()
 
     def owned_only_by(self, owners: Sequence[Hashable]) -> bool:
         """Whether `free` for all of ``owners`` would free at least one block."""

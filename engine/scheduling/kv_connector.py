@@ -19,9 +19,10 @@ class KVConnector(Protocol):
     nothing reads the blocks of a request any more. A connector must not call these from its own methods.
     """
 
-    def remote_tokens(self, seq: Sequence) -> int:
+    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
         """Return how many of the first tokens of the new request ``seq`` get their KV from elsewhere; 0 if it computes
-        all of them. If it is all of its tokens, the next token must come with the KV (see `Scheduler.kv_ready`)."""
+        all of them. If it is all of its tokens, the next token must come with the KV (see `Scheduler.kv_ready`). Its
+        first ``num_cached_blocks`` blocks are in the prefix cache now."""
         ...
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
@@ -34,8 +35,13 @@ class KVConnector(Protocol):
         """
         ...
 
+    def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
+        """Note that `Scheduler.pin_prefix` has pinned these cached blocks, maybe none, until `Scheduler.release`."""
+        ...
+
     def computed(self, seq: Sequence) -> None:
-        """Note that a step computed tokens of ``seq``, whose blocks are pinned. Its new tokens are known."""
+        """Note that a step computed tokens of ``seq``, whose blocks are pinned, or that KV which it awaited is there.
+        Its new tokens are known."""
         ...
 
     def release(self, seq: Sequence) -> bool:
@@ -48,21 +54,37 @@ class KVConnector(Protocol):
         send before the step ends."""
         ...
 
+    @property
+    def num_stored_blocks(self) -> int:
+        """Number of blocks that are kept outside of the pool."""
+        ...
+
+    def evicted(self, block: int, digest: bytes) -> None:
+        """Note that the prefix cache has forgotten ``block``, which holds the KV of ``digest`` until the next step."""
+        ...
+
     def take_events(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""
+        ...
+
+    def close(self) -> None:
+        """End what it runs, because the engine ends."""
         ...
 
 
 class NoTransfer:
     """The connector of an engine without KV transfer: all KV is computed here and stays here."""
 
-    def remote_tokens(self, seq: Sequence) -> int:
+    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
         """Return 0."""
         return 0
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
         """Return False: nothing is pinned."""
         return False
+
+    def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
+        """Do nothing: nothing else reads the blocks."""
 
     def computed(self, seq: Sequence) -> None:
         """Never called, because nothing is pinned."""
@@ -75,6 +97,14 @@ class NoTransfer:
         """Return None."""
         return None
 
+    num_stored_blocks = 0
+
+    def evicted(self, block: int, digest: bytes) -> None:
+        """Do nothing."""
+
     def take_events(self) -> list[KVEvent]:
         """Return no events."""
         return []
+
+    def close(self) -> None:
+        """Do nothing."""

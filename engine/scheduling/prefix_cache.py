@@ -1,49 +1,24 @@
-"""The prefix cache: finds KV blocks by a digest of all tokens up to the end of the block.
-
-The KV of a token depends on all tokens before it, so digests form a chain: the digest of a full block covers the digest
-of the block before it and its own token ids. The chain starts with the request's salt. Equal digests mean equal salts
-and equal tokens from the first to the last of the block.
-"""
+"""The prefix cache: finds KV blocks by a digest of all tokens up to the end of the block
+(`pdserve.core.prefix_digests`)."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-
-import xxhash
-
-
-class PrefixDigests:
-    """Digests of one request's full blocks, computed when they are needed."""
-
-    def __init__(self, salt: str, block_size: int) -> None:
-        self._block_size = block_size
-        self._root = xxhash.xxh3_128_digest(salt.encode())
-        self._digests: list[bytes] = []
-
-    def first(self, num_blocks: int, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """Return the digests of the first ``num_blocks`` blocks, which ``token_ids`` must fill. Between calls,
-        ``token_ids`` may only grow."""
-        size, digests = self._block_size, self._digests
-        while len(digests) < num_blocks:
-            start = len(digests) * size
-            parent = digests[-1] if digests else self._root
-            tokens = array("q", token_ids[start : start + size])
-            digests.append(xxhash.xxh3_128_digest(parent + tokens.tobytes()))
-        return digests[:num_blocks]
+from collections.abc import Iterable
 
 
 class PrefixCache:
     """Maps digests to block numbers, and evicts the least recently used block without an owner.
 
     A block is findable from `publish` until `evict`, and idle (findable without an owner) from `retire` until `revive`
-    or `evict`. The block manager decides who owns it.
+    or `evict`. The block manager decides who owns it. `take_changes` tells which digests became findable or stopped to
+    be.
     """
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._idle: dict[int, None] = {}  # least recently used first
+        self._changes: dict[bytes, bool] = {}  # whether the digest is findable now
 
     def __len__(self) -> int:
         """Number of findable blocks."""
@@ -73,6 +48,7 @@ class PrefixCache:
         if digest not in self._by_digest and block not in self._digest_of:
             self._by_digest[digest] = block
             self._digest_of[block] = digest
+            self._changes[digest] = True
 
     def retire(self, block: int) -> bool:
         """Note that ``block`` has lost its last owner. Returns False if it is not findable, and therefore free."""
@@ -85,11 +61,18 @@ class PrefixCache:
         """Note that the idle ``block`` has an owner again."""
         del self._idle[block]
 
-    def evict(self) -> int:
-        """Forget the least recently used idle block and return it. KeyError if no block is idle."""
+    def evict(self) -> tuple[int, bytes]:
+        """Forget the least recently used idle block, and return it and its digest. KeyError if no block is idle."""
         block = next(iter(self._idle), None)
         if block is None:
             raise KeyError("no block is idle")
         del self._idle[block]
-        del self._by_digest[self._digest_of.pop(block)]
-        return block
+        digest = self._digest_of.pop(block)
+        del self._by_digest[digest]
+        self._changes[digest] = False
+        return block, digest
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Return the digests that were published or evicted since the last call, and whether each is findable now."""
+        changes, self._changes = self._changes, {}
+        return changes

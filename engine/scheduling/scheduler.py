@@ -6,22 +6,27 @@ tokens without KV, one while it decodes and many while it prefills, and a step c
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.messages import Finished, Load, Rejected, Submit, TokenOut
-from engine.scheduling.batch import SampledToken, ScheduledSeq, StepResult
+from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq, StepResult
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.kv_connector import KVConnector, NoTransfer
-from engine.scheduling.prefix_cache import PrefixDigests
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityExceeded, ConfigError, InvalidRequest, PdserveError, to_wire
+from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import EngineStatus
 
 SchedulerEvent = Rejected | Finished
+
+MAX_IN_FLIGHT = 2
+"""Steps that may be in flight at once. A `PENDING` token is that of the step before, so there cannot be more."""
 
 WATERMARK_DIVISOR = 100  # 1 % of the pool is kept free for running requests to grow
 
@@ -104,15 +109,23 @@ class TokenBudget:
 class Scheduler:
     """Continuous batching with chunked prefill over a paged pool with a prefix cache.
 
-    `engine.core.EngineCore` passes commands to it and alternates `schedule` and `update`. Commands may come in between:
-    a request that is aborted while its step runs keeps its blocks until `update`, because the step may still write to
-    them.
+    `engine.core.EngineCore` passes commands to it and calls `schedule` and `update` for each step, which is in flight
+    between the two. Commands may come in between: a request that ends keeps its blocks until the `update` of the last
+    step in flight that computes it, because that step may still write to them.
 
-    **Order.** Requests rank by arrival. A step takes running requests first, in that order: each decoding request gets
-    a token, and chunks of prompts get the rest of the budget. The first request of a step always gets a token.
-    Preempted requests follow, then waiting requests, first come first served: a request that cannot be admitted blocks
-    all requests behind it. Admission allocates the blocks of all known tokens, so only decoding requests grow. While
-    other requests may grow, admission leaves a small watermark of blocks free.
+    **Running ahead.** One step may be scheduled while another is in flight. The tokens that the first one samples are
+    pending then: the second one computes them, as `PENDING` parts, before they are known. What is certain is decided
+    right away: a request whose pending token is its last by length gets no further part. A request that turns out to
+    have ended by a stop id has a part too many, whose token `update` drops. Nothing is preempted while a step is in
+    flight, so that only requests are preempted whose tokens are known and to whose blocks nothing writes: `has_work` is
+    False then if blocks are short. A request with drafts in flight waits for them.
+
+    **Order.** Requests rank by priority (lower values first), those of equal priority by arrival. A step takes running
+    requests first, in that order: each decoding request gets a token, and chunks of prompts get the rest of the budget.
+    The first request of a step always gets a token. Preempted and waiting requests follow, in the same order: a request
+    that cannot be admitted blocks all requests behind it. Admission preempts nothing. It allocates the blocks of all
+    known tokens, so only decoding requests grow. While other requests may grow, it leaves a small watermark of blocks
+    free.
 
     **Prefix cache.** Admission shares the cached blocks that hold the beginning of the request's tokens. At least one
     token remains to be computed, from which the next is sampled. A full block becomes findable after the step that
@@ -133,11 +146,13 @@ class Scheduler:
     **Progress.** Every request finishes, for three reasons.
     (1) The highest running request advances. If it needs a block and none is free, lower requests are preempted, the
     lowest first, until a block is free. It waits only if preemption would free no block: then every other block belongs
-    to a request that is pinned or awaits KV. A pinned request never grows, so it advances if it runs. If it has
-    finished, or awaits KV, then `kv_ready`, `release` or `abort` follows within the connector's lease.
+    to a request that is pinned or awaits KV, or to `pin_prefix`. A pinned request never grows, so it advances if it
+    runs. If it has finished, or awaits KV, then `kv_ready`, `release` or `abort` follows within the connector's lease,
+    and so it does after `pin_prefix`.
     (2) The highest request finishes after at most prompt + ``max_tokens`` such steps, because it is never preempted.
-    Then the next request is the highest.
-    (3) While a request waits or is preempted, no later request is admitted. So finitely many requests run before it,
+    Then the next request is the highest. Only requests that are submitted later with a lower ``priority`` can come
+    before it.
+    (3) While a request waits or is preempted, no lower request is admitted. So finitely many requests run before it,
     and it fits when they are done: `submit` refuses requests that exceed an empty pool, and an idle pool has no
     watermark. A step that preempts admits nothing, so that the blocks go to the request that needs them.
     Sharing of blocks does not affect this: a block without an owner counts as free whether it is cached or not, and a
@@ -148,15 +163,17 @@ class Scheduler:
         """Create an idle scheduler. Without a ``connector`` there is no KV transfer (`NoTransfer`)."""
         self.config = config
         self.connector = NoTransfer() if connector is None else connector
-        self.blocks = BlockManager(config.num_blocks, config.block_size)
+        self.blocks = BlockManager(config.num_blocks, config.block_size, self.connector.evicted)
         self._clock = clock
+        self._token_budget = config.max_num_batched_tokens
         self._watermark = max(1, config.num_blocks // WATERMARK_DIVISOR)
         self._seqs: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._preempted: list[Sequence] = []  # by arrival
-        self._running: list[Sequence] = []  # highest rank first
+        self._waiting: deque[Sequence] = deque()  # highest rank first, as the next two
+        self._preempted: list[Sequence] = []
+        self._running: list[Sequence] = []
         self._awaiting_kv: dict[str, Sequence] = {}
-        self._in_step: list[Sequence] = []
+        self._in_flight: deque[tuple[SchedulerOutput, list[Sequence]]] = deque()  # steps and their requests
+        self._updated_s = -math.inf
         self._events: list[SchedulerEvent] = []
         self._arrivals = 0
         self._preemptions = 0
@@ -164,6 +181,11 @@ class Scheduler:
         self._cached_tokens = 0
 
     # --- commands ----------------------------------------------------------------------------------------------------
+
+    def set_token_budget(self, num_tokens: int) -> None:
+        """Set the tokens of a step, from the next one on: at least 1, and at most those of the configuration, which the
+        memory of the device was divided for."""
+        self._token_budget = max(1, min(num_tokens, self.config.max_num_batched_tokens))
 
     def submit(self, submit: Submit) -> None:
         """Queue a request, or answer with a `Rejected` event: `CapacityExceeded` if it can never fit, `InvalidRequest`
@@ -173,16 +195,20 @@ class Scheduler:
             self._events.append(Rejected(submit.attempt_id, *to_wire(error)))
             return
         seq = Sequence.from_submit(submit, self._arrivals, self.config.eos_token_ids)
-        seq.num_remote_tokens = self.connector.remote_tokens(seq)
         if self.config.prefix_caching:
             seq.prefix = PrefixDigests(submit.request.salt, self.config.block_size)
+        seq.num_remote_tokens = self.connector.remote_tokens(seq, len(self._cached(seq)))
         self._arrivals += 1
         self._seqs[seq.attempt_id] = seq
-        self._waiting.append(seq)
+        if self._waiting and seq.rank < self._waiting[-1].rank:
+            insort(self._waiting, seq, key=_rank)
+        else:
+            self._waiting.append(seq)
         self._reserve()
 
-    def kv_ready(self, attempt_id: str, first_token_id: int | None = None) -> None:
-        """Let a request run, because the KV of its remote tokens is in its blocks and verified.
+    def kv_ready(self, attempt_id: str, first_token_id: int | None = None, num_tokens: int | None = None) -> None:
+        """Let a request run, because the KV of its remote tokens is in its blocks and verified, or only that of the
+        first ``num_tokens``: the others are computed.
 
         ``first_token_id`` is its next token, if that came with the KV. If it is also the last one (by length or stop
         id), the request is finished and a `Finished` event follows. Ignored unless the request awaits KV.
@@ -190,9 +216,16 @@ class Scheduler:
         seq = self._awaiting_kv.pop(attempt_id, None)
         if seq is None:
             return
-        seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_remote_tokens)
+        arrived = seq.num_remote_tokens if num_tokens is None else num_tokens
+        found = max(0, arrived - seq.num_computed_tokens)
+        seq.num_computed_tokens += found
         seq.num_remote_tokens = 0
+        if num_tokens is not None:
+            seq.num_cached_tokens += found
+            self._cached_tokens += found
         self._publish(seq)
+        if seq.pinned and found:
+            self.connector.computed(seq)
         seq.transition(EngineStatus.RUNNING)
         reason = None if first_token_id is None else seq.append(first_token_id)
         if reason is None:
@@ -202,21 +235,32 @@ class Scheduler:
             self._finish(seq)
             self._reserve()
 
+    def pin_prefix(self, attempt_id: str, salt: str, token_ids: Seq[int]) -> None:
+        """Keep the cached blocks that hold the beginning of ``token_ids`` until `release` or `abort`, because something
+        outside the engine is to read them. The connector is told which these are."""
+        found: list[int] = []
+        if self.config.prefix_caching:
+            size = self.config.block_size
+            found = self.blocks.find(PrefixDigests(salt, size).first(len(token_ids) // size, token_ids))
+            self.blocks.allocate(attempt_id, len(found) * size, found)  # no block is missing, so it never fails
+        self.connector.prefix_pinned(attempt_id, found)
+
     def propose(self, attempt_id: str, token_ids: list[int]) -> None:
         """Set the drafts of a running request: guesses of its next tokens. They replace earlier drafts.
 
         The next part that samples a token for it includes as many of them as the limits allow, and the rest is dropped.
-        Ignored during a step of the request, and unless it runs.
+        Ignored while a step of the request is in flight, and unless it runs.
         """
         seq = self._seqs.get(attempt_id)
-        if seq is not None and seq.status is EngineStatus.RUNNING and not seq.in_step:
+        if seq is not None and seq.status is EngineStatus.RUNNING and not seq.num_running_steps:
             seq.draft_token_ids = token_ids
 
     def release(self, attempt_id: str) -> None:
-        """Unpin the blocks of a request, because nothing outside the engine reads them any more. They are freed when
-        the request has finished. Ignored for unknown ids."""
+        """Unpin the blocks of a request or of `pin_prefix`, because nothing outside the engine reads them any more.
+        Those of a request are freed when it has finished. Ignored for unknown ids."""
         seq = self._seqs.get(attempt_id)
         if seq is None:
+            self._unpin_prefix(attempt_id)
             return
         seq.pinned = False
         if seq.status is EngineStatus.FINISHED:
@@ -224,10 +268,11 @@ class Scheduler:
             self._reserve()
 
     def abort(self, attempt_id: str) -> None:
-        """Drop a request in any state. Unknown ids are ignored. Its blocks are freed at once, or after the step that
-        computes it now."""
+        """Drop a request in any state, or unpin the blocks of `pin_prefix`. Unknown ids are ignored. Blocks of a
+        request are freed at once, or after the last step in flight that computes it."""
         seq = self._seqs.get(attempt_id)
         if seq is None:
+            self._unpin_prefix(attempt_id)
             return
         match seq.status:
             case EngineStatus.WAITING:
@@ -250,19 +295,23 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would return a step that computes anything."""
-        batch = self._batch()
+        """Whether `schedule` would return a step that computes anything. While a step is in flight, one that might
+        preempt has to wait."""
+        batch = self._ready()
+        if self._in_flight and self._missing_blocks(batch) > self.blocks.free_blocks:
+            return False
         if batch and self._can_run(batch):
             return True
-        return self._admissible(len(batch)) is not None
+        return self._admissible(len(self._batch())) is not None
 
     def schedule(self) -> SchedulerOutput:
-        """Return the next step. AssertionError if `update` was not called for the last one."""
+        """Return the next step. AssertionError if `MAX_IN_FLIGHT` steps are in flight. With one in flight, call it only
+        if `has_work`."""
         started_s = self._begin_step()
         max_num_seqs = self.config.max_num_seqs
         parts: list[tuple[Sequence, int]] = []  # requests, and how many of their tokens
         preempted: list[str] = []
-        batch = list(self._batch())
+        batch = self._ready()
         budget = self._budget(batch)
         for seq in batch:
             if len(parts) == max_num_seqs:
@@ -273,7 +322,7 @@ class Scheduler:
             num_tokens = budget.offer(wanted, first=not parts)
             if num_tokens < wanted:
                 num_tokens = self._cut(seq, num_tokens)
-            if num_tokens and self._grow(seq, seq.num_computed_tokens + num_tokens, preempted):
+            if num_tokens and self._grow(seq, seq.num_scheduled_tokens + num_tokens, preempted):
                 parts.append((seq, num_tokens))
                 budget.spend(num_tokens, wanted)
         # A preempted request must not get back the blocks that were just freed.
@@ -291,43 +340,58 @@ class Scheduler:
             self._start(head)
             parts.append((head, num_tokens))
             budget.spend(num_tokens, wanted)
-        seqs: list[ScheduledSeq] = []
-        for seq, num_tokens in parts:
-            num_drafts = self._grow_for_drafts(seq, num_tokens, budget) if seq.draft_token_ids else 0
-            seqs.append(self._take(seq, num_tokens, started_s, num_drafts))
-        return SchedulerOutput(seqs, started_s, preempted)
+        return self._launch(
+            [(seq, n, self._grow_for_drafts(seq, n, budget) if seq.draft_token_ids else 0) for seq, n in parts],
+            *(started_s, preempted),
+        )
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, list[SampledToken]], sampled_s: float
     ) -> StepResult:
-        """Apply the results of a step and return its tokens.
+        """Apply the results of the oldest step in flight and return its tokens. AssertionError if it is not ``output``.
 
-        ``sampled`` holds the next tokens, at least one, of every part with ``sample`` (KeyError if they are missing).
-        Tokens after the last one of a request (by stop id or length) are dropped, and drafts that the tokens do not
-        confirm are taken back. ``sampled_s`` is the time at which the tokens were known, in seconds of the clock.
-        Requests that were aborted during the step are left out.
+        ``sampled`` holds the next tokens, at least one, of every part with ``sample`` (KeyError if they are missing);
+        exactly one of a part that the step after it goes on from (ValueError). Tokens after the last one of a request
+        (by stop id or length) are dropped, and drafts that the tokens do not confirm are taken back. ``sampled_s`` is
+        the time at which the tokens were known, in seconds of the clock. Requests that have ended meanwhile are left
+        out.
+
+        A step that was scheduled while another one was in flight counts as started when that one's tokens were known.
         """
-        step = StepResult(sampled_s, output.started_s)
-        in_step, self._in_step = self._in_step, []
+        oldest, seqs = self._in_flight.popleft()
+        if oldest is not output:
+            raise AssertionError("update() was called for another step than the oldest in flight")
+        started_s = max(output.started_s, self._updated_s)
+        self._updated_s = sampled_s
+        step = StepResult(sampled_s, started_s)
         any_ended = False
-        for part, seq in zip(output.seqs, in_step, strict=True):
-            seq.in_step = False
-            if seq.status is not EngineStatus.RUNNING:  # aborted meanwhile
-                self._free(seq)
-                any_ended = True
+        for part, seq in zip(output.seqs, seqs, strict=True):
+            num_tokens = len(part.token_ids) - part.num_drafts
+            seq.num_running_steps -= 1
+            seq.num_running_tokens -= num_tokens
+            seq.num_pending_tokens -= part.sample
+            if part.num_drafts:  # another step of the request may be in flight that has them
+                seq.verifies_drafts = False
+            if seq.first_scheduled_s is None:
+                seq.first_scheduled_s = started_s
+            if seq.status is not EngineStatus.RUNNING:  # it has ended meanwhile
+                if not seq.num_running_steps and self._seqs.get(seq.attempt_id) is not seq:
+                    self._free(seq)
+                    any_ended = True
                 continue
-            seq.num_computed_tokens += len(part.token_ids) - part.num_drafts
+            seq.num_computed_tokens += num_tokens
             reason = None
             if part.sample:
-                first_scheduled_s = output.started_s if seq.first_scheduled_s is None else seq.first_scheduled_s
-                for token in sampled[seq.attempt_id]:
+                tokens = sampled[part.attempt_id]
+                if seq.num_running_steps and len(tokens) != 1:
+                    raise ValueError(f"{seq.attempt_id}: {len(tokens)} tokens, and the next step goes on from one")
+                for token in tokens:
                     reason = seq.append(token.token_id)
                     finish_reason = reason.value if reason else ""
                     cached = seq.num_cached_tokens if seq.num_output_tokens == 1 else 0
+                    scheduled_s = seq.first_scheduled_s
                     step.tokens.append(
-                        TokenOut(
-                            seq.attempt_id, token.token_id, finish_reason, first_scheduled_s, token.logprobs, cached
-                        )
+                        TokenOut(part.attempt_id, token.token_id, finish_reason, scheduled_s, token.logprobs, cached)
                     )
                     if reason is not None:
                         break
@@ -359,6 +423,7 @@ class Scheduler:
             self._looked_up_tokens,
             self._cached_tokens,
             self.blocks.cached_blocks,
+            self.connector.num_stored_blocks,
         )
 
     def take_events(self) -> list[SchedulerEvent]:
@@ -378,6 +443,11 @@ class Scheduler:
             return InvalidRequest("prompt_token_ids: the prompt is empty; it must have at least one token")
         if submit.max_tokens < 1:
             return InvalidRequest(f"max_tokens: {submit.max_tokens} is below 1; it must be at least 1")
+        if not 0 <= submit.prefix_tokens < prompt_tokens or submit.prefix_tokens % config.block_size:
+            return InvalidRequest(
+                f"prefix_tokens: {submit.prefix_tokens} is not a number of whole blocks of {config.block_size} tokens "
+                f"below {prompt_tokens}, the tokens of the prompt"
+            )
         wanted = f"{prompt_tokens} prompt tokens and up to {submit.max_tokens} new ones"
         if total_tokens > config.max_model_len:
             return CapacityExceeded(f"{wanted} exceed max_model_len {config.max_model_len}; shorten one of them")
@@ -390,17 +460,28 @@ class Scheduler:
         return None
 
     def _head(self) -> Sequence | None:
-        if self._preempted:
-            return self._preempted[0]
-        return self._waiting[0] if self._waiting else None
+        if not self._preempted:
+            return self._waiting[0] if self._waiting else None
+        if self._waiting and self._waiting[0].rank < self._preempted[0].rank:
+            return self._waiting[0]
+        return self._preempted[0]
 
     def _batch(self) -> list[Sequence]:
         """The running requests that the next step may compute, highest rank first."""
         return self._running
 
+    def _ready(self) -> list[Sequence]:
+        """Those of the batch of which it is known that there is something to compute."""
+        return [seq for seq in self._batch() if seq.can_go_on] if self._in_flight else list(self._batch())
+
+    def _missing_blocks(self, batch: list[Sequence]) -> int:
+        """How many blocks ``batch`` lacks for its known and pending tokens."""
+        blocks_for = self.blocks.blocks_for
+        return sum(max(0, blocks_for(seq.num_tokens) - len(seq.block_ids)) for seq in batch)
+
     def _join(self, seq: Sequence) -> None:
         """Add a RUNNING request to the running ones."""
-        insort(self._running, seq, key=_arrival)
+        insort(self._running, seq, key=_rank)
 
     def _cut(self, seq: Sequence, num_tokens: int) -> int:
         """How many tokens of ``seq`` a step computes if it has only ``num_tokens`` for it, fewer than ``seq`` wants."""
@@ -411,7 +492,7 @@ class Scheduler:
         if self.blocks.free_blocks:
             return True
         size = self.config.block_size
-        if any(seq.num_computed_tokens < len(seq.block_ids) * size for seq in batch):
+        if any(seq.num_scheduled_tokens < len(seq.block_ids) * size for seq in batch):
             return True
         # The highest request may preempt the most others. If that frees no block, no other preemption does.
         return self.blocks.owned_only_by([seq.arrival for seq in self._running[1:] if not seq.pinned])
@@ -467,14 +548,14 @@ class Scheduler:
         head.pinned = self.connector.allocate(head, len(cached))
 
     def _begin_step(self) -> float:
-        """Return the start time of a step. AssertionError if another step runs."""
-        if self._in_step:
-            raise AssertionError("schedule() was called while a step runs")
+        """Return the time of a step. AssertionError if as many steps as allowed are in flight."""
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            raise AssertionError(f"schedule() was called while {MAX_IN_FLIGHT} steps are in flight")
         return self._clock.now()
 
     def _budget(self, batch: list[Sequence]) -> TokenBudget:
         num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in batch[: self.config.max_num_seqs])
-        return TokenBudget(self.config.max_num_batched_tokens, num_decodes, self.config.chunk_tokens)
+        return TokenBudget(self._token_budget, num_decodes, self.config.chunk_tokens)
 
     def _to_compute(self, head: Sequence) -> int:
         return len(head.token_ids) - len(self._cached(head)) * self.config.block_size
@@ -486,7 +567,7 @@ class Scheduler:
         needs no draft. Drafts preempt nothing.
         """
         num_known = len(seq.token_ids)
-        if seq.num_computed_tokens + num_tokens < num_known:
+        if seq.num_pending_tokens or seq.num_scheduled_tokens + num_tokens < num_known:
             return 0
         room = len(seq.block_ids) * self.config.block_size - num_known
         wanted = min(len(seq.draft_token_ids), seq.remaining_tokens - 1)
@@ -520,10 +601,12 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, num_tokens: int, preempted: list[str]) -> bool:
         """Grow the blocks of ``seq`` to ``num_tokens`` tokens, and preempt lower requests if necessary. Returns False
-        if ``seq`` must wait."""
+        if ``seq`` must wait, as it does for steps in flight."""
         if num_tokens <= len(seq.block_ids) * self.config.block_size:
             return True
         while not self.blocks.allocate(seq.arrival, num_tokens):
+            if self._in_flight:
+                return False
             lower = [s for s in self._running[self._running.index(seq) + 1 :] if not s.pinned]
             if not self.blocks.owned_only_by([s.arrival for s in lower]):
                 return False
@@ -536,30 +619,37 @@ class Scheduler:
         seq.transition(EngineStatus.PREEMPTED)
         seq.num_computed_tokens = 0
         self._free(seq)
-        insort(self._preempted, seq, key=_arrival)
+        insort(self._preempted, seq, key=_rank)
         self._preemptions += 1
 
-    def _take(self, seq: Sequence, num_tokens: int, started_s: float, num_drafts: int = 0) -> ScheduledSeq:
-        if seq.first_scheduled_s is None:
-            seq.first_scheduled_s = started_s
-        seq.in_step = True
-        self._in_step.append(seq)
-        start = seq.num_computed_tokens
+    def _launch(
+        self, parts: list[tuple[Sequence, int, int]], started_s: float, preempted: list[str] | None = None
+    ) -> SchedulerOutput:
+        """The step of ``parts`` (requests, and how many of their tokens and of their drafts), which is in flight now
+        unless there are none."""
+        output = SchedulerOutput([self._take(*part) for part in parts], started_s, preempted or [])
+        if parts:
+            self._in_flight.append((output, [seq for seq, _, _ in parts]))
+        return output
+
+    @staticmethod
+    def _take(seq: Sequence, num_tokens: int, num_drafts: int = 0) -> ScheduledSeq:
+        start = seq.num_computed_tokens + seq.num_running_tokens
         end = start + num_tokens
-        sample = end == len(seq.token_ids)
+        num_known = len(seq.token_ids)
+        sample = end == num_known + seq.num_pending_tokens
         token_ids = seq.token_ids[start:end]
+        if end > num_known:
+            token_ids += [PENDING] * (end - max(start, num_known))
         if seq.draft_token_ids and sample:
             token_ids += seq.draft_token_ids[:num_drafts]
             seq.draft_token_ids = []
+        seq.num_running_steps += 1
+        seq.num_running_tokens += num_tokens
+        seq.num_pending_tokens += sample
+        seq.verifies_drafts = num_drafts > 0
         return ScheduledSeq(
-            attempt_id=seq.attempt_id,
-            token_ids=token_ids,
-            start=start,
-            block_ids=seq.block_ids,
-            sample=sample,
-            params=seq.params,
-            history=seq.history,
-            num_drafts=num_drafts,
+            seq.attempt_id, token_ids, start, seq.block_ids, sample, seq.params, seq.history, num_drafts
         )
 
     def _finish(self, seq: Sequence) -> None:
@@ -568,9 +658,13 @@ class Scheduler:
         if self.connector.release(seq):
             self._forget(seq)
 
+    def _unpin_prefix(self, attempt_id: str) -> None:
+        if self.blocks.free(attempt_id):  # the other owners of blocks are requests, by their numbers
+            self._reserve()
+
     def _forget(self, seq: Sequence) -> None:
         del self._seqs[seq.attempt_id]
-        if not seq.in_step:
+        if not seq.num_running_steps:
             self._free(seq)
 
     def _free(self, seq: Sequence) -> None:
@@ -579,5 +673,5 @@ class Scheduler:
         seq.num_published_blocks = 0
 
 
-def _arrival(seq: Sequence) -> int:
-    return seq.arrival
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.messages import KVRole, Submit
-from engine.scheduling.prefix_cache import PrefixDigests
+from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.request import ENGINE_TRANSITIONS, EngineStatus, check_transition
 from pdserve.core.sampling import FinishReason, SamplingParams
 
@@ -47,23 +47,27 @@ class TokenHistory:
 class Sequence:
     """The state of one request. Compared by identity.
 
-    ``arrival``: its rank among all requests of this engine; lower ranks come first.
+    ``arrival``: its number among all requests of this engine.
+    ``priority``: lower ones come first.
     ``token_ids``: prompt and outputs; the KV of the first ``num_computed_tokens`` is in ``block_ids``.
+    ``num_running_steps``: steps in flight that it is part of. They compute ``num_running_tokens`` tokens more, and
+    sample ``num_pending_tokens`` that are not known yet and come after ``token_ids``.
     ``draft_token_ids``: guesses of the tokens that come after ``token_ids``.
     ``stop_token_ids``: include the model's end-of-sequence ids, unless the request ignores them.
     ``first_scheduled_s``: start of the first step that computed anything for it here.
-    ``in_step``: it is part of the step that runs now.
-    ``kv_role``: only the KV connector reads it.
+    ``verifies_drafts``: a step in flight has drafts of it, so how many tokens it samples is not known.
+    ``kv_role``, ``num_prefix_tokens``: those of its `Submit`, which only the KV connector reads.
     ``num_remote_tokens``: how many of its first tokens await their KV from elsewhere.
     ``pinned``: something outside the engine reads its blocks, so it keeps them.
     ``history``: kept only for requests with penalties.
     ``prefix``: the digests of its blocks, of which the first ``num_published_blocks`` are findable (None: no caching).
-    ``num_cached_tokens``: its tokens that the prefix cache held at its first admission.
+    ``num_cached_tokens``: its tokens that the prefix cache held at its first admission, or that came from elsewhere.
     """
 
     attempt_id: str
     kv_role: KVRole
     arrival: int
+    priority: int
     token_ids: list[int]
     num_prompt_tokens: int
     max_tokens: int
@@ -73,7 +77,11 @@ class Sequence:
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
-    in_step: bool = False
+    num_running_steps: int = 0
+    num_running_tokens: int = 0
+    num_pending_tokens: int = 0
+    verifies_drafts: bool = False
+    num_prefix_tokens: int = 0
     num_remote_tokens: int = 0
     pinned: bool = False
     draft_token_ids: list[int] = field(default_factory=list)
@@ -91,23 +99,49 @@ class Sequence:
             attempt_id=request.attempt_id,
             kv_role=submit.kv_role,
             arrival=arrival,
+            priority=request.priority,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             max_tokens=submit.max_tokens,
             params=sampling,
             stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids.union(eos_token_ids),
+            num_prefix_tokens=submit.prefix_tokens,
             history=TokenHistory(token_ids, len(request.prompt_token_ids)) if sampling.penalises else None,
         )
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Its rank among the requests of this engine: the lowest is the first to be computed and the last to lose its
+        blocks."""
+        return self.priority, self.arrival
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens whose KV is in the pool when the steps in flight have run."""
+        return self.num_computed_tokens + self.num_running_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output, including pending ones."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens whose KV is not in the pool: 1 while it decodes, more while it prefills."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Known and pending tokens whose KV no step has computed or computes: 1 while it decodes, more while it
+        prefills."""
+        known = len(self.token_ids) + self.num_pending_tokens
+        return known - self.num_computed_tokens - self.num_running_tokens
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a step may compute it before the steps in flight are known: not if they sample its last token by
+        length, or an unknown number of tokens."""
+        return not self.verifies_drafts and (not self.num_pending_tokens or self.remaining_tokens > 0)
 
     @property
     def computes_prompt(self) -> bool:
         """Whether KV of its prompt is missing. Its blocks for the prompt were allocated at its admission."""
-        return self.num_computed_tokens < self.num_prompt_tokens
+        return self.num_scheduled_tokens < self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -116,8 +150,8 @@ class Sequence:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still wanted: ``max_tokens`` minus the outputs so far."""
-        return self.max_tokens - self.num_output_tokens
+        """Tokens still wanted: ``max_tokens`` minus the outputs so far, pending ones included."""
+        return self.max_tokens - self.num_output_tokens - self.num_pending_tokens
 
     def transition(self, to: EngineStatus) -> None:
         """Change the status to ``to``. `pdserve.core.request.IllegalTransition` if the table forbids it."""
@@ -130,4 +164,4 @@ class Sequence:
             self.history.append(token_id)
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.remaining_tokens <= 0 else None
+        return FinishReason.LENGTH if self.num_output_tokens >= self.max_tokens else None

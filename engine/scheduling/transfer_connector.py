@@ -9,7 +9,7 @@ from engine.messages import Computed, KVEvent, KVRole, Progress, Reserved
 from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.sequence import Sequence
 from pdserve.core.clock import Clock
-from pdserve.core.handoff import FirstToken
+from pdserve.core.handoff import FirstToken, prefix_transfer_id
 from pdserve.core.kv_layout import KVLayout
 
 WORTH_BYTES = 256 * 2**10
@@ -23,11 +23,14 @@ class TransferConnector:
 
     A RECEIVE request awaits the KV of its whole prompt: `Reserved` names the blocks that it goes to, and the worker
     answers with `KVReady`. The blocks of a PUSH request are pinned: `Computed` tells how much KV is in them, and the
-    worker answers with `Release` when nothing reads them any more. LOCAL requests cause no events.
+    worker answers with `Release` when nothing reads them any more. LOCAL and PUSH requests await the KV of their first
+    tokens if `Submit` says so, in the same way as RECEIVE requests.
 
     ``layer_groups`` is the largest number of groups of layers of ``layout`` that a step announces separately (0: it
     announces all layers at its end).
     """
+
+    num_stored_blocks = 0
 
     def __init__(self, clock: Clock, layout: KVLayout | None = None, layer_groups: int = 0) -> None:
         self._clock = clock
@@ -37,22 +40,31 @@ class TransferConnector:
         self._events: list[KVEvent] = []
         self._progress: list[Progress] = []
 
-    def remote_tokens(self, seq: Sequence) -> int:
-        """Return the number of prompt tokens for a RECEIVE request, whose token 1 comes with the KV, else 0."""
-        return seq.num_prompt_tokens if seq.kv_role is KVRole.RECEIVE else 0
+    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
+        """Return the number of prompt tokens for a RECEIVE request, whose token 1 comes with the KV, else the number of
+        those whose KV may come from another worker's cache."""
+        return seq.num_prompt_tokens if seq.kv_role is KVRole.RECEIVE else seq.num_prefix_tokens
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:
-        """Announce the blocks of a RECEIVE request. Pin those of a PUSH request, and announce the cached ones."""
+        """Announce the blocks of a request that awaits KV. Pin those of a PUSH request, and tell of cached ones."""
         if seq.kv_role is KVRole.RECEIVE:
-            now_s = self._clock.now()
-            self._events.append(Reserved(seq.attempt_id, list(seq.block_ids), num_cached_blocks, now_s))
-        elif seq.kv_role is KVRole.PUSH:
+            self._reserved(seq.attempt_id, seq.block_ids, num_cached_blocks)
+        elif seq.num_prefix_tokens:
+            self._reserved(prefix_transfer_id(seq.attempt_id), seq.block_ids, num_cached_blocks)
+        if seq.kv_role is KVRole.PUSH:
             self._pushing.add(seq.attempt_id)
             if num_cached_blocks:
                 found = seq.block_ids[:num_cached_blocks]
                 self._progress.append(Progress(seq.attempt_id, seq.num_computed_tokens, found))
             return True
         return False
+
+    def prefix_pinned(self, attempt_id: str, block_ids: Seq[int]) -> None:
+        """Answer a `PinPrefix`."""
+        self._reserved(attempt_id, block_ids, len(block_ids))
+
+    def _reserved(self, transfer_id: str, block_ids: Seq[int], num_cached_blocks: int) -> None:
+        self._events.append(Reserved(transfer_id, list(block_ids), num_cached_blocks, self._clock.now()))
 
     def computed(self, seq: Sequence) -> None:
         """Announce the progress of a PUSH request. Its first output goes with the last tokens."""
@@ -90,6 +102,9 @@ class TransferConnector:
 
         return LayerHook(after, done)
 
+    def evicted(self, block: int, digest: bytes) -> None:
+        """Do nothing: no other engine asks for blocks of the cache."""
+
     def take_events(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
@@ -97,6 +112,9 @@ class TransferConnector:
             events.append(Computed(self._progress))
             self._progress = []
         return events
+
+    def close(self) -> None:
+        """Do nothing: it runs nothing of its own."""
 
 
 def group_ends(layout: KVLayout, most_groups: int, num_blocks: int) -> tuple[int, ...]:

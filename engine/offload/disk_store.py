@@ -1,0 +1,218 @@
+"""A store in a folder: one file per block, written by a thread of its own.
+
+A file is a header (`_HEADER`) and the block's bytes, with a checksum of both. It gets its name when it is complete, and
+is checked when it is read, so that a crash at any moment leaves nothing that could be taken for a block. Files of an
+engine's folder belong to it alone: it holds a lock while it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import xxhash
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.limited_log import LimitedLog
+
+_log = logging.getLogger(__name__)
+
+MAX_UNWRITTEN_BYTES = 64 * 2**20
+"""Blocks that wait to be written. Further ones are dropped, because the disk is slower than the engine."""
+
+_MAGIC = b"pdskv\0\0\1"
+_HEADER = struct.Struct("<8s16sQ16s")  # magic, digest, bytes of the block, checksum
+_LOCK, _TEMPORARY = "lock", ".new"
+_DIGEST_CHARS = 32
+
+
+class DiskStore:
+    """A `BlockStore` of at most ``max_bytes`` in ``folder``, which is made if it is missing.
+
+    ``kind`` identifies model and layout: blocks of another kind that an earlier engine left in the folder are deleted.
+    `ConfigError` if the folder cannot be used: another engine uses it, it belongs to another user, or others may enter
+    it.
+    """
+
+    def __init__(self, folder: Path, kind: str, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # of files; least recently used first
+        self._unwritten: OrderedDict[bytes, bytes] = OrderedDict()
+        self._held = self._waiting = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._complaints = LimitedLog(_log)
+        self._lock_fd = self._open(kind)
+        self._load()
+        self._writer = threading.Thread(target=self._write_all, name="offload-writer", daemon=True)
+        self._writer.start()
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether the block has a file, or will have one."""
+        return digest in self._sizes or digest in self._unwritten
+
+    def put(self, digest: bytes, data: bytes) -> None:
+        """Have a block written. It is dropped if too many wait."""
+        with self._changed:
+            if digest in self or self._closed:
+                return
+            if self._waiting + len(data) > MAX_UNWRITTEN_BYTES:
+                self._complaints.warning(
+                    f"{self._folder}: cold blocks are dropped, because the disk is slower than the engine"
+                )
+                return
+            self._unwritten[digest] = data
+            self._waiting += len(data)
+            self._changed.notify_all()
+
+    def get(self, digest: bytes) -> bytes | None:
+        """Read a block. A file that is damaged is deleted."""
+        with self._changed:
+            data = self._unwritten.get(digest)
+            if data is not None or digest not in self._sizes:
+                return data
+            self._sizes.move_to_end(digest)
+        path = self._path(digest)
+        try:
+            content = path.read_bytes()
+            os.utime(path)  # the order of use survives a restart
+        except OSError as error:
+            self._complaints.warning(f"{path}: cannot read a block: {error.strerror}")
+            content = b""
+        data = content[_HEADER.size :]
+        if content[: _HEADER.size] == _header(digest, data):
+            return data
+        if content:
+            self._complaints.warning(f"{path}: the block is damaged and is deleted; it is computed again")
+        with self._changed:
+            self._delete(digest)
+        return None
+
+    def close(self) -> None:
+        """Write what waits, and release the folder."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._writer.join()
+        os.close(self._lock_fd)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks with a file."""
+        return len(self._sizes)
+
+    # --- the folder --------------------------------------------------------------------------------------------------
+
+    def _open(self, kind: str) -> int:
+        """Make the folder, lock it, and delete what is of another kind. Returns the lock."""
+        folder = self._folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise ConfigError(
+                    f"engine.offload_folder: {folder} belongs to another user or lets others in; KV tells what was in "
+                    "prompts, so make it your own with mode 700"
+                )
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise ConfigError(
+                    f"engine.offload_folder: another engine uses {folder}; give each service a folder of its own"
+                ) from None
+            known = os.pread(lock, 256, 0).decode(errors="replace")
+            if known != kind:
+                for path in folder.iterdir():
+                    if _digest_of(path) is not None:
+                        path.unlink()
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, kind.encode(), 0)
+        except OSError as error:
+            raise ConfigError(f"engine.offload_folder: cannot use {folder}: {error.strerror}") from None
+        return lock
+
+    def _load(self) -> None:
+        """Find the blocks of earlier engines, and delete files that were not finished."""
+        found: list[tuple[float, bytes, int]] = []
+        for path in self._folder.iterdir():
+            if path.suffix == _TEMPORARY:
+                path.unlink(missing_ok=True)
+            elif (digest := _digest_of(path)) is not None:
+                status = path.stat()
+                found.append((status.st_mtime, digest, status.st_size))
+        for _, digest, size in sorted(found):
+            self._sizes[digest] = size
+            self._held += size
+        self._make_room(0)
+
+    def _path(self, digest: bytes) -> Path:
+        return self._folder / digest.hex()
+
+    def _make_room(self, size: int) -> None:
+        while self._sizes and self._held + size > self._max_bytes:
+            self._delete(next(iter(self._sizes)))
+
+    def _delete(self, digest: bytes) -> None:
+        self._held -= self._sizes.pop(digest, 0)
+        with contextlib.suppress(OSError):
+            self._path(digest).unlink()
+
+    # --- the writer --------------------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unwritten or self._closed)
+                if not self._unwritten:
+                    return
+                digest, data = next(iter(self._unwritten.items()))
+                size = _HEADER.size + len(data)
+                fits = size <= self._max_bytes
+                self._make_room(size)
+            written = fits and self._write(digest, data)
+            with self._changed:
+                if written:
+                    self._sizes[digest] = size
+                    self._held += size
+                del self._unwritten[digest]
+                self._waiting -= len(data)
+
+    def _write(self, digest: bytes, data: bytes) -> bool:
+        path = self._path(digest)
+        unfinished = path.with_suffix(_TEMPORARY)
+        try:
+            with unfinished.open("wb") as file:
+                file.write(_header(digest, data))
+                file.write(data)
+            unfinished.rename(path)
+        except OSError as error:
+            self._complaints.warning(f"{path}: cannot write a block: {error.strerror}")
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            return False
+        return True
+
+
+def _header(digest: bytes, data: bytes) -> bytes:
+    whole = xxhash.xxh3_128(_MAGIC + digest)
+    whole.update(data)
+    return _HEADER.pack(_MAGIC, digest, len(data), whole.digest())
+
+
+def _digest_of(path: Path) -> bytes | None:
+    """The digest that a file of a block has as its name; None for other files."""
+    if len(path.name) != _DIGEST_CHARS:
+        return None
+    try:
+        return bytes.fromhex(path.name)
+    except ValueError:
+        return None
