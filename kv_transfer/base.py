@@ -34,6 +34,9 @@ MAX_HEADER_BYTES = 64 * 2**10
 NOTHING = Payload(None, ())
 """The payload of a message that has only a header."""
 
+ENCRYPTED = ", encrypted (TLS)"
+"""The note of links that use TLS."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -55,6 +58,8 @@ class KVLink(ABC):
     """The name of the transport."""
     on_device = False
     """Whether payloads move from device memory to device memory. Such payloads are not hashed."""
+    least_message_bytes = 0
+    """The least size of messages that fills this link. The sender makes them as large where it has so many blocks."""
     reads_late = False
     """Whether the receiver may still read a payload after the sender has cut the link and reused the blocks. If so, a
     payload counts only with a correct checksum or, where nothing is hashed, with a `protocol.Confirm` of the sender."""

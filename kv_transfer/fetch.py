@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2**20
 """Copies are hashed in pieces of this size, while a piece is in the processor's cache."""
 
-_POLL_S = 50e-6
+_SPIN_S, _POLL_S = 1e-3, 1e-3
+"""How long the end of copies is asked for in every turn of the event loop, and how often after that. A timer of the
+event loop takes at least 1 ms, and a copy may be much shorter."""
 
 
 class Payload:
@@ -60,9 +62,9 @@ async def staged(memory: DeviceMemory, regions: Sequence[Region]) -> Payload:
 async def settled(memory: Memory) -> None:
     """Wait until the copies begun so far from and to a device have ended. Does not block the event loop."""
     if isinstance(memory, DeviceMemory):
-        have_ended = memory.settled()
+        have_ended, began_s = memory.settled(), time.monotonic()
         while not have_ended():  # noqa: ASYNC110 - a device offers no event that asyncio can wait for
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(0 if time.monotonic() - began_s < _SPIN_S else _POLL_S)
 
 
 class Fetch:

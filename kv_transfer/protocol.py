@@ -95,7 +95,8 @@ class Announce(_Header, frozen=True):
     """The receiver has room for a prompt's ``num_blocks`` blocks, the first ``num_skipped`` of which it holds already.
 
     ``nonce`` names the hand-off; messages with another one are refused. The i-th of the remaining blocks goes into slot
-    ``num_skipped + i``. Only the receiver knows which blocks of its pool the slots are."""
+    ``num_skipped + i``. Of a cached prefix the sender may have only the first blocks; its last message then ends the
+    transfer early. Only the receiver knows which blocks of its pool the slots are."""
 
     attempt_id: AttemptId
     nonce: Nonce

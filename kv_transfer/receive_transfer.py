@@ -19,15 +19,17 @@ from pdserve.core.kv_layout import KVLayout
 @dataclass(frozen=True, slots=True)
 class ReceivedKV:
     """A complete transfer: the proof, the sender's trailer, and the time at which the last block was verified (seconds
-    of the receiver's clock)."""
+    of the receiver's clock). The first ``num_blocks`` announced blocks hold the KV."""
 
     proof: TransferProof
     trailer: bytes
     verified_s: float
+    num_blocks: int
 
 
 class ReceiveTransfer(Transfer[ReceivedKV]):
-    """One transfer into ``block_ids``, the first ``num_skipped`` of which are in place already.
+    """One transfer into ``block_ids``, the first ``num_skipped`` of which are in place already. With ``partial``, it
+    may end before all of them have come.
 
     For each message, `check` decides by its header whether the payload may be fetched. Then either `accept` counts its
     blocks, or `reject` notes that the checksum was wrong. ``now_s`` is the time of the receiver's clock.
@@ -43,6 +45,8 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         num_skipped: int,
         layout: KVLayout,
         now_s: float,
+        *,
+        partial: bool = False,
     ) -> None:
         super().__init__(attempt_id, lease)
         self.nonce = nonce
@@ -50,7 +54,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         self.source: ReceiveLink | None = None
         self.fetch: Fetch | None = None
         """The last message's payload."""
-        self._layout = layout
+        self._layout, self._partial = layout, partial
         self._block_ids, self._num_skipped = tuple(block_ids), num_skipped
         every = (1 << layout.num_layers) - 1
         self._missing = [0] * num_skipped + [every] * (len(block_ids) - num_skipped)  # bits of layers, by slot
@@ -104,7 +108,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
             self._retried_bytes += size
             raise Refusal(Reason.DUPLICATE, f"{name} fills a slot that is filled")
         missing = self._num_missing - header.num_blocks * header.num_layers
-        if missing and (self._closed or header.last) and not self._resending - {header.seq}:
+        if missing and not self._partial and (self._closed or header.last) and not self._resending - {header.seq}:
             raise Refusal(Reason.INCOMPLETE, f"{name} is the last, but {missing} layers of blocks never came")
         return self._block_ids[header.first_slot : end], layers
 
@@ -140,19 +144,21 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
 
     @property
     def complete(self) -> bool:
-        """Whether the last message has come and every slot is filled."""
-        return self._closed and not self._num_missing and not self._resending
+        """Whether the last message has come and every slot is filled, or as many as the sender had."""
+        return self._closed and not self._resending and (self._partial or not self._num_missing)
 
     def received(self, now_s: float) -> ReceivedKV:
         """The result of the complete transfer, whose last block was verified at ``now_s``. Raises the ceiling of the
         link if the transfer was faster."""
         assert self.source is not None, "a complete transfer has a sender"
         span_s = now_s - (self._first_s or now_s)
+        # The blocks of a partial transfer count up to the first gap.
+        num_blocks = next((slot for slot, missing in enumerate(self._missing) if missing), len(self._missing))
         proof = TransferProof(
             transport=self.source.link.transport,
             kv_bytes=self._run.num_bytes,
             kv_bytes_retried=self._retried_bytes,
-            blocks_received=len(self._block_ids) - self._num_skipped,
+            blocks_received=num_blocks - self._num_skipped,
             blocks_skipped=self._num_skipped,
             messages=self._messages,
             checksum="xxh3-64 verified" if self.source.checksums else "off",
@@ -165,7 +171,7 @@ class ReceiveTransfer(Transfer[ReceivedKV]):
         )
         self.source.raise_ceiling(proof.gbs)
         proof = msgspec.structs.replace(proof, ceiling_gbs=self.source.ceiling_gbs)
-        return ReceivedKV(proof, self._trailer, now_s)
+        return ReceivedKV(proof, self._trailer, now_s, num_blocks)
 
     @staticmethod
     def _bits(header: Blocks) -> int:

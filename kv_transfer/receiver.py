@@ -97,10 +97,18 @@ class KVReceiver:
         return tuple(endpoints)
 
     def announce(
-        self, attempt_id: str, sender_id: str, block_ids: Sequence[int], num_skipped: int, deadline_s: float
+        self,
+        attempt_id: str,
+        sender_id: str,
+        block_ids: Sequence[int],
+        num_skipped: int,
+        deadline_s: float,
+        *,
+        partial: bool = False,
     ) -> None:
         """Receive a prompt's blocks into ``block_ids``, the first ``num_skipped`` of which are in place already, and
-        announce this to worker ``sender_id`` over its link.
+        announce this to worker ``sender_id`` over its link. With ``partial``, the sender may have only the first of
+        them (`ReceivedKV.num_blocks`).
 
         ``deadline_s`` is a time of the receiver's clock. Without a link, the announcement waits for one; the transfer
         fails with PeerLost after `LINK_TIMEOUT_S`, and when the link over which it was announced is lost. ValueError on
@@ -117,7 +125,9 @@ class KVReceiver:
 
         lease = Lease(self._clock, deadline_s, self._lease_s, expire)
         nonce, layout, now_s = secrets.token_hex(16), self._pool.layout, self._clock.now()
-        transfer = ReceiveTransfer(attempt_id, sender_id, lease, nonce, block_ids, num_skipped, layout, now_s)
+        transfer = ReceiveTransfer(
+            attempt_id, sender_id, lease, nonce, block_ids, num_skipped, layout, now_s, partial=partial
+        )
         self._by_attempt[attempt_id] = self._by_nonce[nonce] = transfer
         if (link := self._links.get(sender_id)) is not None:
             self._spawn(link.tell(transfer.announcement))

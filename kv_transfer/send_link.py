@@ -43,8 +43,9 @@ from pdserve.core.kv_layout import KVLayout
 
 _HEARTBEATS_PER_LEASE = 3
 _SETTLE_S = 0.5
-_MESSAGE_S = 0.1  # the longest time that one message should take
+_MESSAGE_S = 0.05  # the longest time that one message should take; a cancel waits for it
 _LEAST_MESSAGE_BYTES = 64 * 2**10
+_INFLIGHT_MESSAGES = 4  # of the link's least size: two on their way, and those that are being acknowledged
 _MAX_ANNOUNCED = 4096  # far more than a router has placed without the request having arrived here
 _NO_TURNS: deque[SendTransfer] = deque()
 _log = logging.getLogger(__name__)
@@ -56,9 +57,10 @@ Conclude = Callable[[SendTransfer, PdserveError | None], None]
 class SendLink:
     """A link to one receiver. Its transfers take turns, one message each; they fail when the link ends.
 
-    While ``max_inflight_bytes`` or more are unacknowledged, only control messages and resends are sent. ``share`` is
-    the layout of the receiver's pool: only the KV heads in it are sent. ``is_over`` tells whether an attempt has ended.
-    ``announced`` are announcements that came during the handshake.
+    While ``max_inflight_bytes`` or more are unacknowledged (at least four messages, where the link has a least size of
+    them), only control messages and resends are sent. ``share`` is the layout of the receiver's pool: only the KV heads
+    in it are sent. ``is_over`` tells whether an attempt has ended. ``announced`` are announcements that came during the
+    handshake.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class SendLink:
         self.alive = True
         self._link, self._pool, self._share, self._checksums, self._clock = link, pool, share, checksums, clock
         self._confirms = link.reads_late and not checksums
-        self._max_inflight_bytes = max_inflight_bytes
+        self._max_inflight_bytes = max(max_inflight_bytes, _INFLIGHT_MESSAGES * link.least_message_bytes)
         self._inflight_bytes = 0
         self._lease_s, self._conclude = lease_s, conclude
         self._transfers: dict[str, SendTransfer] = {}  # by nonce
@@ -101,6 +103,7 @@ class SendLink:
         """Send a transfer over this link."""
         transfer.settle, transfer.layout = lambda: self._settle(transfer), self._share
         transfer.transport = self.about.transport
+        transfer.message_bytes = max(transfer.message_bytes, self._link.least_message_bytes)
         # Messages are small on a slow link, because an abort waits for the one that is being written.
         if moved_bytes := round(self.about.ceiling_gbs * 1e9 * _MESSAGE_S):  # hand-offs have rated the link since
             transfer.message_bytes = min(transfer.message_bytes, max(_LEAST_MESSAGE_BYTES, moved_bytes))

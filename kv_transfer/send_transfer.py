@@ -47,13 +47,22 @@ class Part:
 
 class SendTransfer(Transfer[SentKV]):
     """One transfer. `add` queues blocks, and `next_part` takes them as messages. ``layout`` becomes the receiver's when
-    the transfer gets its link."""
+    the transfer gets its link. With ``partial``, the receiver may have announced more blocks than these, the first
+    ones."""
 
     def __init__(
-        self, attempt_id: str, lease: Lease, peer: KVPeer, num_blocks: int, layout: KVLayout, message_bytes: int
+        self,
+        attempt_id: str,
+        lease: Lease,
+        peer: KVPeer,
+        num_blocks: int,
+        layout: KVLayout,
+        message_bytes: int,
+        *,
+        partial: bool = False,
     ) -> None:
         super().__init__(attempt_id, lease)
-        self.peer, self.num_blocks = peer, num_blocks
+        self.peer, self.num_blocks, self._partial = peer, num_blocks, partial
         self.layout, self.message_bytes = layout, message_bytes
         self.nonce = ""
         """Empty before `bind`; blocks are not sent before."""
@@ -75,7 +84,8 @@ class SendTransfer(Transfer[SentKV]):
 
     def bind(self, nonce: str, num_blocks: int, num_skipped: int) -> None:
         """Apply the receiver's announcement. TransferRefused if it is for another number of blocks."""
-        if num_blocks != self.num_blocks or not 0 <= num_skipped <= num_blocks:
+        fits = num_blocks >= self.num_blocks if self._partial else num_blocks == self.num_blocks
+        if not fits or not 0 <= num_skipped <= num_blocks:
             raise TransferRefused(
                 f"{self.peer.worker_id} wants {num_blocks} blocks of {self.attempt_id} less {num_skipped}; "
                 f"{self.num_blocks} are to be sent"
@@ -112,7 +122,8 @@ class SendTransfer(Transfer[SentKV]):
             self._first_s = now_s
         if self._again:
             return self._again.popleft()
-        first_slot, _, layers = self._pending[0] if self._pending else (self.num_blocks, 0, self.layout.all_layers)
+        end = max(self.num_blocks, self._num_skipped)
+        first_slot, _, layers = self._pending[0] if self._pending else (end, 0, self.layout.all_layers)
         piece_bytes = self.layout.layer_bytes(layers)
         # The first message is small, so that the receiver begins while the next one is read and hashed.
         message_bytes = self.message_bytes if self._seq else min(self.message_bytes, _FIRST_MESSAGE_BYTES)

@@ -81,10 +81,11 @@ class KVSender:
             if old is not None:
                 await old.aclose()
 
-    def push(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float) -> None:
+    def push(self, attempt_id: str, peer: KVPeer, num_blocks: int, deadline_s: float, *, partial: bool = False) -> None:
         """Begin a transfer of ``num_blocks`` blocks to ``peer``; opens a link where there is none. Blocks that are
-        queued wait until the peer has announced where they go. ``deadline_s`` is a time of the sender's clock.
-        ValueError if the attempt has a transfer already."""
+        queued wait until the peer has announced where they go. ``deadline_s`` is a time of the sender's clock. With
+        ``partial``, these may be only the first of the announced blocks. ValueError if the attempt has a transfer
+        already."""
         if attempt_id in self._transfers:
             raise ValueError(f"{attempt_id} is being sent already")
 
@@ -92,7 +93,8 @@ class KVSender:
             self._conclude(transfer, TransferTimeout(f"KV of {attempt_id} is not handed over and {why}"))
 
         lease = Lease(self._clock, deadline_s, None, expire)
-        transfer = SendTransfer(attempt_id, lease, peer, num_blocks, self._pool.layout, self._message_bytes)
+        layout = self._pool.layout
+        transfer = SendTransfer(attempt_id, lease, peer, num_blocks, layout, self._message_bytes, partial=partial)
         self._transfers[attempt_id] = transfer
         if (link := self._peer_of(transfer)) is not None:
             link.add(transfer)

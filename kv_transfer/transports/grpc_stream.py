@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from kv_transfer.base import MAX_HEADER_BYTES, KVLink, KVTransport
+from kv_transfer.base import ENCRYPTED, MAX_HEADER_BYTES, KVLink, KVTransport
 from kv_transfer.memory import Memory
 from kv_transfer.strangers import INTRODUCTION_S, Strangers
 from kv_transfer.transports.grpc_frame import FRAME_BYTES
 from kv_transfer.transports.grpc_link import GrpcLink
 from kv_transfer.transports.grpc_tls import add_port, open_channel
-from kv_transfer.transports.tcp import ENCRYPTED
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.address import join_address
 from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout

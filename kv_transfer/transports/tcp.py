@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
-from kv_transfer.base import KVLink
+from kv_transfer.base import ENCRYPTED, KVLink
 from kv_transfer.memory import Memory
 from kv_transfer.transports.socket_link import SocketLink
 from kv_transfer.transports.socket_stream import SocketStream
@@ -18,9 +18,6 @@ from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
-
-ENCRYPTED = ", encrypted (TLS)"
-"""The note of transports that use TLS."""
 
 
 class TcpTransport(SocketTransport):

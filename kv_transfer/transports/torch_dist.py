@@ -33,6 +33,7 @@ _GREETING_BYTES = 4
 _READ_AHEAD = 64 * 2**10
 _MAX_STRANGERS = 16  # fewer than elsewhere: each has a thread that builds its groups
 _MAX_KEYS = 64  # of the store; a group has a few
+_LOOK_S = 0.1
 _NCCL_JOIN_S = 90.0  # `nccl.JOIN_S`, which importing would import torch
 _GROUPS_MODULE = "kv_transfer.transports.torch_groups"
 
@@ -102,7 +103,7 @@ class TorchDistTransport(TcpTransport):
             loop.call_soon_threadsafe(writer.write, FRAME.pack(len(key), len(value)) + key + value)
 
         def build() -> Groups:
-            groups: Groups = module.Groups(
+            groups: Groups = module.create_groups(
                 self._backend, store, rank, hosts, self._timeout_s, on_device=self._on_device, index=self._index
             )
             publish(b"", b"")
@@ -115,12 +116,21 @@ class TorchDistTransport(TcpTransport):
         made: list[Groups] = []
         abandoned = threading.Event()
 
-        store: ExchangeStore = module.ExchangeStore(publish, self._timeout_s)
+        store: ExchangeStore = module.ExchangeStore(publish, max(self._timeout_s, self._greet_s))
         joined = False
+        joining = asyncio.gather(in_thread("kv-torch-join", build), _take_keys(reader, store))
+        joining.add_done_callback(lambda done: done.cancelled() or done.exception())
+        leaving = asyncio.create_task(_left(reader))
         try:
-            groups, _ = await asyncio.gather(in_thread("kv-torch-join", build), _take_keys(reader, store))
+            waiting: list[asyncio.Future[Any]] = [joining, leaving]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not joining.done():
+                raise EOFError("the peer left while the two joined")
+            groups, _ = joining.result()
             joined = True
         finally:
+            leaving.cancel()
+            joining.cancel()
             store.close()
             if not joined:  # nothing else ends the thread that connects
                 abandoned.set()
@@ -134,6 +144,12 @@ async def _import_groups() -> Any:
     if _GROUPS_MODULE not in sys.modules:
         await in_thread("kv-torch-import", lambda: importlib.import_module(_GROUPS_MODULE))
     return importlib.import_module(_GROUPS_MODULE)
+
+
+async def _left(reader: asyncio.StreamReader) -> None:
+    """Return when the peer has closed or reset the connection, without reading from it."""
+    while not (reader.at_eof() or reader.exception()):  # noqa: ASYNC110 - a stream has no event for it
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _take_keys(reader: asyncio.StreamReader, store: ExchangeStore) -> None:

@@ -1,4 +1,9 @@
-"""A link of the torch_dist transport: a TCP connection for headers, and process groups for payloads."""
+"""A link of the torch_dist transport: a TCP connection for headers, and process groups for payloads.
+
+Up to `IN_FLIGHT` payloads are on their way in each direction. One thread gathers payloads and begins operations, in the
+order of their headers, and another one waits for their ends. So a payload is gathered while the one before it is sent,
+and the next operation follows without a turn of the event loop.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,11 @@ import asyncio
 import itertools
 import logging
 import struct
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kv_transfer.base import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, NOTHING
 from kv_transfer.fetch import Fetch, Payload, settled
@@ -17,16 +25,76 @@ from kv_transfer.transports.inbox import Arrived, Content, Inbox, InboxLink, aga
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 
 if TYPE_CHECKING:
-    from kv_transfer.transports.torch_groups import Groups
+    from kv_transfer.transports.torch_groups import Groups, Operation
 
 FRAME = struct.Struct("<IQ")  # length of the header, length of the payload
+IN_FLIGHT = 2
+"""Payloads on their way in one direction of a link: sent and not received, or gathered."""
+DEVICE_MESSAGE_BYTES = 32 * 2**20
+"""Least size of messages between devices: smaller ones do not fill a fast link between two operations."""
+
 _QUEUED_FRAMES = 256
 _GRACE_S = 1.0
+_CLOSE_S = 1.0
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """Why a call in a thread failed. A raised error would keep the frames of its thread, and with them the group and
+    its sockets."""
+
+    why: str
+
+
+_Outcome: TypeAlias = "asyncio.Future[Content | _Failed]"
+
+
+class _Lane:
+    """The threads of one direction: one that begins operations, and one that waits for their ends."""
+
+    def __init__(self, name: str) -> None:
+        self._begins = ThreadPoolExecutor(1, f"kv-torch-{name}")
+        self._ends = ThreadPoolExecutor(1, f"kv-torch-{name}-end")
+
+    async def begun(self) -> None:
+        """Wait until all operations so far have begun."""
+        await asyncio.get_running_loop().run_in_executor(self._begins, _nothing)
+
+    def operate(self, begin: Callable[[], Operation]) -> _Outcome:
+        """Begin an operation, after those before it. The result is its payload."""
+        begun = self._begins.submit(_outcome_of, begin)
+        return asyncio.get_running_loop().run_in_executor(self._ends, _end_of, begun)
+
+    def close(self) -> None:
+        """Let the threads end with what they do."""
+        self._begins.shutdown(wait=False)
+        self._ends.shutdown(wait=False)
+
+
+def _outcome_of(function: Callable[[], T]) -> T | _Failed:
+    try:
+        return function()
+    except (RuntimeError, ValueError) as error:  # of a group, or of memory that is closed
+        return _Failed(str(error))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _gather_and_send(groups: Groups, payload: Payload, memory: Memory) -> Operation:
+    return groups.send(groups.gather(payload, memory))
+
+
+def _end_of(begun: Future[Operation | _Failed]) -> Content | _Failed:
+    operation = begun.result()
+    return operation if isinstance(operation, _Failed) else _outcome_of(operation.wait)
+
+
 class TorchDistLink(InboxLink):
-    """A link that sends payloads in one thread and receives them in another."""
+    """See `KVLink`. `send` returns when the payload is announced; if sending it fails, the link ends."""
 
     def __init__(
         self,
@@ -40,56 +108,50 @@ class TorchDistLink(InboxLink):
     ) -> None:
         super().__init__("torch_dist", memory, Inbox())
         self.on_device = on_device
+        self.least_message_bytes = DEVICE_MESSAGE_BYTES if on_device else 0
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
         self._groups: Groups | None = groups
         self._peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
-        self._announced: asyncio.Queue[tuple[bytes, int] | None] = asyncio.Queue(_QUEUED_FRAMES)
-        self._receiving = False
         self._why = ""
-        self._senders = ThreadPoolExecutor(1, "kv-torch-send")
-        self._receivers = ThreadPoolExecutor(1, "kv-torch-recv")
-        self._tasks = [asyncio.create_task(self._read_frames()), asyncio.create_task(self._receive())]
+        self._out, self._in = _Lane("send"), _Lane("recv")
+        self._changed = asyncio.Event()
+        self._num_out = self._num_in = 0  # payloads on their way
+        self._sent: asyncio.Queue[_Outcome] = asyncio.Queue()
+        self._unsent: set[_Outcome] = set()
+        self._announced: asyncio.Queue[tuple[bytes, int] | None] = asyncio.Queue(_QUEUED_FRAMES)
+        self._arriving: asyncio.Queue[tuple[bytes, _Outcome | None] | None] = asyncio.Queue(IN_FLIGHT)
+        work = (self._read_frames(), self._begin_receives(), self._end_receives(), self._end_sends())
+        self._tasks = [asyncio.create_task(each) for each in work]
 
     async def send(self, header: bytes, payload: Payload = NOTHING) -> None:
-        """Announce the payload, and send a copy of it in the sending thread, which may outlast this call."""
+        """Announce the payload, and have it gathered and sent. Waits while `IN_FLIGHT` payloads are on their way."""
         size = check_sizes(header, payload)
+        while size and self._num_out >= IN_FLIGHT and self._inbox.ended is None:
+            self._changed.clear()
+            await self._changed.wait()
         if self._inbox.ended is not None:
             raise again(self._inbox.ended)
         if self._groups is None:
             raise PeerLost(f"{self._peer}: the link is down (torch_dist)")
-        groups = self._groups
+        self._writer.write(FRAME.pack(len(header), size) + header)
+        if size:
+            self._num_out += 1
+            sent = self._out.operate(partial(_gather_and_send, self._groups, payload, self.memory))
+            self._unsent.add(sent)
+            sent.add_done_callback(self._unsent.discard)
+            self._sent.put_nowait(sent)
         try:
-            self._writer.write(FRAME.pack(len(header), size) + header)
             async with asyncio.timeout(self._timeout_s):
                 await self._writer.drain()
         except TimeoutError:
             raise TransferTimeout(f"{self._peer} took nothing for {self._timeout_s} s (torch_dist)") from None
         except OSError as error:
             raise self._fail(error) from None
-        if not size:
-            return
-        loop = asyncio.get_running_loop()
-        # On a device, `joined` blocks until the copy is complete.
-        joined = (
-            await loop.run_in_executor(self._senders, groups.joined, payload, self.memory)
-            if self.on_device
-            else groups.joined(payload, self.memory)
-        )
-        sent = loop.run_in_executor(self._senders, groups.send, joined)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await asyncio.shield(sent)
-        except TimeoutError:
-            self._leave(sent)
-            raise self._fail(f"a payload timed out: it was not received within {self._timeout_s} s") from None
-        except asyncio.CancelledError:
-            self._leave(sent)
-            self._fail("a send was cancelled")
-            raise
-        except RuntimeError as error:
-            raise self._fail(self._why or error) from None
-        finally:
-            del sent  # its error keeps this frame
+
+    async def drained(self) -> None:
+        """Wait until the payloads are gathered."""
+        if self._unsent and self._inbox.ended is None:
+            await self._out.begun()
 
     async def _move(self, fetch: Fetch) -> None:
         """Copy the payload. On a device, wait for the copy, because the payload's memory is reused."""
@@ -104,18 +166,26 @@ class TorchDistLink(InboxLink):
         self._fail(why)
 
     async def aclose(self) -> None:
-        """Close the connection and the groups, and let the threads end."""
-        self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
-        self._writer.close()
-        self._drop_groups()
+        """Wait for payloads on their way, but not for long. Then close the connection and the groups, and let the
+        threads end."""
+        try:
+            if self._unsent and self._inbox.ended is None:
+                await asyncio.wait(self._unsent, timeout=_CLOSE_S)
+        finally:
+            self._inbox.end(PeerLost(f"the link to {self._peer} was closed here (torch_dist)"), discard=True)
+            self._changed.set()
+            self._writer.close()
+            self._drop_groups()
+            self._out.close()
+            self._in.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()  # their errors keep this link
-        self._senders.shutdown(wait=False)
-        self._receivers.shutdown(wait=False)
         self.introduced()
         self.on_closed(self)
+
+    # --- tasks -------------------------------------------------------------------------------------------------------
 
     async def _read_frames(self) -> None:
         try:
@@ -131,38 +201,69 @@ class TorchDistLink(InboxLink):
                 await self._announced.put((await self._reader.readexactly(header_size), size))
         except (OSError, asyncio.IncompleteReadError):
             self._why = "the peer closed the link"
-        # A receive in progress may complete with the peer's last message; if not, Gloo ends it by itself.
-        if self._groups is not None and not (self._receiving and self._groups.fails_alone):
+        # Receives in progress may complete with the peer's last messages; if not, Gloo ends them by itself.
+        if self._groups is not None and not (self._num_in and self._groups.fails_alone):
             self._drop_groups()
         await self._announced.put(None)
 
-    async def _receive(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            while (frame := await self._announced.get()) is not None:
-                header, size = frame
-                payload: Content = b""
-                if size:
-                    if self._groups is None:  # the peer is gone, and has not sent this payload
-                        break
-                    self._receiving = True
-                    async with asyncio.timeout(self._timeout_s):
-                        payload = await loop.run_in_executor(self._receivers, self._groups.recv, size)
-                    self._receiving = False
+    async def _begin_receives(self) -> None:
+        while (frame := await self._announced.get()) is not None:
+            header, size = frame
+            received: _Outcome | None = None
+            if size:
+                while self._num_in >= IN_FLIGHT:
+                    self._changed.clear()
+                    await self._changed.wait()
+                if self._groups is None:  # the peer is gone, and has not sent this payload
+                    break
+                self._num_in += 1
+                received = self._in.operate(partial(self._groups.recv, size))
+            await self._arriving.put((header, received))
+        await self._arriving.put(None)
+
+    async def _end_receives(self) -> None:
+        while (arriving := await self._arriving.get()) is not None:
+            header, received = arriving
+            payload: Content | None = b""
+            if received is not None:
+                payload = await self._end(received, "it did not arrive")
+            if payload is None:
+                return
+            try:
                 await self._inbox.put(Arrived(header, payload))
-        except TimeoutError:
-            self._fail(f"a payload timed out: it did not arrive within {self._timeout_s} s")
-        except RuntimeError as error:
-            self._fail(self._why or error)
-        except TransferError:
-            return  # closed here
+            except TransferError:
+                return  # closed here
+            if received is not None:
+                self._num_in -= 1
+                self._changed.set()
         self._fail(self._why)
+
+    async def _end_sends(self) -> None:
+        while await self._end(await self._sent.get(), "it was not received") is not None:
+            self._num_out -= 1
+            self._changed.set()
+
+    async def _end(self, operation: _Outcome, late: str) -> Content | None:
+        """Wait for an operation, after those before it have ended. Returns its payload, or None if it has failed, and
+        with it the link."""
+        done, _ = await asyncio.wait([operation], timeout=self._timeout_s)
+        if not done:
+            self._fail(f"a payload timed out: {late} within {self._timeout_s} s")
+            return None
+        outcome = operation.result()
+        if isinstance(outcome, _Failed):
+            self._fail(self._why or outcome.why)
+            return None
+        return outcome
+
+    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _fail(self, why: BaseException | str) -> TransferError:
         """End the link and its groups. The peer ends its own when the connection closes."""
         timed_out = "timed out" in str(why).lower()
         error = (TransferTimeout if timed_out else PeerLost)(f"{self._peer}: {why} (torch_dist)")
         self._inbox.end(error)
+        self._changed.set()
         self._drop_groups()
         self._writer.close()
         return again(error)
@@ -171,18 +272,16 @@ class TorchDistLink(InboxLink):
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.abort()
+            for sent in self._unsent:
+                _complain(sent, self._peer, self._timeout_s + _GRACE_S)
 
-    def _leave(self, sent: asyncio.Future[Any]) -> None:
-        """Stop waiting for a send, and log an error if its thread does not end. NCCL ends it by the abort. Gloo ends it
-        when the peer closes its group, or by the group's timeout."""
 
-        def complain() -> None:
-            _log.error("a send to %s does not end; its thread stays (torch_dist)", self._peer)
+def _complain(sent: _Outcome, peer: str, after_s: float) -> None:
+    """Log an error if a send does not end. NCCL ends it by the abort. Gloo ends it when the peer closes its group, or
+    by the group's timeout."""
 
-        def ended(done: asyncio.Future[Any]) -> None:
-            complaint.cancel()
-            if not done.cancelled():
-                done.exception()
+    def complain() -> None:
+        _log.error("a send to %s does not end; its thread stays (torch_dist)", peer)
 
-        complaint = asyncio.get_running_loop().call_later(self._timeout_s + _GRACE_S, complain)
-        sent.add_done_callback(ended)
+    complaint = asyncio.get_running_loop().call_later(after_s, complain)
+    sent.add_done_callback(lambda _: complaint.cancel())
