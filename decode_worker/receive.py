@@ -17,7 +17,9 @@ from pdserve.core.timeline import EventKind
 from pdserve.core.worker import TokenOutput
 from worker import messages
 from worker.kv import KVEnds
-from worker.request_table import Role, ServedRequest, finish_reason, run
+from worker.prefix_fetch import send_prefix
+from worker.request_table import Handler, ServedRequest, finish_reason
+from worker.run import run
 
 _FIRST_TOKENS = msgspec.msgpack.Decoder(FirstToken)
 
@@ -108,5 +110,9 @@ class ReceiveHandoff:
         return first
 
 
-ROLES: Mapping[type[messages.Work], Role] = {messages.Run: run, messages.Receive: receive}
+HANDLERS: Mapping[type[messages.Work], Handler] = {
+    messages.Run: run,
+    messages.Receive: receive,
+    messages.SendPrefix: send_prefix,
+}
 """How a decode worker serves each kind of request."""

@@ -17,7 +17,9 @@ from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from worker import messages
 from worker.kv import KVEnds
-from worker.request_table import Role, ServedRequest, finish_reason, run
+from worker.prefix_fetch import fetching, send_prefix
+from worker.request_table import Handler, ServedRequest, finish_reason
+from worker.run import run
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +32,17 @@ async def push(served: ServedRequest) -> None:
     )
     async with resources.kv.begin(handoff) as running:
         running.done.add_done_callback(served.on_handoff_end)
-        served.submit(KVRole.PUSH)
-        first = await served.sampled()
+        async with fetching(served) as fetch:
+            served.submit(KVRole.PUSH)
+            first = await served.sampled()
         ends_here = finish_reason(first.token) is FinishReason.STOP
         served.tell(
             first,
             *served.prefill_events(first),
+            *fetch.events,
             finish_reason=FinishReason.STOP if ends_here else None,
             cached_tokens=first.token.cached_tokens,
+            prefix_fetch=fetch.outcome,
         )
         try:
             await running.done
@@ -100,5 +105,9 @@ class PushHandoff:
         )
 
 
-ROLES: Mapping[type[messages.Work], Role] = {messages.Run: run, messages.Push: push}
+HANDLERS: Mapping[type[messages.Work], Handler] = {
+    messages.Run: run,
+    messages.Push: push,
+    messages.SendPrefix: send_prefix,
+}
 """How a prefill worker serves each kind of request."""

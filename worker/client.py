@@ -7,19 +7,19 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 
 import grpc
 
 from pdserve.core.awake_clock import wait_awake
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, PdserveError, WorkerLost
-from pdserve.core.handoff import KVPeer
+from pdserve.core.handoff import KVPeer, PrefixSource
 from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.request import Request
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.timeline import ClockOffset
-from pdserve.core.worker import TokenOutput, WorkerInfo
+from pdserve.core.worker import OutputSink, TokenOutput, WorkerInfo
 from worker.authentication import CONTROL, open_stream, stream_channel
 from worker.messages import (
     MAX_CONTROL_BYTES,
@@ -32,6 +32,7 @@ from worker.messages import (
     Receive,
     Reply,
     Run,
+    SendPrefix,
     Work,
     encode,
 )
@@ -43,7 +44,6 @@ PING_TIMEOUT_S = 5.0
 PING_WINDOW = 64
 FIRST_PINGS = 8
 ABORT_TIMEOUT_S = 5.0
-Item = TokenOutput | PdserveError
 
 
 class WorkerClient:
@@ -59,7 +59,7 @@ class WorkerClient:
         self._channel = stream_channel(info.control_address, MAX_CONTROL_BYTES, tls)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count(1)
-        self._queues: dict[str, asyncio.Queue[Item]] = {}
+        self._sinks: dict[str, tuple[OutputSink, bool]] = {}  # by attempt; whether it hands off its KV
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._samples: deque[ClockOffset] = deque(maxlen=PING_WINDOW)
         self._tasks: list[asyncio.Task[None]] = []
@@ -105,25 +105,30 @@ class WorkerClient:
 
     # --- WorkerHandle ------------------------------------------------------------------------------------------------
 
-    async def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
-        """Prefill on this worker, and push the KV to ``peer``. Yields one token."""
-        async with contextlib.aclosing(self._outputs(Push(request, peer))) as outputs:
-            async for output in outputs:
-                yield output
-                if output.token_id is not None:
-                    return
+    def push(self, request: Request, peer: KVPeer, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
+        """Prefill on this worker, and push the KV to ``peer``. Gives one token. Until `forget`, the sink also gets
+        `WorkerLost` if the worker is lost."""
+        self._begin(Push(request, peer, prefix_source), sink)
 
-    def receive(self, request: Request, peer: KVPeer, tell_ready: bool = False) -> AsyncIterator[TokenOutput]:
-        """Receive the prompt's KV from ``peer``, and decode on this worker. Yields token 2 and the following ones."""
-        return self._outputs(Receive(request, peer, tell_ready))
+    def receive(self, request: Request, peer: KVPeer, sink: OutputSink, tell_ready: bool = False) -> None:
+        """Receive the prompt's KV from ``peer``, and decode on this worker. Gives token 2 and the following ones."""
+        self._begin(Receive(request, peer, tell_ready), sink)
 
-    def run(self, request: Request) -> AsyncIterator[TokenOutput]:
-        """Prefill and decode on this worker. Yields all tokens."""
-        return self._outputs(Run(request))
+    def run(self, request: Request, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
+        """Prefill and decode on this worker. Gives all tokens."""
+        self._begin(Run(request, prefix_source), sink)
+
+    def send_prefix(self, request: Request, peer: KVPeer, sink: OutputSink) -> None:
+        """Send what this worker has cached of the request's tokens to ``peer``. Gives no token."""
+        self._begin(SendPrefix(request, peer), sink)
+
+    def forget(self, attempt_id: str) -> None:
+        """Give a request's sink nothing more. The worker goes on."""
+        self._sinks.pop(attempt_id, None)
 
     async def abort(self, attempt_id: str) -> None:
         """Abort a request in any state. Never raises, even if the request or the worker is gone."""
-        self._queues.pop(attempt_id, None)
+        self._sinks.pop(attempt_id, None)
         with contextlib.suppress(PdserveError):
             await self._call(Abort(self._next_id(), attempt_id), ABORT_TIMEOUT_S)
 
@@ -134,23 +139,15 @@ class WorkerClient:
 
     # --- plumbing ----------------------------------------------------------------------------------------------------
 
-    async def _outputs(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
-        """Send the request, then yield its outputs. Raises the error that ends it."""
+    def _begin(self, work: Work, sink: OutputSink) -> None:
+        """Send a request, whose outputs then go to ``sink``."""
         attempt_id = work.request.attempt_id
-        queue: asyncio.Queue[Item] = asyncio.Queue()
-        self._queues[attempt_id] = queue
         try:
             self._send(encode(work))
-            while True:
-                item = await queue.get()
-                if isinstance(item, PdserveError):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
-        finally:
-            if self._queues.get(attempt_id) is queue:
-                del self._queues[attempt_id]
+        except PdserveError as error:
+            sink.failed(error)
+        else:
+            self._sinks[attempt_id] = sink, isinstance(work, Push)
 
     def _next_id(self) -> int:
         return next(self._call_ids)
@@ -192,7 +189,7 @@ class WorkerClient:
                 for attempt_id, output in message.outputs:
                     self._deliver(attempt_id, output)
                 for attempt_id, failure in message.failures:
-                    self._deliver(attempt_id, failure.error())
+                    self._fail(attempt_id, failure.error())
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
         except PdserveError as error:
@@ -216,9 +213,16 @@ class WorkerClient:
         else:
             future.set_result(reply)
 
-    def _deliver(self, attempt_id: str, item: Item) -> None:
-        if (queue := self._queues.get(attempt_id)) is not None:
-            queue.put_nowait(item)
+    def _deliver(self, attempt_id: str, output: TokenOutput) -> None:
+        if (entry := self._sinks.get(attempt_id)) is not None:
+            sink, hands_off = entry
+            if output.finish_reason is not None and not hands_off:
+                del self._sinks[attempt_id]
+            sink.output(output)
+
+    def _fail(self, attempt_id: str, error: PdserveError) -> None:
+        if (entry := self._sinks.pop(attempt_id, None)) is not None:
+            entry[0].failed(error)
 
     def _lose(self, reason: str) -> None:
         if self._lost:
@@ -231,8 +235,8 @@ class WorkerClient:
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved, as the caller may have stopped waiting
         self._calls.clear()
-        for queue in self._queues.values():
-            queue.put_nowait(error)
+        for attempt_id in list(self._sinks):
+            self._fail(attempt_id, error)
         log.info("worker %s: %s", self.info.worker_id, reason)
         self._closed.set()
 

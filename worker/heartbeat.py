@@ -1,5 +1,6 @@
-"""Reports a worker to the gateway periodically, over one long-lived stream. Registration and heartbeat are the same
-message, so a restarted gateway knows all workers after one heartbeat interval.
+"""Reports a worker to one gateway periodically, over one long-lived stream. Registration and heartbeat are the same
+message, so a restarted gateway knows all workers after one heartbeat interval. A worker has one `Heartbeat` for each
+gateway; they are independent of each other.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ ANSWER_TIMEOUT_S = 2.0
 class ReportingWorker(Protocol):
     """The part of a worker that its heartbeat needs."""
 
-    def report(self) -> Beat:
-        """The worker's current info, load, and links. NotReady before its first engine is ready."""
+    def report(self, blocks_after: int | None) -> Beat:
+        """The worker's current info, load, and links, and the changes of its prefix cache after that position. NotReady
+        before its first engine is ready."""
         ...
 
-    def on_answer(self, answer: BeatAnswer) -> None:
-        """Act on the gateway's answer."""
+    def on_answer(self, registry_address: str, answer: BeatAnswer) -> None:
+        """Act on the answer of the gateway with this registry."""
+        ...
+
+    def on_silence(self, registry_address: str) -> None:
+        """Note that the gateway with this registry does not answer."""
         ...
 
 
@@ -74,6 +80,7 @@ class Heartbeat:
         timeout_s = max(interval_s, ANSWER_TIMEOUT_S)
         failing = False
         stream: Stream | None = None
+        blocks_after: int | None = None  # by the gateway's last answer
         async with stream_channel(self._registry_address, MAX_BEAT_BYTES, tls) as channel:
             while True:
                 self._wake.clear()  # the report may lack changes that happen from here on
@@ -81,19 +88,25 @@ class Heartbeat:
                     async with asyncio.timeout(timeout_s):
                         if stream is None or stream.done():
                             stream = await self._open(channel, timeout_s)
-                        await stream.write(encode(worker.report()))
+                        await stream.write(encode(worker.report(blocks_after)))
                         answer = await stream.read()
                     if not isinstance(answer, bytes):
                         raise PdserveError("it ended the stream")
                     failing = False
-                    worker.on_answer(BEAT_ANSWERS.decode(answer))
+                    decoded = BEAT_ANSWERS.decode(answer)
+                    blocks_after = decoded.blocks_after
+                    worker.on_answer(self._registry_address, decoded)
                 except (grpc.aio.AioRpcError, PdserveError, TimeoutError) as error:
                     if stream is not None:
                         stream.cancel()
                         stream = None
+                    blocks_after = None
                     if not failing:
                         why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                        log.warning("%s: the gateway does not answer: %s", self._worker_id, why or "it took too long")
+                        where = self._registry_address
+                        why = why or "it took too long"
+                        log.warning("%s: the gateway at %s does not answer: %s", self._worker_id, where, why)
+                        worker.on_silence(where)
                     failing = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), interval_s)

@@ -25,6 +25,7 @@ from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerLoad
 from worker.addresses import resolve_interface
+from worker.cached_blocks import CachedBlocks
 from worker.kv import KVThread
 from worker.request_table import EngineResources
 from worker.spec import WorkerSpec
@@ -36,7 +37,8 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Incarnation:
-    """Created by `start` and ended by `stop`. ``load`` is the load that the engine reported last."""
+    """Created by `start` and ended by `stop`. ``load`` is the load that the engine reported last,
+    ``cached_blocks`` what is in its prefix cache."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Incarnation:
         self.watchdog = watchdog
         self.resources = EngineResources(engine, kv, ready.layout, ready.vocab_size, transfer)
         self.load = WorkerLoad(free_blocks=ready.num_blocks)
+        self.cached_blocks = CachedBlocks()
 
     @classmethod
     async def start(cls, spec: WorkerSpec, secret: ServiceSecret, clock: Clock, tls: PlaneTls | None = None) -> Self:
@@ -146,5 +149,10 @@ def _engine_spec(spec: WorkerSpec) -> EngineSpec:
         prefix_caching=config.prefix_caching,
         device_share=spec.device_share,
         cuda_graphs=config.cuda_graphs,
+        run_ahead=config.run_ahead,
+        prefill_attention=config.prefill_attention,
         layer_groups=transfer.layer_groups if transfer.overlap == "layer" else 0,
+        offload_folder=None if config.offload_folder is None else str(config.offload_folder / spec.worker_id),
+        offload_disk_bytes=config.offload_disk_mb * 2**20,
+        offload_host_bytes=config.offload_host_mb * 2**20,
     )

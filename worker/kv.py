@@ -38,10 +38,11 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class KVEnds:
-    """The resources of a hand-off, used on the KV loop only: both KV ends of the pool, and the engine's commands."""
+    """The resources of a hand-off, used on the KV loop only: both KV ends of the pool, their clock, and the engine's
+    commands."""
 
-    def __init__(self, sender: KVSender, receiver: KVReceiver, engine: EngineClient) -> None:
-        self.sender, self.receiver = sender, receiver
+    def __init__(self, sender: KVSender, receiver: KVReceiver, engine: EngineClient, clock: Clock) -> None:
+        self.sender, self.receiver, self.clock = sender, receiver, clock
         self._engine = engine
 
     def command(self, command: Command) -> None:
@@ -148,7 +149,7 @@ class KVThread:
             connect_timeout_s=config.connect_timeout_s,
             eos_token_ids=eos_token_ids,
         )
-        self._ends = KVEnds(self._sender, self._receiver, engine)
+        self._ends = KVEnds(self._sender, self._receiver, engine, clock)
         self._events: EventReader[KVEvent] = engine.take_kv_events()
         self._running: dict[str, _Running] = {}
         # By attempt id, filled by the control loop: an event that the KV loop sees first begins the hand-off.

@@ -1,4 +1,4 @@
-"""Opens the KV links that the gateway wants a worker to have, and reports their states."""
+"""Opens the KV links that the gateways want a worker to have, and reports their states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class LinkKeeper:
-    """The links of one incarnation of a worker. `want` sets the desired links, `states` gives the actual ones.
+    """The links of one incarnation of a worker. `want` sets the links that a gateway desires, `states` gives the actual
+    ones. What any gateway desires is opened, because each may hand requests over.
 
     ``connect`` opens a link (no effect if it is open), and ``open_links`` gives the open links. ``changed`` is called
     when the outcome of an attempt to open a link differs from that of the previous attempt.
@@ -30,13 +31,26 @@ class LinkKeeper:
         self._connect = connect
         self._open_links = open_links
         self._changed = changed
+        self._wanted: dict[str, tuple[KVPeer, ...]] = {}  # by registry, the latest answer last
         self._outcomes: dict[WorkerEpoch, Failure | None] = {}  # None: the link was opened
         self._connecting: dict[WorkerEpoch, asyncio.Task[None]] = {}
 
-    def want(self, peers: Sequence[KVPeer]) -> None:
-        """Set the desired links to ``peers``. Opens missing, failed, and broken ones, and forgets links to other
-        workers."""
-        wanted = {(peer.worker_id, peer.epoch): peer for peer in peers}
+    def want(self, registry_address: str, peers: Sequence[KVPeer]) -> None:
+        """Set the links that the gateway with this registry desires to ``peers``. Opens missing, failed, and broken
+        ones, and forgets links to workers that no gateway names. If gateways name different incarnations of a worker,
+        the latest answer counts."""
+        self._wanted.pop(registry_address, None)
+        self._wanted[registry_address] = tuple(peers)
+        self._reconcile()
+
+    def forget(self, registry_address: str) -> None:
+        """Forget what a gateway that does not answer desires, unless no other one has answered."""
+        if self._wanted.keys() - {registry_address} and self._wanted.pop(registry_address, ()):
+            self._reconcile()
+
+    def _reconcile(self) -> None:
+        by_id = {peer.worker_id: peer for peers in self._wanted.values() for peer in peers}
+        wanted = {(peer.worker_id, peer.epoch): peer for peer in by_id.values()}
         for key in self._outcomes.keys() - wanted.keys():
             del self._outcomes[key]
         for key in self._connecting.keys() - wanted.keys():

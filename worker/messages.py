@@ -9,10 +9,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from pdserve.core.block_update import BlockUpdate
 from pdserve.core.errors import PdserveError, from_wire, to_wire
-from pdserve.core.handoff import KVPeer, PeerLink
+from pdserve.core.handoff import KVPeer, PeerLink, PrefixSource
 from pdserve.core.request import Request
-from pdserve.core.worker import Links, TokenOutput, WorkerInfo, WorkerLoad
+from pdserve.core.worker import Links, Role, TokenOutput, WorkerInfo, WorkerLoad
 
 MAX_CONTROL_BYTES = 64 * 2**20
 """Size limit of one message. Validated requests and the outputs of one step are far smaller."""
@@ -44,14 +45,25 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(Message, frozen=True):
-    """Prefill and decode on this worker. Answered by `Outputs`, without a `Reply`."""
+    """Prefill and decode on this worker; KV of the prompt's beginning may come from ``prefix_source``. Answered by
+    `Outputs`, without a `Reply`."""
 
     request: Request
+    prefix_source: PrefixSource | None = None
 
 
 class Push(Message, frozen=True):
     """Prefill on this worker, output token 1, and push the KV to ``peer``, which announces its destination over the KV
-    link."""
+    link. KV of the prompt's beginning may come from ``prefix_source``."""
+
+    request: Request
+    peer: KVPeer
+    prefix_source: PrefixSource | None = None
+
+
+class SendPrefix(Message, frozen=True):
+    """Send what the prefix cache holds of the request's tokens, from the first on, to ``peer``, which announces its
+    destination over the KV link. Nothing is computed: the only output is the last one, without a token."""
 
     request: Request
     peer: KVPeer
@@ -83,7 +95,7 @@ class BeatNow(Message, frozen=True):
     """Asks for a heartbeat at once, because its answer will name new peers. There is no `Reply`."""
 
 
-Work = Run | Push | Receive
+Work = Run | Push | Receive | SendPrefix
 Call = Abort | Ping
 
 
@@ -120,11 +132,13 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 class Beat(Message, frozen=True):
     """A heartbeat. The first one registers the worker. ``link_states`` are the states of the links that an earlier
-    answer asked for, without those that are still being opened."""
+    answer asked for, without those that are still being opened. ``blocks`` is there if the last answer wanted it and
+    the prefix cache has changed."""
 
     info: WorkerInfo
     load: WorkerLoad
     link_states: list[LinkState] = []
+    blocks: BlockUpdate | None = None
 
     @property
     def links(self) -> Links:
@@ -139,11 +153,18 @@ class Beat(Message, frozen=True):
 
 class BeatAnswer(Message, frozen=True):
     """The answer to a heartbeat. A ``superseded`` worker has to end: another one has taken its name, it was retired, or
-    it belongs to another service. ``peers`` are all decode workers that a prefill worker should have links to."""
+    it belongs to another service. ``peers`` are all decode workers known to this gateway, which a prefill worker should
+    have links to. ``blocks_after`` is up to where the gateway knows the changes of the worker's prefix cache
+    (`pdserve.core.block_update`); None if it does not follow them. ``role`` is what the service wants the worker to be,
+    by this ``version`` of its members (None: the gateway was not told). Of several gateways the highest version counts.
+    """
 
     gateway_epoch: str
     superseded: bool
     peers: list[KVPeer] = []
+    blocks_after: int | None = None
+    role: Role | None = None
+    version: int = 0
 
 
 M = TypeVar("M")

@@ -1,4 +1,4 @@
-"""Runs a worker in this process: in a Ray actor, or without Ray (`python -m prefill_worker`).
+"""Runs a worker in this process: in a Ray actor, or without Ray (`ops.launch.worker`).
 
 This module does not import Ray; the two `actor.py` files do.
 """
@@ -20,12 +20,13 @@ from typing import Any
 
 from pdserve.core.errors import LaunchError, PdserveError, to_wire
 from pdserve.core.logs import set_up_logging
-from pdserve.core.process import end_with_parent
+from pdserve.core.process import end_with_parent, freeze_heap
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import WorkerInfo
 from worker import messages
 from worker.cores import claim_cores, leave_engine_cores, sharing_notes
-from worker.request_table import Role
+from worker.mps import MpsMembership, join_mps
+from worker.request_table import Handler
 from worker.spec import WorkerSpec
 from worker.worker import Worker
 
@@ -40,25 +41,29 @@ that copies KV."""
 class WorkerThread:
     """A worker of the service with this ``secret``, on a thread with an event loop of its own, which starts at once.
 
-    ``on_end`` is called `END_PAUSE_S` after the worker has failed. A failure before the worker is ready is raised by
-    `wait_ready` instead, unless ``restarted`` says that `wait_ready` will not be called."""
+    ``prepare`` is called first, on that thread. ``on_end`` is called `END_PAUSE_S` after the worker has failed. A
+    failure before the worker is ready is raised by `wait_ready` instead, unless ``restarted`` says that `wait_ready`
+    will not be called."""
 
     def __init__(
         self,
         spec: WorkerSpec,
-        roles: Mapping[type[messages.Work], Role],
+        handlers: Mapping[type[messages.Work], Handler],
         secret: ServiceSecret,
         on_end: Callable[[], None] | None = None,
         *,
         restarted: bool = False,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec = spec
-        self._roles = roles
+        self._prepare = prepare
+        self._handlers = handlers
         self._secret = secret
         self._on_end = on_end
         self._restarted = restarted
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
+        self.worker: Worker | None = None
         self._ready: concurrent.futures.Future[WorkerInfo] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._main, name=f"worker-{spec.worker_id}", daemon=True)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -73,7 +78,15 @@ class WorkerThread:
         self._loop.close()
 
     async def _serve(self) -> None:
-        worker = Worker(self._spec, self._roles, self._secret)
+        try:
+            self._prepare()
+        except PdserveError as error:
+            log.error("%s cannot start: %s", self._spec.worker_id, error)
+            self._ready.set_exception(error)
+            if self._restarted and self._on_end is not None:
+                self._on_end()
+            return
+        self.worker = worker = Worker(self._spec, self._handlers, self._secret)
         worker.started.add_done_callback(self._pass_on)
         try:
             await worker.run()
@@ -94,6 +107,7 @@ class WorkerThread:
         elif (error := started.exception()) is not None:
             self._ready.set_exception(error)
         else:
+            freeze_heap()
             self._ready.set_result(started.result())
 
     def wait_ready(self, timeout_s: float) -> WorkerInfo:
@@ -122,7 +136,7 @@ class WorkerProcess:
     def __init__(
         self,
         spec: WorkerSpec,
-        roles: Mapping[type[messages.Work], Role],
+        handlers: Mapping[type[messages.Work], Handler],
         secret: ServiceSecret,
         *,
         restarted: bool = False,
@@ -133,17 +147,38 @@ class WorkerProcess:
         for note in self.notes:
             log.warning("%s", note)
         leave_engine_cores(spec)
+        self._spec = spec
+        self._mps: MpsMembership | None = None
         self._start_timeout_s = spec.config.cluster.start_timeout_s
-        self._worker = WorkerThread(spec, roles, secret, on_end=lambda: os._exit(1), restarted=restarted)
+        self._worker = WorkerThread(
+            spec, handlers, secret, on_end=lambda: os._exit(1), restarted=restarted, prepare=self._join_mps
+        )
 
     def wait_ready(self) -> None:
         """Wait until the engine is ready. Raises the error that kept it from starting."""
         self._worker.wait_ready(self._start_timeout_s)
+        if self._worker.worker is not None:
+            self.notes += self._worker.worker.notes
 
     def stop(self) -> None:
         """End the worker, then its engine."""
         self._worker.stop()
         self._claim.close()
+        if self._mps is not None:
+            self._mps.close()
+
+    def _join_mps(self) -> None:
+        """Before CUDA is used in this process or its engine."""
+        if self._spec.device.startswith("cuda"):
+            cluster = self._spec.config.cluster
+            mps = self._mps = join_mps(
+                cluster.mps,
+                self._spec.device,
+                transfer_threads=cluster.mps_transfer_threads,
+                memory_mb=cluster.mps_memory_mb,
+            )
+            self.notes.append(f"MPS is {'on' if mps.is_on else 'off'} on {self._spec.node}: {mps.why}")
+            log.info("%s", self.notes[-1])
 
 
 class ActorBody:
@@ -154,14 +189,14 @@ class ActorBody:
         self,
         spec: dict[str, Any],
         secret: str,
-        roles: Mapping[type[messages.Work], Role],
+        handlers: Mapping[type[messages.Work], Handler],
         *,
         node: str,
         restarted: bool,
     ) -> None:
         parsed = WorkerSpec.from_wire(spec)
         parsed = replace(parsed, host=parsed.host or node, node=node)
-        self._process = WorkerProcess(parsed, roles, ServiceSecret.from_hex(secret), restarted=restarted)
+        self._process = WorkerProcess(parsed, handlers, ServiceSecret.from_hex(secret), restarted=restarted)
 
     def wait_ready(self) -> dict[str, Any]:
         """``{"notes": [messages for the user]}`` once the engine is ready, or ``{"error": (kind, message)}``."""
@@ -176,7 +211,7 @@ class ActorBody:
         self._process.stop()
 
 
-def serve(roles: Mapping[type[messages.Work], Role]) -> None:
+def serve(handlers: Mapping[type[messages.Work], Handler]) -> None:
     """Run the worker whose spec, as JSON, is this program's argument, until SIGTERM or the end of the parent process.
     The service's secret comes from the environment. Exits with 1 and one line on stderr if the worker cannot start."""
     end_with_parent(signal.SIGTERM)
@@ -185,7 +220,7 @@ def serve(roles: Mapping[type[messages.Work], Role]) -> None:
         signal.signal(number, lambda signum, frame: stop.set())
     try:
         secret = ServiceSecret.from_environment()
-        worker = WorkerProcess(WorkerSpec.from_wire(json.loads(sys.argv[1])), roles, secret)
+        worker = WorkerProcess(WorkerSpec.from_wire(json.loads(sys.argv[1])), handlers, secret)
         worker.wait_ready()
     except PdserveError as error:
         sys.exit(f"error: {error}")

@@ -1,5 +1,5 @@
-"""The requests on a worker. Each is served by one coroutine (a `Role`), which reads from top to bottom as the request
-proceeds."""
+"""The requests on a worker. Each is served by one coroutine (a `Handler`), which reads from top to bottom as the
+request proceeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from engine.messages import Abort, Command, Finished, KVRole, Rejected, Step, Submit, TokenOut
 from pdserve.core.config import TransferConfig
 from pdserve.core.errors import DeadlineExceeded, LayoutMismatch, PdserveError, RequestAborted, from_wire, to_wire
-from pdserve.core.handoff import KVPeer
+from pdserve.core.handoff import KVPeer, PrefixSource
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logs import bind_request
 from pdserve.core.request import Request
@@ -56,7 +56,9 @@ class Sampled(NamedTuple):
 
 class ServedRequest:
     """One request, for the coroutine that serves it. ``received_s`` is the time at which its call arrived, on the
-    worker's clock; ``peer`` is the worker at the other end of its hand-off (None: no hand-off)."""
+    worker's clock; ``peer`` is the worker at the other end of its hand-off (None: no hand-off), ``prefix_source`` one
+    that sends KV of its beginning. This worker computes ``prompt_tokens`` of its prompt, and samples ``output_tokens``
+    at most (0: token 1 alone)."""
 
     def __init__(
         self,
@@ -67,9 +69,13 @@ class ServedRequest:
         *,
         worker_id: str,
         received_s: float,
+        prompt_tokens: int = 0,
+        output_tokens: int = 0,
         tells_ready: bool = False,
+        prefix_source: PrefixSource | None = None,
     ) -> None:
         self.request = request
+        self.prefix_source = prefix_source
         self.tells_ready = tells_ready
         self.attempt_id = request.attempt_id
         self.resources = resources
@@ -80,6 +86,14 @@ class ServedRequest:
         self._arrived: deque[Sampled | PdserveError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._forwards = False
+        self._prompt_tokens = prompt_tokens
+        self._output_tokens = output_tokens
+        self._sampled = 0
+
+    def outstanding(self) -> tuple[int, int]:
+        """Tokens that are still to be computed here, and how many of them are of its prompt."""
+        prompt_tokens = 0 if self._sampled else self._prompt_tokens
+        return prompt_tokens + max(0, self._output_tokens - self._sampled), prompt_tokens
 
     @property
     def peer(self) -> KVPeer:
@@ -94,7 +108,8 @@ class ServedRequest:
 
     def submit(self, kv_role: KVRole) -> None:
         """Submit the request to the engine."""
-        self.resources.engine.send(Submit(self.request, kv_role))
+        prefix_tokens = 0 if self.prefix_source is None else self.prefix_source.num_tokens
+        self.resources.engine.send(Submit(self.request, kv_role, prefix_tokens))
 
     async def sampled(self) -> Sampled:
         """Wait for the next token of this request. Raises the error that ends the request."""
@@ -146,6 +161,7 @@ class ServedRequest:
 
     def on_token(self, token: TokenOut, step: Step) -> None:
         """Take a token of a step."""
+        self._sampled += 1
         if not self._forwards or self._forward(token):
             self._put(Sampled(token, step))
 
@@ -170,29 +186,8 @@ class ServedRequest:
         return reason is not None
 
 
-Role = Callable[[ServedRequest], Coroutine[Any, Any, None]]
+Handler = Callable[[ServedRequest], Coroutine[Any, Any, None]]
 """A coroutine that serves a request. It raises the PdserveError that ends the request."""
-
-
-async def run(served: ServedRequest) -> None:
-    """Prefill and decode on this worker. Every worker has this role; it serves colocated requests and requests for a
-    single token."""
-    served.submit(KVRole.LOCAL)
-    first = await served.sampled()
-    reason = finish_reason(first.token)
-    served.tell(first, *served.prefill_events(first), finish_reason=reason, cached_tokens=first.token.cached_tokens)
-    if reason is not None:
-        return
-    second = await served.sampled()
-    reason = finish_reason(second.token)
-    served.tell(
-        second,
-        served.event(EventKind.DECODE_SCHEDULED, second.step.step_started_s),
-        served.event(EventKind.TOKEN_2_SAMPLED, second.step.sampled_s),
-        finish_reason=reason,
-    )
-    if reason is None:
-        await served.forward_rest()
 
 
 class RequestTable:
@@ -209,7 +204,12 @@ class RequestTable:
         """Whether the request is being served, or still holds resources."""
         return attempt_id in self._tasks
 
-    def begin(self, served: ServedRequest, role: Role) -> None:
+    def outstanding(self) -> tuple[int, int]:
+        """Sums of `ServedRequest.outstanding` over all requests, of all gateways."""
+        each = [served.outstanding() for served in self._requests.values()]
+        return sum(tokens for tokens, _ in each), sum(prompt_tokens for _, prompt_tokens in each)
+
+    def begin(self, served: ServedRequest, handler: Handler) -> None:
         """Serve a new request."""
         attempt_id = served.attempt_id
         loop = asyncio.get_running_loop()
@@ -220,14 +220,14 @@ class RequestTable:
             served,
             DeadlineExceeded(f"request {attempt_id} exceeded its deadline on worker {self._worker_id}"),
         )
-        task = self._tasks[attempt_id] = loop.create_task(self._serve(served, role))
+        task = self._tasks[attempt_id] = loop.create_task(self._serve(served, handler))
         task.add_done_callback(lambda _: self._tasks.pop(attempt_id, None))
 
-    async def _serve(self, served: ServedRequest, role: Role) -> None:
+    async def _serve(self, served: ServedRequest, handler: Handler) -> None:
         complete = False
         bind_request(served.request.request_id, served.attempt_id)
         try:
-            await role(served)
+            await handler(served)
             complete = True
         except PdserveError as error:
             self._tell(served, error)

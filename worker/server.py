@@ -97,7 +97,7 @@ class ControlledWorker(Protocol):
         ...
 
     def beat_now(self) -> None:
-        """Report to the gateway at once."""
+        """Report to all gateways at once."""
         ...
 
 

@@ -15,10 +15,11 @@ from pdserve.core.worker import Role
 class WorkerSpec:
     """The identity of a worker, its addresses, its cores, and the configuration of the service.
 
+    ``role`` is the one that it starts with, by which its engine's memory is divided; the service may change it later.
     ``host`` is the address at which peers and the gateway reach the worker, and ``node`` Ray's address of its host;
     both may be empty until the worker is on a host. ``device`` is ``cpu`` or ``cuda``, never ``auto``.
-    ``registry_address`` is the gateway's internal ``host:port``. ``service`` is the service's id, which its gateway
-    checks. ``port`` is the control port, and the following ports belong to the KV transports (0: the system chooses all
+    ``registry_addresses`` are the internal ``host:port`` of all gateways. ``service`` is the service's id, which they
+    check. ``port`` is the control port, and the following ports belong to the KV transports (0: the system chooses all
     of them). ``device_share`` is the worker's share of its device slot (1: all of it). ``num_slots`` is the least
     number of the service's workers that are expected on its host. ``cores`` are the cores that its engine binds to:
     empty until they are claimed (`worker.cores.claim_cores`), and on GPUs. ``engine_module`` is the module that its
@@ -30,7 +31,7 @@ class WorkerSpec:
     host: str
     node: str
     device: str
-    registry_address: str
+    registry_addresses: tuple[str, ...]
     version: str
     service: str = ""
     port: int = 0
@@ -47,13 +48,17 @@ class WorkerSpec:
 
     @property
     def token_budget(self) -> int:
-        """The most tokens of one step of its engine."""
+        """The most tokens of one step that its engine is prepared for."""
         return self.config.engine.token_budget(self.device, self.role)
+
+    def token_budget_as(self, role: Role) -> int:
+        """The most tokens of one step while the worker has this role."""
+        return min(self.token_budget, self.config.engine.token_budget(self.device, role))
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values, which JSON can carry."""
         config = self.config.model_dump(mode="json")
-        return {**asdict(self), "role": str(self.role), "cores": list(self.cores), "config": config}
+        return {**asdict(self), "role": str(self.role), "config": config}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> WorkerSpec:
@@ -63,6 +68,7 @@ class WorkerSpec:
                 **data,
                 "role": Role(data["role"]),
                 "config": PdserveConfig.parse(data["config"]),
+                "registry_addresses": tuple(data["registry_addresses"]),
                 "cores": tuple(data["cores"]),
             }
         )

@@ -2,6 +2,9 @@
 
 When the engine dies, `Worker.run` fails its requests with WorkerLost and begins a new incarnation with a new epoch. The
 gateway sees the new epoch in the next heartbeat, and has links to this worker opened again.
+
+Its role says what the gateways give it. They change it by their answers to heartbeats; the engine and the requests on
+it go on.
 """
 
 from __future__ import annotations
@@ -15,17 +18,28 @@ from dataclasses import replace
 
 import msgspec
 
-from engine.messages import EngineEvent, Failed, Finished, Load, Pong, Ready, Rejected, Step
+from engine.messages import (
+    CacheChanged,
+    EngineEvent,
+    Failed,
+    Finished,
+    Load,
+    Pong,
+    Ready,
+    Rejected,
+    SetTokenBudget,
+    Step,
+)
 from pdserve.core.clock import Clock, MonotonicClock, clock_id
 from pdserve.core.errors import InvalidRequest, LaunchError, ModelError, NotReady, PdserveError, WorkerLost
 from pdserve.core.plane_tls import PlaneTls, plane_tls
 from pdserve.core.secret import ServiceSecret
-from pdserve.core.worker import WorkerInfo, WorkerLoad
+from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from worker import messages
 from worker.heartbeat import Heartbeat
 from worker.incarnation import Incarnation
 from worker.links import LinkKeeper
-from worker.request_table import RequestTable, Role, ServedRequest
+from worker.request_table import Handler, RequestTable, ServedRequest
 from worker.server import ControlServer, Outbox
 from worker.spec import WorkerSpec
 
@@ -35,8 +49,8 @@ RESTART_PAUSE_S = 1.0
 
 
 class Worker:
-    """One worker of the service with this ``secret``. ``roles`` maps each kind of request that it serves to the
-    coroutine that serves it.
+    """One worker of the service with this ``secret``. ``handlers`` maps each kind of request that it serves to the
+    coroutine that does. To take another role, it has to serve all of them.
 
     ``started`` has the worker's info once the first engine is ready, or the error that kept the engine from starting.
     """
@@ -44,7 +58,7 @@ class Worker:
     def __init__(
         self,
         spec: WorkerSpec,
-        roles: Mapping[type[messages.Work], Role],
+        handlers: Mapping[type[messages.Work], Handler],
         secret: ServiceSecret,
         clock: Clock | None = None,
     ) -> None:
@@ -55,15 +69,20 @@ class Worker:
         self.started: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = uuid.uuid4().hex
-        self._roles = dict(roles)
+        self._handlers = dict(handlers)
+        self._role = spec.role
+        self._version = 0  # of the service's members, by which it has this role
         self._table = RequestTable(spec.worker_id)
         self._incarnation: Incarnation | None = None
+        self.notes: list[str] = []  # of its engine, for the user
         self._links: LinkKeeper | None = None
         self._info: WorkerInfo | None = None
         self._restarts = 0
         self._server = ControlServer(self, spec.worker_id, self.clock, secret)
         heartbeat_s = spec.config.router.heartbeat_s
-        self._heartbeat = Heartbeat(self, spec.worker_id, spec.registry_address, heartbeat_s, secret)
+        self._heartbeats = [
+            Heartbeat(self, spec.worker_id, address, heartbeat_s, secret) for address in spec.registry_addresses
+        ]
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -92,15 +111,17 @@ class Worker:
                 self.started.set_exception(failure)
             raise
         finally:
-            await self._heartbeat.stop()
+            for heartbeat in self._heartbeats:
+                await heartbeat.stop()
             await self._end_incarnation()
             await self._server.stop()
 
     def _announce(self, incarnation: Incarnation) -> None:
         ready = incarnation.ready
+        self.notes = [f"{self.spec.worker_id}: {note}" for note in ready.notes]
         self._info = WorkerInfo(
             worker_id=self.spec.worker_id,
-            role=self.spec.role,
+            role=self._role,
             epoch=incarnation.epoch,
             control_address=self._server.address,
             kv_endpoints=incarnation.kv_endpoints,
@@ -111,7 +132,7 @@ class Worker:
             layout=ready.layout,
             num_blocks=ready.num_blocks,
             max_model_len=ready.max_model_len,
-            max_num_batched_tokens=self.spec.token_budget,
+            max_num_batched_tokens=self.spec.token_budget_as(self._role),
             vocab_size=ready.vocab_size,
             cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             cores=",".join(str(core) for core in ready.cores),
@@ -121,11 +142,15 @@ class Worker:
             clock_id=clock_id(),
             life=self._life,
             service=self.spec.service,
+            eos_token_ids=tuple(ready.eos_token_ids),
+            max_num_seqs=self.spec.config.engine.max_num_seqs,
         )
+        self._set_token_budget(incarnation)
         kv = incarnation.kv
-        self._links = LinkKeeper(kv.connect, lambda: kv.links, self._heartbeat.wake)
-        self._heartbeat.start(self._tls)
-        self._heartbeat.wake()
+        self._links = LinkKeeper(kv.connect, lambda: kv.links, self.beat_now)
+        for heartbeat in self._heartbeats:
+            heartbeat.start(self._tls)
+        self.beat_now()
         if not self.started.done():
             self.started.set_result(self._info)
 
@@ -144,7 +169,7 @@ class Worker:
     def _on_silence(self, incarnation: Incarnation) -> None:
         """Report a change of the engine's silence. If the engine is silent, fail its requests now, before it is
         killed."""
-        self._heartbeat.wake()
+        self.beat_now()
         if incarnation.watchdog.is_silent:
             self._table.fail_all(lambda: WorkerLost(f"the engine of worker {self.spec.worker_id} does not answer"))
 
@@ -157,7 +182,7 @@ class Worker:
         incarnation, self._incarnation = self._incarnation, None
         links, self._links = self._links, None
         if incarnation is not None:
-            self._heartbeat.wake()  # the gateway must not send more requests
+            self.beat_now()  # the gateways must not send more requests
         if links is not None:
             await links.aclose()
         why = f"the engine of worker {self.spec.worker_id} died; its requests are lost"
@@ -168,22 +193,52 @@ class Worker:
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
-    def report(self) -> messages.Beat:
-        """The content of the next heartbeat. NotReady before the first engine is ready."""
-        return messages.Beat(self.info, self.load, [] if self._links is None else self._links.states())
+    def report(self, blocks_after: int | None) -> messages.Beat:
+        """The content of the next heartbeat, with the changes of the prefix cache after that position (None: without).
+        NotReady before the first engine is ready."""
+        links = [] if self._links is None else self._links.states()
+        cached = None if self._incarnation is None else self._incarnation.cached_blocks
+        if cached is None or blocks_after is None or blocks_after == cached.ends:
+            return messages.Beat(self.info, self.load, links)
+        return messages.Beat(self.info, self.load, links, cached.since(blocks_after))
 
-    def on_answer(self, answer: messages.BeatAnswer) -> None:
-        """Act on the gateway's answer to a heartbeat. A superseded worker ends: another worker has taken its name, it
-        was retired, or it belongs to another service. `run` then raises WorkerLost."""
+    def on_answer(self, registry_address: str, answer: messages.BeatAnswer) -> None:
+        """Act on a gateway's answer to a heartbeat. A superseded worker ends: another worker has taken its name, it was
+        retired, or it belongs to another service. `run` then raises WorkerLost."""
+        if answer.role is not None and answer.version > self._version:
+            self._version = answer.version
+            self._take_role(answer.role)
         if self._links is not None:
-            self._links.want(answer.peers)
+            self._links.want(registry_address, answer.peers)
         if answer.superseded and not self._superseded.done():
             why = f"worker {self.spec.worker_id} was replaced or retired, and ends"
             self._superseded.set_exception(WorkerLost(why))
 
+    def _take_role(self, role: Role) -> None:
+        """Take a role, and report it to all gateways at once. Requests in progress go on."""
+        if role is self._role:
+            return
+        log.info("%s: %s worker from now on, instead of %s", self.spec.worker_id, role, self._role)
+        self._role = role
+        if self._info is not None:
+            tokens = self.spec.token_budget_as(role)
+            self._info = replace(self._info, role=role, max_num_batched_tokens=tokens)
+        if self._incarnation is not None:
+            self._set_token_budget(self._incarnation)
+        self.beat_now()
+
+    def _set_token_budget(self, incarnation: Incarnation) -> None:
+        incarnation.engine.send(SetTokenBudget(self.spec.token_budget_as(self._role)))
+
+    def on_silence(self, registry_address: str) -> None:
+        """Note that a gateway does not answer."""
+        if self._links is not None:
+            self._links.forget(registry_address)
+
     def beat_now(self) -> None:
-        """Report to the gateway at once."""
-        self._heartbeat.wake()
+        """Report to all gateways at once."""
+        for heartbeat in self._heartbeats:
+            heartbeat.wake()
 
     @property
     def info(self) -> WorkerInfo:
@@ -195,10 +250,17 @@ class Worker:
 
     @property
     def load(self) -> WorkerLoad:
-        """The load of the engine, and the messages that the KV end has refused."""
+        """The load of the engine, what the requests on this worker have still to compute, and the messages that the KV
+        end has refused."""
         if self._incarnation is None:
             return WorkerLoad()
-        return replace(self._incarnation.load, kv_refused=self._incarnation.kv.refused)
+        outstanding_tokens, prompt_tokens = self._table.outstanding()
+        return replace(
+            self._incarnation.load,
+            outstanding_tokens=outstanding_tokens,
+            prompt_tokens=prompt_tokens,
+            kv_refused=self._incarnation.kv.refused,
+        )
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -212,10 +274,10 @@ class Worker:
     def begin(self, work: messages.Work, outbox: Outbox, received_s: float) -> None:
         """Begin to serve a request, which was received at ``received_s`` of this worker's clock. Raises InvalidRequest
         or NotReady; later errors are sent over ``outbox``."""
-        role, worker_id, request = self._roles.get(type(work)), self.spec.worker_id, work.request
-        if role is None:
+        handler, worker_id, request = self._handlers.get(type(work)), self.spec.worker_id, work.request
+        if handler is None:
             what = type(work).__name__.lower()
-            raise InvalidRequest(f"worker {worker_id} is a {self.spec.role} worker and cannot {what}")
+            raise InvalidRequest(f"worker {worker_id} is a {self._role} worker and cannot {what}")
         if self.incarnation.watchdog.is_silent:
             raise NotReady(f"the engine of worker {worker_id} does not answer")
         if request.attempt_id in self._table:
@@ -228,9 +290,12 @@ class Worker:
             outbox,
             worker_id=worker_id,
             received_s=received_s,
+            prompt_tokens=request.num_tokens if isinstance(work, messages.Run | messages.Push) else 0,
+            output_tokens=request.max_tokens if isinstance(work, messages.Run | messages.Receive) else 0,
             tells_ready=isinstance(work, messages.Receive) and work.tell_ready,
+            prefix_source=work.prefix_source if isinstance(work, messages.Run | messages.Push) else None,
         )
-        self._table.begin(served, role)
+        self._table.begin(served, handler)
 
     async def abort(self, attempt_id: str) -> None:
         """Abort a request. Returns when its resources are released. Unknown ids are ignored."""
@@ -249,6 +314,8 @@ class Worker:
                 self._table.on_step(event)
             case Load():
                 incarnation.load = WorkerLoad(**msgspec.structs.asdict(event))
+            case CacheChanged():
+                incarnation.cached_blocks.change(event.added, event.removed)
             case Rejected():
                 self._table.on_rejected(event)
             case Finished():
