@@ -25,11 +25,13 @@ def account_of(completion: Completion) -> dict[str, Any]:
         "output_tokens": len(record.output_token_ids),
         "prefill_cached_tokens": result.prefill_cached_tokens,
         "attempts": result.attempts,
+        "placements": list(record.placements),
         "transfer": _transfer(timeline, result),
+        "prefix_fetch": _prefix_fetch(result),
         "gateway_ttft_ms": _stages_ms(completion, Figure.TTFT),
         "gateway_ttft_decode_ms": _stages_ms(completion, Figure.TTFT_DECODE),
         "events": [
-            {"kind": event.kind.value, "worker": event.worker, "time_s": event.time_s}
+            {"kind": str(event.kind), "worker": event.worker, "time_s": event.time_s}
             for event in timeline.events.values()
         ],
         "clocks": [
@@ -64,6 +66,22 @@ def _transfer(timeline: Timeline, result: RoutingResult) -> dict[str, Any]:
         exposed_s = timeline.gateway_time(verified) - timeline.gateway_time(sampled)
         transfer |= {"exposed_ms": max(0.0, exposed_s) * 1e3, "room_wait_ms": timeline.room_wait_ms}
     return transfer
+
+
+def _prefix_fetch(result: RoutingResult) -> dict[str, Any] | None:
+    fetch = result.prefix_fetch
+    if fetch is None:
+        return None
+    return {
+        "source": fetch.source,
+        "tokens": fetch.tokens,
+        "tokens_wanted": fetch.tokens_wanted,
+        "kv_bytes": 0 if fetch.proof is None else fetch.proof.kv_bytes,
+        "kv_bytes_expected": result.prefix_bytes_expected,
+        "transport": "" if fetch.proof is None else fetch.proof.transport,
+        "duration_ms": fetch.duration_ms,
+        "failure": fetch.failure,
+    }
 
 
 def _stages_ms(completion: Completion, figure: Figure) -> dict[str, float]:

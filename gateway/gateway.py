@@ -26,8 +26,10 @@ from gateway.http_api.generation import Served
 from gateway.http_api.server import HttpServer
 from gateway.inference import Inference, Observer
 from gateway.live import LastRequests, live_view
-from gateway.metrics import Metrics, ServiceState
+from gateway.load_meter import GatewayLoad, LoadMeter
+from gateway.metrics import Metrics, ScalingState, ServiceState
 from gateway.registry_service import RegistryService
+from gateway.scaling_report import ScalingReport
 from gateway.security import security_of
 from gateway.status_report import StatusReport
 from gateway.tokenizer import load_tokenizer
@@ -45,7 +47,7 @@ from pdserve.core.secret import ServiceSecret
 from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
-from router.placement import WaitMode
+from router.needs import WaitMode
 from router.registry import WorkerRegistry
 from router.router import Router
 from worker.authentication import REGISTRY, proven_server
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 0.1
+"""How often the load of the workers is sampled for a controller."""
 DRAIN_S = 5.0  # time for running requests when the gateway stops
 STOPPING = "the service is being stopped; send the request to another one"
 
@@ -106,7 +110,7 @@ class Gateway:
         self._registry_host, _, registry_port = registry_address.rpartition(":")
         self._registry_port = int(registry_port)
         # Heartbeat timeouts advance only while this loop runs and can read heartbeats.
-        self.registry = WorkerRegistry(RunningAwakeClock(), config.router)
+        self.registry = WorkerRegistry(RunningAwakeClock(), config.router, config.gateway.replicas)
         both_roles = config.cluster.prefill and config.cluster.decode
         auto_mode: WaitMode = Mode.AUTO if both_roles else Mode.COLOCATED
         self.router = Router(self.registry, config.router, clock, auto_mode, config.transfer.on_kv_failure)
@@ -138,7 +142,11 @@ class Gateway:
             )
         )
         self._last = LastRequests()
+        self._meter = LoadMeter(config.objectives, clock, lambda: self._inference.running.values())
+        self._metrics.registry.register(ScalingState(self._meter.load, lambda: self._report.scaling))
         observers: list[Observer] = [self._metrics, self._last]
+        if config.objectives.ttft_ms or config.objectives.itl_ms:  # without one there is nothing to compare with
+            observers.append(self._meter)
         self._tracing: Tracing | None = None
         if config.gateway.otlp_endpoint is not None:
             self._tracing = _tracing_to(config.gateway.otlp_endpoint, clock, version)
@@ -224,6 +232,8 @@ class Gateway:
             asyncio.create_task(self._maintain_health(checks)),
             asyncio.create_task(self._watch_heartbeats()),
         ]
+        if self._config.scaling.controller != "off":
+            self._tasks.append(asyncio.create_task(self._watch_load()))
 
     async def wait_serving(self, timeout_s: float) -> None:
         """Return once requests can be served. After ``timeout_s``, raise the reason why not."""
@@ -233,22 +243,44 @@ class Gateway:
         except TimeoutError:
             raise self.problem or NotReady(f"not ready within {timeout_s:.0f} s") from None
 
-    def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
-        """Set the members of the service; those that have not registered are shown as awaited. ``notes`` are shown with
-        the status."""
-        self._report.expected = dict(members)
-        self._report.notes = tuple(notes)
+    def expect(
+        self,
+        members: Mapping[str, Role],
+        notes: Sequence[str] = (),
+        version: int = 0,
+        scaling: ScalingReport | None = None,
+    ) -> None:
+        """Set the members of the service and the roles that they should have, unless a later ``version`` of them is
+        known. Those that have not registered are shown as awaited. ``notes`` are shown with the status, and so is
+        ``scaling``."""
+        if self._directory.expect(members, version):
+            self._report.expected = dict(members)
+            self._report.notes = tuple(notes)
+            self._report.scaling = scaling
+
+    async def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
+        """Wait until these workers have the roles that they should have, and the links that follow from them. Returns
+        those that do not after ``timeout_s``."""
+        return await self._directory.wait_roles(worker_ids, timeout_s)
 
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
-        """Send these workers no more requests. Returns when they have finished and are removed, at the latest after
-        ``drain_s``; remaining requests continue on other workers."""
+        """Send these workers no more requests. Returns when they have finished those of all gateways, at the latest
+        after ``drain_s``."""
+        await self._directory.retire(worker_ids, drain_s)
+
+    async def dismiss(self, worker_ids: Collection[str]) -> None:
+        """Remove these workers, which end. Remaining requests continue on other workers."""
         for worker_id in worker_ids:
             self._report.expected.pop(worker_id, None)
-        await self._directory.retire(worker_ids, drain_s)
+        await self._directory.dismiss(worker_ids)
 
     def status(self) -> pb.GetStatusResponse:
         """The status for operators, with the addresses and processes of the service."""
         return self._report.message()
+
+    def load(self) -> GatewayLoad:
+        """What a controller of the workers needs to know."""
+        return self._meter.load()
 
     def drain(self) -> int:
         """Refuse new requests (UNAVAILABLE). Returns the number of requests in progress, which go on, with retries,
@@ -284,7 +316,7 @@ class Gateway:
         return HttpServer(app, config.host, config.served_http_port, self._security.tls)
 
     def _live_view(self) -> dict[str, Any]:
-        return live_view(self._inference, self._report.message, self._last)
+        return live_view(self._inference, self._report.public, self._last)
 
     async def _maintain_health(self, checks: Any) -> None:
         while True:
@@ -310,6 +342,12 @@ class Gateway:
             await asyncio.sleep(min(self._config.router.heartbeat_s, self._config.router.heartbeat_timeout_s / 4))
             with _logging_failures("watching heartbeats"):
                 self._directory.expire()
+
+    async def _watch_load(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            with _logging_failures("looking at the workers' load"):
+                self._meter.look(self.registry.view().workers, self.router.short_of)
 
 
 @contextlib.contextmanager

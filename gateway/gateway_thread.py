@@ -13,9 +13,12 @@ from typing import Any, TypeVar
 
 from engine.model.source import resolve_model
 from gateway.gateway import Gateway
+from gateway.load_meter import GatewayLoad
+from gateway.scaling_report import ScalingReport
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError
 from pdserve.core.plane_tls import plane_tls
+from pdserve.core.process import freeze_heap
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
@@ -57,18 +60,37 @@ class GatewayThread:
         """Start the thread. Returns when both servers listen; LaunchError if a port is in use."""
         self._thread.start()
         self._on_loop(self._gateway.start(), START_TIMEOUT_S)
+        freeze_heap()
 
     def wait_serving(self, timeout_s: float) -> None:
         """See `Gateway.wait_serving`."""
         self._on_loop(self._gateway.wait_serving(timeout_s), timeout_s + 5.0)
 
-    def expect(self, members: Mapping[str, Role], notes: Sequence[str] = ()) -> None:
+    def expect(
+        self,
+        members: Mapping[str, Role],
+        notes: Sequence[str] = (),
+        version: int = 0,
+        scaling: ScalingReport | None = None,
+    ) -> None:
         """See `Gateway.expect`."""
-        self._loop.call_soon_threadsafe(self._gateway.expect, members, notes)
+        self._loop.call_soon_threadsafe(self._gateway.expect, members, notes, version, scaling)
+
+    def load(self) -> GatewayLoad:
+        """See `Gateway.load`."""
+        return self._ask(self._gateway.load)
+
+    def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
+        """See `Gateway.wait_roles`."""
+        return self._on_loop(self._gateway.wait_roles(worker_ids, timeout_s), timeout_s + ANSWER_TIMEOUT_S)
 
     def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
         """See `Gateway.retire`."""
         self._on_loop(self._gateway.retire(worker_ids, drain_s), drain_s + 5.0)
+
+    def dismiss(self, worker_ids: Collection[str]) -> None:
+        """See `Gateway.dismiss`."""
+        self._on_loop(self._gateway.dismiss(worker_ids), ANSWER_TIMEOUT_S)
 
     def drain(self) -> int:
         """See `Gateway.drain`."""
@@ -96,10 +118,10 @@ class GatewayThread:
         except concurrent.futures.TimeoutError:
             raise LaunchError(f"the gateway did not answer within {ANSWER_TIMEOUT_S:.0f} s") from None
 
-    def _on_loop(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            future.result(timeout_s)
+            return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise LaunchError(f"the gateway did not answer within {timeout_s:.0f} s") from None

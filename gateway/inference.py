@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
 from gateway.quota import Permit
+from gateway.request_ids import RequestIds
 from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
     Limits,
     check_logit_bias,
+    check_resume,
     check_salt,
     check_sampling,
+    check_session_id,
     check_stop_token_ids,
+    end_of,
     fit_max_tokens,
     prompt_of,
-    request_id_of,
     seeded,
 )
 from pdserve.core.clock import Clock
@@ -35,19 +38,29 @@ from pdserve.core.timeline import GATEWAY, Breakdown, EventKind, Figure
 from router.request_record import Deadline, RequestRecord, RoutingResult
 from router.router import Router
 
+MAX_USER_CHARACTERS = 256  # of a user's name, as far as it tells users apart
+_RESUMED_AT_ONCE = 256
+"""Tokens of a resumed request that are detokenized without a pause."""
+_FIGURES = tuple(Figure)
 _EMITTED = (EventKind.TOKEN_1_EMITTED, EventKind.TOKEN_2_EMITTED)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A call that was admitted: whose it is, when it came, on the gateway's clock, by when it has to end, and the
-    client's ``traceparent`` (W3C Trace Context; empty without one)."""
+    """A call that was admitted: whose it is, when it came, on the gateway's clock, by when it has to end, the client's
+    ``traceparent`` (W3C Trace Context; empty without one), and the ``host`` it came from."""
 
     caller: Caller
     permit: Permit
     received_s: float
     deadline: Deadline
     traceparent: str = ""
+    host: str = ""
+
+    def client(self, user: str) -> str:
+        """Who takes turns with others in the queue: the bearer of the token. Where calls need none, the ``user`` whom
+        the call names, else the host that it came from."""
+        return self.caller.name or user[:MAX_USER_CHARACTERS] or self.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,9 @@ class Completion:
     @cached_property
     def breakdowns(self) -> Mapping[Figure, Breakdown | None]:
         """The gateway's own breakdown of each figure; None if its token was not written."""
-        return {figure: self.record.timeline.breakdown(figure) for figure in Figure}
+        timeline = self.record.timeline
+        times_s = timeline.times_s()
+        return {figure: timeline.breakdown(figure, times_s=times_s) for figure in _FIGURES}
 
 
 class ClientLeft(Exception):
@@ -85,8 +100,12 @@ class ClientLeft(Exception):
 class Observer(Protocol):
     """Is told of every request, for metrics or traces. Must not raise."""
 
-    def gap(self, seconds: float) -> None:
-        """A token came ``seconds`` after the one before."""
+    def first(self, record: RequestRecord, seconds: float) -> None:
+        """Token 1 of a request came ``seconds`` after its call."""
+        ...
+
+    def gap(self, seconds: float, index: int) -> None:
+        """Token number ``index`` of a request (from 0) came ``seconds`` after the one before."""
         ...
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
@@ -129,7 +148,7 @@ class Inference:
         self._observers = tuple(observers)
         self.running: dict[str, RequestRecord] = {}
         """Requests whose prompt has been read and that have not ended, by id, the oldest first."""
-        self._in_use: set[str] = set()
+        self._ids = RequestIds()
         self._being_read = 0  # requests whose prompt is being tokenized or waits for it
 
     def identify(self, authorization: str) -> Caller:
@@ -142,7 +161,9 @@ class Inference:
             raise
 
     @contextmanager
-    def admission(self, caller: Caller, timeout_s: float | None, traceparent: str = "") -> Iterator[Arrival]:
+    def admission(
+        self, caller: Caller, timeout_s: float | None, traceparent: str = "", host: str = ""
+    ) -> Iterator[Arrival]:
         """Admit a call, which counts as in progress until the context ends, before its message is parsed.
         ``timeout_s`` is the client's (None: the default). Observers are told of the error or the `ClientLeft` that
         ends the context. `NotReady` while draining, `CapacityExceeded` if the queue is full or the caller has reached a
@@ -158,7 +179,7 @@ class Inference:
             self._note_failure(error, None)
             raise
         timeout_s = self._default_timeout_s if timeout_s is None else timeout_s
-        arrival = Arrival(caller, permit, received_s, Deadline(received_s + timeout_s, self._clock), traceparent)
+        arrival = Arrival(caller, permit, received_s, Deadline(received_s + timeout_s, self._clock), traceparent, host)
         self.in_progress += 1
         try:
             yield arrival
@@ -172,15 +193,16 @@ class Inference:
         finally:
             self.in_progress -= 1
             permit.end()
+            arrival.deadline.close()
 
     def admit_outputs(self, arrival: Arrival, count: int) -> None:
         """Have the ``count`` outputs of a call count as so many requests of its caller. `CapacityExceeded` if they
         exceed a limit."""
         arrival.permit.take(count - 1)  # the call itself counts as the first
 
-    def within(self, arrival: Arrival, timeout_s: float) -> Arrival:
-        """``arrival`` with the deadline that the client has set."""
-        return replace(arrival, deadline=Deadline(arrival.received_s + timeout_s, self._clock))
+    def within(self, arrival: Arrival, timeout_s: float) -> None:
+        """Set the deadline that the client has given, ``timeout_s`` after the call came."""
+        arrival.deadline.move(arrival.received_s + timeout_s, self._clock)
 
     @property
     def known_limits(self) -> Limits | None:
@@ -197,9 +219,9 @@ class Inference:
         """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers.
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
-        request_id = request_id_of(submission.request_id, self._in_use)
+        claim = await self._ids.claim(submission, arrival.caller.name, arrival.deadline)
+        request_id = claim.request_id
         bind_request(request_id)
-        self._in_use.add(request_id)
         try:
             self._being_read += 1
             try:
@@ -207,15 +229,28 @@ class Inference:
                 request = await arrival.deadline.bound(reading, "its prompt was tokenized")
             finally:
                 self._being_read -= 1
-            record = RequestRecord(request, arrival.deadline)
+            record = RequestRecord(
+                request,
+                arrival.deadline,
+                client=arrival.client(submission.user),
+                output_token_ids=list(request.output_token_ids),
+            )
             record.timeline.record(EventKind.RECEIVED, GATEWAY, arrival.received_s)
             self.running[request_id] = record
-            async with aclosing(self._tokens(record, arrival)) as outputs:
+            detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
+            text = OutputText(detokenizer, request.sampling.stop)
+            if (ended := await self._resume(record, text)) is not None:
+                yield self._completion(Completion(record, RoutingResult(), text, ended), arrival)
+                return
+            async with aclosing(self._tokens(record, text, arrival)) as outputs:
                 async for output in outputs:
                     yield output
+        except asyncio.CancelledError:
+            claim.check_cancellation()
+            raise
         finally:
             self.running.pop(request_id, None)
-            self._in_use.discard(request_id)
+            claim.end()
 
     def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
         for observer in self._observers:
@@ -230,25 +265,56 @@ class Inference:
 
     async def _read(self, submission: Submission, request_id: str, arrival: Arrival) -> Request:
         check_salt(submission.salt)
+        arrival.caller.quota.check_priority(submission.priority)
+        check_session_id(submission.session_id)
         check_sampling(submission.sampling, self.tokenizer)
         limits = self._limits_for(submission.mode)
         check_stop_token_ids(submission.sampling, limits.vocab_size)
         check_logit_bias(submission.sampling, limits.vocab_size)
         prompt = await prompt_of(submission, self.tokenizer, limits)
-        sampling = seeded(fit_max_tokens(submission, len(prompt), limits))
+        fitted = fit_max_tokens(submission, len(prompt), limits)
+        resume = check_resume(submission.resume, fitted, limits)
+        sampling = seeded(fitted, request_id)
         arrival.caller.quota.spend_prompt(len(prompt))
         salt = arrival.caller.salt_of(submission.salt)
-        return Request(request_id, prompt, sampling, submission.mode, salt=salt)
+        return Request(
+            request_id,
+            prompt,
+            sampling,
+            submission.mode,
+            salt=salt,
+            output_token_ids=resume,
+            priority=submission.priority,
+            session_id=submission.session_id,
+        )
 
-    async def _tokens(self, record: RequestRecord, arrival: Arrival) -> AsyncGenerator[OutputToken | Completion, None]:
-        request, timeline, now = record.request, record.timeline, self._clock.now
-        detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids) if self.tokenizer else None
-        output = OutputText(detokenizer, request.sampling.stop)
+    async def _resume(self, record: RequestRecord, output: OutputText) -> FinishReason | None:
+        """Give ``output`` the tokens that the client of a resumed request already has. Returns why the request ended
+        with them, if it did: its stream broke before the completion."""
+        for count, token_id in enumerate(record.output_token_ids, 1):
+            output.add(token_id)
+            if count % _RESUMED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # others have a turn
+        limits = self._limits()
+        if not record.output_token_ids or limits is None:
+            return None
+        ended = (
+            FinishReason.STOP if output.stopped else end_of(record.output_token_ids, record.request.sampling, limits)
+        )
+        if ended is not None:
+            output.end()
+        return ended
+
+    async def _tokens(
+        self, record: RequestRecord, output: OutputText, arrival: Arrival
+    ) -> AsyncGenerator[OutputToken | Completion, None]:
+        timeline, now = record.timeline, self._clock.now
         finish_reason = FinishReason.ERROR
         timeline.record(EventKind.TOKENIZED, GATEWAY, now())
         generation = self._router.generate(record)
         async with aclosing(generation):
-            index, before_s = 0, 0.0
+            index = resumed = len(record.output_token_ids)
+            before_s = 0.0
             async for token in generation:
                 arrival.caller.quota.spend(1)
                 text = output.add(token.token_id)
@@ -258,11 +324,14 @@ class Inference:
                 if output.stopped:
                     finish_reason = FinishReason.STOP
                 now_s = now()
-                if index < len(_EMITTED):
+                if index < len(_EMITTED) and not resumed:
                     timeline.record(_EMITTED[index], GATEWAY, now_s)
-                if index:
+                if index > resumed:
                     for observer in self._observers:
-                        observer.gap(now_s - before_s)
+                        observer.gap(now_s - before_s, index)
+                elif not resumed:
+                    for observer in self._observers:
+                        observer.first(record, now_s - arrival.received_s)
                 before_s = now_s
                 last = output.stopped or token.finish_reason is not None
                 yield OutputToken(record, token.token_id, text, index, last, token.logprobs)
@@ -270,8 +339,11 @@ class Inference:
                 if output.stopped and token.finish_reason is None:
                     await generation.stop()
                     break
-        timeline.record(EventKind.FINISHED, GATEWAY, now())
-        completion = Completion(record, generation.result, output, finish_reason)
+        yield self._completion(Completion(record, generation.result, output, finish_reason), arrival)
+
+    def _completion(self, completion: Completion, arrival: Arrival) -> Completion:
+        """``completion``, of which the observers are told."""
+        completion.record.timeline.record(EventKind.FINISHED, GATEWAY, self._clock.now())
         for observer in self._observers:
             observer.finished(completion, arrival)
-        yield completion
+        return completion

@@ -12,6 +12,7 @@ from gateway.inference import Arrival, Completion, Inference
 from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import Figure
 from pdserve.pb import inference_pb2 as pb
+from router.request_record import RequestRecord
 
 FINISHED = 12
 """Finished requests that are kept."""
@@ -20,12 +21,15 @@ RUNNING = 50
 
 
 class LastRequests:
-    """Keeps the accounts of the last finished requests. They have no text."""
+    """Keeps the last finished requests. What `plain` gives of them has no text."""
 
     def __init__(self) -> None:
         self._finished: deque[Completion] = deque(maxlen=FINISHED)
 
-    def gap(self, seconds: float) -> None:
+    def first(self, record: RequestRecord, seconds: float) -> None:
+        """Not shown."""
+
+    def gap(self, seconds: float, index: int) -> None:
         """Not shown."""
 
     def cancelled(self) -> None:
@@ -35,8 +39,9 @@ class LastRequests:
         """Not shown."""
 
     def finished(self, completion: Completion, arrival: Arrival) -> None:
-        """Keep a finished request."""
-        self._finished.append(completion)
+        """Keep a finished request, unless it was resumed: its first tokens were not made here."""
+        if completion.breakdowns[Figure.TTFT] is not None:
+            self._finished.append(completion)
 
     def plain(self) -> list[dict[str, Any]]:
         """The last requests, the newest first."""

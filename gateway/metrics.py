@@ -14,10 +14,14 @@ from prometheus_client.registry import Collector
 
 from gateway.histogram import LatencyHistogram
 from gateway.inference import Arrival, Completion
+from gateway.load_meter import GatewayLoad, within_objective
+from gateway.scaling_report import ScalingReport
 from pdserve.core.errors import PdserveError
-from pdserve.core.handoff import TransferProof
+from pdserve.core.handoff import PrefixFetch, TransferProof
 from pdserve.core.timeline import EventKind, Figure
+from router.breaker import BreakerState
 from router.registered_worker import RegisteredWorker
+from router.request_record import RequestRecord
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time series beside every counter that nobody reads
 
@@ -69,8 +73,17 @@ class Metrics:
         self._kv_blocks = of_labels(
             "kv_blocks", "KV blocks sent, and blocks skipped because decode had them", *_PAIR, "what"
         )
+        self._fetches = of_labels(
+            "prefix_fetches",
+            "Prefixes fetched from another worker's cache: complete, partial (it no longer had all), failed (computed)",
+            "source", "worker", "outcome",
+        )  # fmt: skip
+        self._fetched_bytes = of_labels("prefix_fetch_bytes", "Their KV bytes, verified", "source", "worker")
 
-    def gap(self, seconds: float) -> None:
+    def first(self, record: RequestRecord, seconds: float) -> None:
+        """Counted with `finished`."""
+
+    def gap(self, seconds: float, index: int) -> None:
         """A token came ``seconds`` after the one before."""
         self._gaps.observe(seconds)
 
@@ -90,7 +103,7 @@ class Metrics:
         self._retries.inc(max(0, record.attempts - 1))
         self._prompt_tokens.inc(len(record.request.prompt_token_ids))
         self._cached_tokens.inc(result.prefill_cached_tokens)
-        self._output_tokens.inc(len(record.output_token_ids))
+        self._output_tokens.inc(len(record.output_token_ids) - len(record.request.output_token_ids))
         received_s, finished_s = (timeline.gateway_time(kind) for kind in (EventKind.RECEIVED, EventKind.FINISHED))
         self._e2e.of(mode).observe(finished_s - received_s)
         for figure, histogram in self._figures.items():
@@ -101,6 +114,14 @@ class Metrics:
                 self._stages.of(figure.value, stage).observe(max(0.0, stage_ms) / 1e3)
         if (proof := result.proof) is not None:
             self._moved(completion, proof)
+        if (fetch := result.prefix_fetch) is not None:
+            self._fetched(fetch, result.prefill_worker)
+
+    def _fetched(self, fetch: PrefixFetch, worker_id: str) -> None:
+        outcome = "failed" if fetch.failure else "complete" if fetch.tokens == fetch.tokens_wanted else "partial"
+        self._fetches(fetch.source, worker_id, outcome).inc()
+        if fetch.proof is not None:
+            self._fetched_bytes(fetch.source, worker_id).inc(fetch.proof.kv_bytes)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -165,9 +186,14 @@ class ServiceState(Collector):
         yield gauge("blocks", "KV blocks of the worker's pool", lambda w: w.info.num_blocks)
         yield gauge("blocks_free", "KV blocks that are free or only cached", lambda w: w.load.free_blocks)
         yield gauge("blocks_cached", "KV blocks that prompts can find now", lambda w: w.load.cached_blocks)
+        yield gauge("blocks_stored", "Cold KV blocks kept outside of the pool", lambda w: w.load.stored_blocks)
         yield gauge("requests_running", "Requests in the engine's batch", lambda w: w.load.running)
         yield gauge("requests_waiting", "Requests that wait in the engine", lambda w: w.load.waiting)
-        yield gauge("tokens_outstanding", "Tokens that are still to be computed", lambda w: w.outstanding_tokens)
+        yield gauge(
+            "tokens_outstanding",
+            "Tokens that are still to be computed",
+            lambda w: w.outstanding_tokens + w.others_tokens,
+        )
         yield counter("preemptions", "Requests that lost their blocks to others", lambda w: w.load.preemptions)
         yield counter("engine_restarts", "Restarts of the worker's engine", lambda w: w.info.engine_restarts)
         yield counter(
@@ -175,6 +201,17 @@ class ServiceState(Collector):
             lambda w: w.load.prompt_tokens_looked_up,
         )  # fmt: skip
         yield counter("prompt_tokens_cached", "Of these, tokens that were found", lambda w: w.load.prompt_tokens_cached)
+        yield gauge(
+            "paused", "1 if the worker gets no request, or only a probe, because it failed the last ones",
+            lambda w: w.breaker.state is not BreakerState.CLOSED,
+        )  # fmt: skip
+        failed = CounterMetricFamily(
+            "pdserve_worker_requests_failed", "Requests that the worker failed", labels=(*labels, "reason")
+        )
+        for worker in workers:
+            for reason, count in worker.breaker.total.items():
+                failed.add_metric([worker.worker_id, worker.role.value, reason], count)
+        yield failed
         refused = CounterMetricFamily(
             "pdserve_worker_kv_refused", "KV messages that the worker refused", labels=(*labels, "reason")
         )
@@ -191,3 +228,31 @@ class ServiceState(Collector):
             for (peer, _), link in worker.linked.items():
                 ceilings.add_metric([worker.worker_id, peer, link.transport], link.ceiling_gbs * 1e9)
         return ceilings
+
+
+class ScalingState(Collector):
+    """How requests meet their objectives (without an objective there is no metric), and what the controller of roles
+    and workers has done (None: there is no controller)."""
+
+    def __init__(self, load: Callable[[], GatewayLoad], scaling: Callable[[], ScalingReport | None]) -> None:
+        self._load, self._scaling = load, scaling
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        load = self._load()
+        objectives = CounterMetricFamily(
+            "pdserve_objective", "First tokens (ttft) and gaps between tokens (itl)", labels=("figure", "met")
+        )
+        for figure, counts in (("ttft", load.ttft), ("itl", load.itl)):
+            if counts:
+                met, missed = within_objective(counts)
+                objectives.add_metric([figure, "yes"], met)
+                objectives.add_metric([figure, "no"], missed)
+        yield objectives
+        if (scaling := self._scaling()) is not None:
+            actions = CounterMetricFamily(
+                "pdserve_scaling_actions", "Actions of the controller of roles and workers", labels=("action",)
+            )
+            for kind, count in scaling.actions.items():
+                actions.add_metric([kind], count)
+            yield actions

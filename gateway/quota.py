@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CapacityExceeded
+from pdserve.core.errors import CapacityExceeded, InvalidRequest
+from pdserve.core.request import check_priority
 
 STREAM_RETRY_S = 1.0
 """When to come back after a refusal for too many requests at once, of which nobody knows when they end."""
@@ -18,13 +19,15 @@ _Limit = Annotated[int, Field(ge=1, strict=True)]
 
 
 class TokenLimits(BaseModel):
-    """Limits of one token; None is unlimited. ``tokens_per_minute`` counts tokens of prompts and outputs."""
+    """Limits of one token; None is unlimited. ``tokens_per_minute`` counts tokens of prompts and outputs.
+    ``min_priority`` is the lowest, hence earliest, priority of requests."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrent: _Limit | None = None
+    min_priority: Annotated[int, Field(strict=True)] | None = None
 
 
 class _Meter:
@@ -93,6 +96,12 @@ class Quota:
         """Count tokens that were read or generated."""
         if self.limits.tokens_per_minute is not None:
             self._tokens.spend(tokens, self.limits.tokens_per_minute)
+
+    def check_priority(self, priority: int) -> None:
+        """`InvalidRequest` if the token does not allow this priority."""
+        check_priority(priority)
+        if (lowest := self.limits.min_priority) is not None and priority < lowest:
+            raise InvalidRequest(f"priority: {priority} is below {lowest}, the lowest that the token allows; raise it")
 
     def _check_tokens(self) -> None:
         most = self.limits.tokens_per_minute

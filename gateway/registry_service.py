@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class RegistryService:
-    """Passes heartbeats to the directory. The answers name the links that a worker should have, or have it end."""
+    """Passes heartbeats to the directory. The answers name the role and the links that a worker should have, or have
+    it end."""
 
     def __init__(self, directory: WorkerDirectory, gateway_epoch: str, service: str) -> None:
         self._directory = directory
@@ -41,4 +42,8 @@ class RegistryService:
         if not (is_ours and self._directory.heard(beat)):
             return BeatAnswer(self._gateway_epoch, superseded=True)
         peers = list(self._directory.wanted_links(beat.info.role))
-        return BeatAnswer(self._gateway_epoch, superseded=False, peers=peers)
+        blocks_after = self._directory.blocks_after(beat.info.worker_id)
+        role, version = self._directory.wanted_role(beat.info.worker_id)
+        return BeatAnswer(
+            self._gateway_epoch, superseded=False, peers=peers, blocks_after=blocks_after, role=role, version=version
+        )

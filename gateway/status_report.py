@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from gateway.scaling_report import ScalingReport
 from gateway.validation import Limits
 from pdserve.core.clock import Clock
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
+from router.auto_mode import describe_break_even
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
 from router.router import Router
@@ -39,21 +41,32 @@ class StatusReport:
         self._model_notes = tuple(model_notes)
         self._started_s = clock.now()
         self._limits: Limits | None = None
+        self._limits_are_old = True
+        registry.subscribe_workers(self._workers_changed)
         self.expected: dict[str, Role] = {}
         """The service's workers by id, registered or not."""
         self.notes: tuple[str, ...] = ()
         """Notes from the launcher about the service's hosts."""
+        self.scaling: ScalingReport | None = None
+        """What the controller of roles and workers has done; None without one."""
 
     def limits(self) -> Limits | None:
         """The limits of the present workers, or of the last ones; None if there never was a worker."""
-        infos = [w.info for w in self._registry.workers if not w.lost] or [w.info for w in self._registry.workers]
-        if infos:
-            self._limits = Limits(
-                context_length=max(info.max_model_len for info in infos),
-                pool_tokens=max(info.num_blocks * info.layout.block_size for info in infos),
-                vocab_size=min(info.vocab_size for info in infos),
-            )
+        if self._limits_are_old:
+            self._limits_are_old = False
+            workers = self._registry.workers
+            infos = [w.info for w in workers if not w.lost] or [w.info for w in workers]
+            if infos:
+                self._limits = Limits(
+                    context_length=max(info.max_model_len for info in infos),
+                    pool_tokens=max(info.num_blocks * info.layout.block_size for info in infos),
+                    vocab_size=min(info.vocab_size for info in infos),
+                    eos_token_ids=frozenset(infos[0].eos_token_ids),
+                )
         return self._limits
+
+    def _workers_changed(self) -> None:
+        self._limits_are_old = True
 
     def public(self) -> pb.GetStatusResponse:
         """The current status without internals of the service: addresses that only its own parts connect to, and
@@ -75,6 +88,8 @@ class StatusReport:
             for worker_id, role in sorted(self.expected.items())
             if worker_id not in registered
         ]
+        costs = self._registry.cost_model.refit()
+        break_even_tokens, in_words = describe_break_even(self._registry.view().workers, costs)
         status = pb.GetStatusResponse(
             ready=self._ready(),
             version=self._version,
@@ -85,12 +100,17 @@ class StatusReport:
             pid=os.getpid(),
             uptime_s=self._clock.now() - self._started_s,
             checkpoint_dtype=self._checkpoint_dtype,
+            costs=[*costs.describe(), *([in_words] if in_words else [])],
             notes=[*self._model_notes, *self.notes],
         )
+        if self.scaling is not None:
+            status.scaling.CopyFrom(self.scaling.message())
         limits = self.limits()
         if limits is not None and self._registry.workers:
             layout = next((w for w in self._registry.workers if not w.lost), self._registry.workers[0]).info.layout
             status.context_length = limits.context_length
+            if break_even_tokens is not None:
+                status.break_even_tokens = min(break_even_tokens, limits.context_length)
             status.vocab_size = limits.vocab_size
             status.block_size = layout.block_size
             status.kv_bytes_per_token = layout.token_bytes
@@ -113,7 +133,7 @@ class StatusReport:
             free_blocks=load.free_blocks,
             running=load.running,
             waiting=load.waiting,
-            outstanding_tokens=worker.outstanding_tokens,
+            outstanding_tokens=worker.outstanding_tokens + worker.others_tokens,
             transports=[endpoint.transport for endpoint in info.kv_endpoints],
             heartbeat_age_s=self._registry.age_s(worker),
             engine_restarts=info.engine_restarts,
@@ -125,5 +145,6 @@ class StatusReport:
             prompt_tokens_looked_up=load.prompt_tokens_looked_up,
             prompt_tokens_cached=load.prompt_tokens_cached,
             cached_blocks=load.cached_blocks,
+            failing=worker.breaker.explanation,
             kv_addresses={endpoint.transport: endpoint.address for endpoint in info.kv_endpoints},
         )

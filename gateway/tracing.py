@@ -1,7 +1,7 @@
 """OpenTelemetry traces: a span for every request, and within it one for each stage of its breakdown.
 
-The spans are made when the request has ended, from the events of its timeline, on the gateway's clock. So tracing costs
-a running request nothing, and a span is exactly as long as the stage in the breakdown."""
+The spans are made when the request has its last token, from the events of its timeline, on the gateway's clock. So no
+token waits for them, and a span is exactly as long as the stage in the breakdown."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from gateway.inference import Arrival, Completion
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError
 from pdserve.core.timeline import EventKind, Figure
+from router.request_record import RequestRecord
 
 Attributes = Mapping[str, str | int | float]
 
@@ -56,7 +57,10 @@ class Tracing:
         self._ids = RandomIdGenerator()
         self._clock = clock
 
-    def gap(self, seconds: float) -> None:
+    def first(self, record: RequestRecord, seconds: float) -> None:
+        """Spans are made with `finished`."""
+
+    def gap(self, seconds: float, index: int) -> None:
         """Not traced."""
 
     def cancelled(self) -> None:

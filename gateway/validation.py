@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
+import os
 import re
-import uuid
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
-from pdserve.core.errors import CapacityExceeded, DuplicateRequest, InvalidRequest
-from pdserve.core.sampling import MAX_BIAS, MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from pdserve.core.errors import CapacityExceeded, InvalidRequest
+from pdserve.core.sampling import MAX_BIAS, MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS, FinishReason, SamplingParams
 
 MAX_STOP_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_SESSION_CHARACTERS = 256
 MAX_ID_BYTES = 5  # of a token id on the wire
 MIN_MESSAGE_BYTES = 2**20
 
@@ -26,11 +27,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of the workers, from the worker that takes the most: prompt plus output (``context_length``), what a KV
-    pool holds (``pool_tokens``), and the bound of token ids (``vocab_size``)."""
+    pool holds (``pool_tokens``), and the bound of token ids (``vocab_size``). ``eos_token_ids`` are the model's."""
 
     context_length: int
     pool_tokens: int
     vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
@@ -41,13 +43,11 @@ def max_message_bytes(context_length: int, tokenizer: Tokenizer | None) -> int:
     return max(MIN_MESSAGE_BYTES, 2 * (context_length * token_bytes + others))
 
 
-def request_id_of(asked: str, in_use: Container[str]) -> str:
-    """The client's request id, or a new one if it is empty. `DuplicateRequest` if another request has it."""
+def new_request_id(asked: str) -> str:
+    """The client's request id, or a new one if it is empty."""
     if not asked:
-        return f"req-{uuid.uuid4().hex}"
+        return f"req-{os.urandom(16).hex()}"
     check_request_id(asked)
-    if asked in in_use:
-        raise DuplicateRequest(f"request_id: {asked!r} is in use by another request; choose another or leave it out")
     return asked
 
 
@@ -67,6 +67,15 @@ def check_salt(salt: str) -> None:
         )
 
 
+def check_session_id(session_id: str) -> None:
+    """Refuse a session id that is too long. An empty one is valid."""
+    if len(session_id) > MAX_SESSION_CHARACTERS:
+        raise InvalidRequest(
+            f"session_id: {len(session_id)} characters are more than {MAX_SESSION_CHARACTERS}; send a digest of it "
+            "instead"
+        )
+
+
 def check_sampling(sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
     """Refuse parameters out of range. Does not check ``max_tokens`` against the context, nor token ids against the
     vocabulary."""
@@ -77,11 +86,13 @@ def check_sampling(sampling: SamplingParams, tokenizer: Tokenizer | None) -> Non
         raise InvalidRequest(f"stop: a string is longer than {MAX_STOP_CHARACTERS} characters; shorten it")
 
 
-def seeded(sampling: SamplingParams) -> SamplingParams:
-    """``sampling`` with a seed: its own, or a new one."""
+def seeded(sampling: SamplingParams, request_id: str) -> SamplingParams:
+    """``sampling`` with a seed: its own, or one from the request id. So a request that is sent again gets the same
+    tokens, from any gateway."""
     if sampling.seed is not None:
         return sampling
-    return msgspec.structs.replace(sampling, seed=random.getrandbits(63))
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return msgspec.structs.replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 
 
 async def prompt_of(submission: Submission, tokenizer: Tokenizer | None, limits: Limits) -> tuple[int, ...]:
@@ -147,6 +158,33 @@ def fit_max_tokens(submission: Submission, prompt_tokens: int, limits: Limits) -
             "KV pool holds; ask for less, or raise engine.kv_memory_mb"
         )
     return msgspec.structs.replace(sampling, max_tokens=wanted)
+
+
+def check_resume(resume: Sequence[int], sampling: SamplingParams, limits: Limits) -> tuple[int, ...]:
+    """The tokens that a resumed request already has. Refuses more than ``max_tokens``, ids outside the vocabulary, and
+    sampling whose draws cannot be repeated."""
+    if not resume:
+        return ()
+    if len(resume) > sampling.max_tokens:
+        raise InvalidRequest(
+            f"resume_token_ids: {len(resume)} tokens are more than max_tokens ({sampling.max_tokens}); send those of "
+            "the broken stream only"
+        )
+    check_token_ids("resume_token_ids", resume, limits)
+    if sampling.temperature > 0 and sampling.seed is None:
+        raise InvalidRequest(
+            "seed: a sampled request can be resumed only with the seed that it had; send one with both"
+        )
+    return tuple(resume)
+
+
+def end_of(output: Sequence[int], sampling: SamplingParams, limits: Limits) -> FinishReason | None:
+    """Why a request ended with these tokens; None if it has more to come."""
+    if output and (
+        output[-1] in sampling.stop_token_ids or (output[-1] in limits.eos_token_ids and not sampling.ignore_eos)
+    ):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(output) >= sampling.max_tokens else None
 
 
 def check_stop_token_ids(sampling: SamplingParams, vocab_size: int) -> None:

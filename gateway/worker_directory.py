@@ -1,17 +1,17 @@
-"""Registers workers by their heartbeats: connects to them, decides which KV links they should have, and removes lost
-and retired ones."""
+"""Registers workers by their heartbeats: connects to them, decides which roles and KV links they should have, and
+removes lost and retired ones."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.handoff import KVPeer
-from pdserve.core.worker import Role, WorkerInfo
+from pdserve.core.worker import Role, WorkerEpoch, WorkerInfo
 from router.handles import WorkerHandle
 from router.registered_worker import RegisteredWorker
 from router.registry import WorkerRegistry
@@ -32,6 +32,49 @@ class WorkerDirectory:
         self._joining: dict[str, Beat] = {}  # the last heartbeats of workers being connected, by worker id
         self._logged: dict[tuple[str, ...], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._members: Mapping[str, Role] = {}
+        self._version = 0
+
+    def expect(self, members: Mapping[str, Role], version: int) -> bool:
+        """Set the service's members and the roles that they should have, unless a later ``version`` of them is known.
+        Workers with another role get the new one by the answer to their next heartbeat, which is requested. Returns
+        whether the members are set."""
+        if version < self._version:
+            return False
+        self._members, self._version = dict(members), version
+        for worker in self._registry.workers:
+            if not worker.lost and members.get(worker.worker_id, worker.role) is not worker.role:
+                worker.handle.beat_now()
+        return True
+
+    def wanted_role(self, worker_id: str) -> tuple[Role | None, int]:
+        """The role that a worker should have, and the version of the members that says so. No role if the members are
+        not known."""
+        return self._members.get(worker_id), self._version
+
+    async def wait_roles(self, worker_ids: Collection[str], timeout_s: float) -> list[str]:
+        """Wait until these workers have the roles that they should have, and the links that follow from them. Returns
+        those that do not after ``timeout_s``."""
+        changed = asyncio.Event()
+        unsubscribe = self._registry.subscribe(changed.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while any(not self._has_its_role(worker_id) for worker_id in worker_ids):
+                        changed.clear()
+                        await changed.wait()
+        finally:
+            unsubscribe()
+        return [worker_id for worker_id in worker_ids if not self._has_its_role(worker_id)]
+
+    def _has_its_role(self, worker_id: str) -> bool:
+        worker = self._registry.get(worker_id)
+        if worker is None or worker.lost or worker.role is not self._members.get(worker_id):
+            return False
+        return not any(
+            prefill.role is Role.PREFILL and not prefill.lost and self._missing_links(prefill)
+            for prefill in self._registry.workers
+        )
 
     def heard(self, beat: Beat) -> bool:
         """Take a heartbeat; the first one of an incarnation registers it. False if the worker is superseded and has to
@@ -39,7 +82,12 @@ class WorkerDirectory:
         info = beat.info
         if self._registry.is_superseded(info.life):
             return False
-        if self._registry.heartbeat(info.worker_id, beat.load, info, beat.links):
+        known = self._registry.get(info.worker_id)
+        role = None if known is None else known.role
+        if self._registry.heartbeat(info.worker_id, beat.load, info, beat.links, beat.blocks):
+            if role is not info.role:
+                log.info("worker %s is a %s worker now", info.worker_id, info.role)
+                self._request_heartbeats()
             self._log_failures(info.worker_id)
             return True
         joining = self._joining.get(info.worker_id)
@@ -56,9 +104,13 @@ class WorkerDirectory:
         live = (worker for worker in self._registry.workers if not worker.lost)
         return tuple(worker.info.peer for worker in live if worker.role is Role.DECODE)
 
+    def blocks_after(self, worker_id: str) -> int | None:
+        """Up to where the changes of the worker's prefix cache are known; None if it need not announce them."""
+        return self._registry.blocks_after(worker_id)
+
     async def retire(self, worker_ids: Collection[str], drain_s: float) -> None:
-        """Send these workers no more requests, and remove them when they have finished, at the latest after
-        ``drain_s``. Remaining requests continue on other workers."""
+        """Send these workers no more requests. Returns when they have finished those of all gateways, at the latest
+        after ``drain_s``."""
         leaving = [worker for worker_id in worker_ids if (worker := self._registry.get(worker_id)) is not None]
         beats = {worker: worker.heartbeat_s for worker in leaving}
         changed = asyncio.Event()
@@ -69,7 +121,9 @@ class WorkerDirectory:
             if worker.outstanding_requests:
                 beats[worker] = worker.heartbeat_s
             # Tokens arrive before the last blocks are released, so wait for a heartbeat that reports no blocks in use.
-            return worker.heartbeat_s > beats[worker] and worker.load.free_blocks >= worker.info.num_blocks
+            load = worker.load
+            is_idle = load.free_blocks >= worker.info.num_blocks and not load.outstanding_tokens
+            return worker.heartbeat_s > beats[worker] and is_idle
 
         unsubscribe = self._registry.subscribe(changed.set)
         try:
@@ -82,6 +136,10 @@ class WorkerDirectory:
                         await changed.wait()
         finally:
             unsubscribe()
+
+    async def dismiss(self, worker_ids: Collection[str]) -> None:
+        """Remove these workers, which end by the answer to their next heartbeat. Remaining requests continue on other
+        workers."""
         for worker_id in worker_ids:
             if (dismissed := self._registry.dismiss(worker_id)) is not None:
                 log.info("worker %s has left", worker_id)
@@ -136,11 +194,14 @@ class WorkerDirectory:
     def _request_heartbeats(self) -> None:
         """Request a heartbeat from every prefill worker that lacks links to live decode workers. The answer names
         them."""
-        wanted = {(peer.worker_id, peer.epoch) for peer in self.wanted_links(Role.PREFILL)}
         for worker in self._registry.workers:
-            known = worker.linked.keys() | worker.failed.keys()
-            if worker.role is Role.PREFILL and not worker.lost and not wanted <= known:
+            if worker.role is Role.PREFILL and not worker.lost and self._missing_links(worker):
                 worker.handle.beat_now()
+
+    def _missing_links(self, prefill: RegisteredWorker) -> set[WorkerEpoch]:
+        """The live decode workers of which a prefill worker has reported neither a link nor why there is none."""
+        wanted = {(peer.worker_id, peer.epoch) for peer in self.wanted_links(Role.PREFILL)}
+        return wanted - prefill.linked.keys() - prefill.failed.keys()
 
     def _log_failures(self, worker_id: str) -> None:
         """Log the workers that this worker cannot be paired with, each once."""

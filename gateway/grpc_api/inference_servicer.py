@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -57,19 +57,20 @@ class InferenceServicer:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
         has_begun = False
         try:
-            with self._inference.admission(CALLER.get(), context.time_remaining(), _traceparent(context)) as arrival:
+            with self._inference.admission(
+                CALLER.get(), context.time_remaining(), _traceparent(context), _host(context)
+            ) as arrival:
                 outputs = self._inference.generate(submission_of(data), arrival)
-                # Writes are bounded, because a client that stops reading blocks them.
-                writing = arrival.deadline.guard("the client was reading the answer")
-                with closing(writing):
-                    async with aclosing(outputs):
-                        async for output in outputs:
-                            if isinstance(output, Completion):
-                                response = pb.GenerateResponse(completion=completion_to_proto(output))
-                            else:
-                                response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
-                            has_begun = True
-                            await writing.bound(context.write(response))
+                bound = arrival.deadline.bound
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        if isinstance(output, Completion):
+                            response = pb.GenerateResponse(completion=completion_to_proto(output))
+                        else:
+                            response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
+                        has_begun = True
+                        # Bounded, because a client that stops reading blocks the write.
+                        await bound(context.write(response), "the client was reading the answer")
             return
         except PdserveError as error:
             failure: Exception = error
@@ -83,6 +84,11 @@ class InferenceServicer:
             sending.result()
         else:  # the client does not read
             sending.cancel()
+
+
+def _host(context: Context) -> str:
+    """The host that a call came from, without its port."""
+    return context.peer().rpartition(":")[0]
 
 
 def _traceparent(context: Context) -> str:

@@ -46,7 +46,10 @@ def submission_of(data: bytes) -> Submission:
         request_id=message.request_id,
         mode=_MODES_ASKED[message.mode],
         salt=message.salt,
+        priority=message.priority,
+        session_id=message.session_id,
         shorten=not message.sampling.HasField("max_tokens"),
+        resume=message.resume_token_ids,
     )
 
 

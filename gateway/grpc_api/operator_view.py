@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc
 
+from gateway.grpc_api.failures import failure_of
 from gateway.grpc_api.inference_servicer import SERVICE
-from gateway.grpc_api.statuses import status_of
-from pdserve.core.errors import ERROR_KIND_KEY, PdserveError, to_wire
+from pdserve.core.errors import PdserveError
 from pdserve.pb import inference_pb2 as pb
 
 
@@ -32,9 +32,9 @@ class OperatorView:
         try:
             return self._status()
         except PdserveError as error:
-            kind, message = to_wire(error)
-            context.set_trailing_metadata(((ERROR_KIND_KEY, kind),))
-            context.abort(status_of(error), message)
+            failure = failure_of(error)
+            context.set_trailing_metadata(failure.trailing_metadata)
+            context.abort(failure.code, failure.message)
 
 
 def serve_operators(status: Callable[[], pb.GetStatusResponse], socket: Path) -> grpc.Server:

@@ -51,6 +51,7 @@ class Exchange(Response):
         """Run the call. A client that leaves cancels it."""
         self._send = send
         self._caller = caller_of(scope)
+        self._host = (scope.get("client") or ("",))[0]
         self._traceparent = Headers(scope=scope).get("traceparent", "")
         answering = asyncio.create_task(self._answer(receive))
         try:
@@ -61,7 +62,7 @@ class Exchange(Response):
 
     async def _answer(self, receive: Receive) -> None:
         try:
-            with self._inference.admission(self._caller, None, self._traceparent) as arrival:
+            with self._inference.admission(self._caller, None, self._traceparent, self._host) as arrival:
                 body = await self._read(receive, arrival)
                 responding = asyncio.create_task(self.respond(body, arrival))
                 leaving = asyncio.create_task(_left(receive))

@@ -55,7 +55,7 @@ class GenerationExchange(Exchange):
         """Send the outputs, as a whole or as a stream."""
         body, submissions, answer = self.read(data)
         if body.pdserve.timeout_s is not None:
-            arrival = self._inference.within(arrival, body.pdserve.timeout_s)
+            self._inference.within(arrival, body.pdserve.timeout_s)
         self.add_header("x-request-id", self._request_id)
         self._inference.admit_outputs(arrival, len(submissions))
         outputs = self._outputs(submissions, arrival)
@@ -67,9 +67,10 @@ class GenerationExchange(Exchange):
 
     def _take_id(self, body: GenerationBody) -> None:
         """Use the body's request id rather than the header's. `InvalidRequest` if it is not a valid one."""
+        check_request_id(self._request_id)  # of the header, also if the body's replaces it
         if body.request_id:
             self._request_id = body.request_id
-        check_request_id(self._request_id)
+            check_request_id(self._request_id)
 
     async def _whole(
         self, answer: Answer, outputs: AsyncGenerator[tuple[int, Output], None], arrival: Arrival, count: int

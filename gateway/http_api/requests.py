@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonS
 from pydantic_core import PydanticCustomError
 
 from gateway.http_api.failures import UNKNOWN_FIELD
-from gateway.validation import MAX_SALT_CHARACTERS
-from pdserve.core.request import Mode
+from gateway.validation import MAX_SALT_CHARACTERS, MAX_SESSION_CHARACTERS
+from pdserve.core.request import MAX_PRIORITY, Mode
 from pdserve.core.sampling import MAX_BIASES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 
 MAX_CHOICES = 128
@@ -27,6 +27,7 @@ MAX_METADATA = 16
 Count = Annotated[int, Field(ge=0, lt=2**32)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 LogitBias = Annotated[
     dict[TokenId, float],
@@ -107,10 +108,16 @@ class GenerationBody(_Body):
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARACTERS)] | None = Field(
         None, description="cached KV is shared only within one salt"
     )
+    priority: Priority = Field(0, description="lower values are served earlier")
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_CHARACTERS)] | None = Field(
+        None, description="requests of one session run on the same workers, if the routing policy is session"
+    )
     request_id: str | None = Field(None, description="default: the header x-request-id, else a new one")
     pdserve: Extension = Field(default_factory=Extension)
 
-    user: str | None = Field(None, description="accepted, not used")
+    user: str | None = Field(
+        None, description="in a service without tokens: the client that takes turns with others in the queue"
+    )
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA, fail_fast=True)] | None = Field(
         None, description="accepted, not used"
     )

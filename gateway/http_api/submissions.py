@@ -93,8 +93,11 @@ def _submissions(
                 request_id=request_id if count == 1 else f"{request_id}-{index}",
                 mode=body.pdserve.mode,
                 salt=body.cache_salt or "",
+                session_id=body.session_id or "",
                 shorten=shorten,
                 special_tokens=special_tokens,
+                priority=body.priority,
+                user=body.user or "",
             )
         )
     return submissions

@@ -1,0 +1,71 @@
+"""The ids of running requests. A call that repeats a running one takes it over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gateway.submission import Submission
+from gateway.validation import new_request_id
+from pdserve.core.errors import DuplicateRequest
+from router.request_record import Deadline
+
+
+class Claim:
+    """The use of a request id by one call, until `end`."""
+
+    def __init__(self, request_id: str, caller: str, submission: Submission, ids: RequestIds) -> None:
+        self.request_id = request_id
+        self._caller = caller
+        self._submission = submission
+        self._ids = ids
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._cancellations = 0 if self._task is None else self._task.cancelling()
+        self._taken_over = False
+        self._ended = asyncio.Event()
+
+    def is_repeated_by(self, caller: str, submission: Submission) -> bool:
+        """Whether the same caller asks for the same again."""
+        return caller == self._caller and submission.asks_the_same(self._submission)
+
+    async def take_over(self) -> None:
+        """End the call in favour of a later one. Returns when it has left its workers."""
+        if not self._taken_over and self._task is not None:
+            self._taken_over = True
+            self._task.cancel()
+        await self._ended.wait()
+
+    def check_cancellation(self) -> None:
+        """Called when the call is cancelled: `DuplicateRequest` if a later one has taken it over."""
+        if self._taken_over and self._task is not None and self._task.uncancel() <= self._cancellations:
+            raise DuplicateRequest(
+                f"request_id: a later call has {self.request_id!r} and asks for the same; it gets the answer"
+            )
+
+    def end(self) -> None:
+        """Free the id."""
+        self._ids.running.pop(self.request_id, None)
+        self._ended.set()
+
+
+class RequestIds:
+    """The ids in use."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Claim] = {}
+
+    async def claim(self, submission: Submission, caller: str, deadline: Deadline) -> Claim:
+        """Use the submission's id, or a new one if it has none.
+
+        If a call uses it that asks for the same on behalf of the same ``caller``, that call ends first: a client whose
+        connection broke need not wait until the gateway has noticed. `DuplicateRequest` if it asks for something else.
+        """
+        request_id = new_request_id(submission.request_id)
+        while (earlier := self.running.get(request_id)) is not None:
+            if not earlier.is_repeated_by(caller, submission):
+                raise DuplicateRequest(
+                    f"request_id: {request_id!r} is in use by another request; choose another or leave it out"
+                )
+            await deadline.bound(earlier.take_over(), "an earlier call with its request_id ended")
+        claim = self.running[request_id] = Claim(request_id, caller, submission, self)
+        return claim
