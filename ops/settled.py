@@ -11,9 +11,10 @@ from pdserve.client.status import ServiceStatus
 
 
 async def settled(client: AsyncClient, timeout_s: float = 10.0) -> ServiceStatus:
-    """The service's status once it is idle and every worker has reported since this call, or the last one after
-    ``timeout_s``."""
-    return await _poll(client, lambda status: True, timeout_s)
+    """The service's status once it is idle, no KV block is in use and every worker has reported since this call, or the
+    last one after ``timeout_s``. A worker may keep blocks for a moment after its last request: until a transfer of them
+    has ended at both ends."""
+    return await _poll(client, lambda status: status.used_blocks == 0, timeout_s)
 
 
 async def leaked_blocks(client: AsyncClient, before: ServiceStatus, timeout_s: float = 10.0) -> int:

@@ -48,5 +48,8 @@ def _choices(annotation: Any) -> Iterator[str]:
 
 def _yaml(value: Any) -> str:
     import yaml
+    from pydantic import BaseModel
 
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
     return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("...\n").strip()

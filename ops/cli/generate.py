@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import JsonOption, TargetOption, print_json, stderr_console, stdout_console, with_access
-from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target
+from ops.cli.options import JsonOption, TargetsOption, print_json, stderr_console, stdout_console, with_access
+from pdserve.client.target import DEFAULT_TARGET, AccessOptions, Target, Targets
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +29,7 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="the prompt is this file's text")] = None,
     token_ids: Annotated[str | None, typer.Option(help="the prompt as token ids: 1,2,3")] = None,
-    target: TargetOption = DEFAULT_TARGET,
+    target: TargetsOption = DEFAULT_TARGET,
     mode: Annotated[str, typer.Option(help="auto, pd (prefill and decode on separate workers) or colocated")] = "auto",
     max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate (default: 128)")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: 0)")] = None,
@@ -58,6 +58,10 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="generate up to --max-tokens")] = False,
     timeout: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
     salt: Annotated[str | None, typer.Option(help="share cached KV with requests of the same salt only")] = None,
+    priority: Annotated[int, typer.Option(help="lower values are served earlier")] = 0,
+    session_id: Annotated[
+        str | None, typer.Option(help="run on the same workers as others of this session, with the policy session")
+    ] = None,
     as_json: JsonOption = False,
     text_only: Annotated[bool, typer.Option("--text-only", help="print the text, and no waterfall")] = False,
     png: Annotated[Path | None, typer.Option(help="also save the waterfall as a picture")] = None,
@@ -65,7 +69,7 @@ def generate(
     """Generate text, streamed as it arrives, then show where the time to first token went. Where stdout is no terminal,
     the latter goes to stderr, so that a pipe gets the text alone."""
     prompt = _prompt(text, token_ids, file)
-    service = Target.of(target, **access)
+    service = Target.all_of(target, **access)
     if png is not None:
         from ops.waterfall.picture import check_picture
 
@@ -87,6 +91,8 @@ def generate(
         "ignore_eos": ignore_eos,
         "timeout_s": timeout,
         "salt": salt,
+        "priority": priority,
+        "session_id": session_id,
     }
     if as_json:
         generation = _stream(service, prompt, options, show=False)
@@ -119,7 +125,7 @@ def _explain(generation: Generation, logprobs: bool) -> None:
     console.print(waterfall(generation))
 
 
-def _stream(service: Target, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
+def _stream(service: Targets, prompt: Prompt, options: GenerateOptions, show: bool) -> Generation:
     from pdserve.client.sync_client import Client
 
     with Client(service) as client, client.generate(prompt, **options) as stream:

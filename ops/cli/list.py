@@ -44,7 +44,7 @@ def _describe(state: ServiceState) -> dict[str, Any]:
     since = datetime.fromtimestamp(state.since_s).astimezone()
     own = f"its own{f', {state.ray_address}' if state.ray_address else ''}"
     return {
-        "target": state.target or f"localhost:{state.port}",
+        "target": ",".join(state.targets) if state.target else f"localhost:{state.port}",
         "port": state.port,
         "pid": state.pid,
         "model": state.model,

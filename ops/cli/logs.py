@@ -20,7 +20,9 @@ FOLLOW_EVERY_S = 0.5
 
 
 def logs(
-    name: Annotated[str, typer.Argument(help="supervisor, gateway, or a worker such as prefill-0")] = "",
+    name: Annotated[
+        str, typer.Argument(help="supervisor, gateway (gateway-1, … of several), or a worker such as prefill-0")
+    ] = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="wait for further output and print it")] = False,
     lines: Annotated[int | None, typer.Option("-n", "--lines", min=1, help="print only the last lines")] = None,
     target: TargetOption = DEFAULT_TARGET,

@@ -25,6 +25,13 @@ _PIPE_WIDTH = 120  # a pipe has no width; rich would assume 80 columns and wrap 
 TargetOption = Annotated[
     str, typer.Option("--target", help="host, host:port or URL of the service; https:// means TLS")
 ]
+TargetsOption = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        help="host, host:port or URL of the service; https:// means TLS; several gateways with commas between",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on one line instead")]
 
 _ConfigOption = Annotated[Path | None, typer.Option("-c", "--config", help="configuration file (see `pdserve config`)")]
@@ -41,6 +48,7 @@ _SERVICE_OPTIONS: Mapping[str, tuple[str, type[str | int | bool], str]] = {
     "transport": ("transfer.transport", str, "auto, shm, tcp, grpc_stream, torch_dist or nixl"),
     "host": ("gateway.host", str, "address to listen on; 0.0.0.0: all, which needs TLS and tokens (docs/security.md)"),
     "port": ("gateway.port", int, "port of the gRPC API; 0 picks a free one"),
+    "gateways": ("gateway.replicas", int, "gateways, on --port and the ports after it"),
     "http_port": ("gateway.http_port", int, "port of the HTTP API; 0 turns it off; default: 8000 if --port is 50051"),
     "insecure": ("gateway.insecure", bool, "allow a --host that others can reach without TLS or tokens"),
     "address": ("cluster.address", str, "'local' starts a Ray; 'auto' or host:port joins one"),

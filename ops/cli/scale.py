@@ -21,9 +21,10 @@ def scale(
     ] = False,
     target: TargetOption = DEFAULT_TARGET,
 ) -> None:
-    """Add or remove workers of a running service, on the host it was started on. If no device slot is free, new workers
-    wait for a node, which Ray is asked for. On a Ray that the service started itself this is an error, unless workers
-    may share slots."""
+    """Add or remove workers of a running service, on the host it was started on. Where one role shrinks and the other
+    grows, workers take the other role instead, at once and with the requests that they have. If no device slot is free,
+    new workers wait for a node, which Ray is asked for. On a Ray that the service started itself this is an error,
+    unless workers may share slots."""
     from ops.launch.operator import OperatorClient
     from ops.launch.state import ServiceState, port_of
     from pdserve.core.errors import LaunchError
@@ -38,6 +39,8 @@ def scale(
     with progress(console, "scaling") as report:
         scaled = OperatorClient(state.socket).scale(wanted, drain, timeout_s, report, oversubscribe)
     console.print(f"[green]scaled[/]: {scaled.prefill}P{scaled.decode}D at {target}")
+    for worker_id, role in sorted(scaled.flipped.items()):
+        console.print(f"{worker_id} is a {role} worker now")
     if scaled.waiting:
         console.print(
             f"[yellow]{', '.join(scaled.waiting)} wait for a node[/]: no device slot is free, and Ray was asked for a "

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.cli.options import TargetOption, fitted, plain_table, stdout_console, with_access
+from ops.cli.options import TargetsOption, fitted, plain_table, stdout_console, with_access
+from ops.cli.status import scaling_line
 from pdserve.client.target import DEFAULT_TARGET, AccessOptions
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ HISTORY = 60
 """Statuses that the curves show."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 12
-_LESS = ("preempted", "tokens to do", "hits", "KV blocks", "wait")
+_LESS = ("preempted", "tokens to do", "hits", "KV blocks", "wait", "role")
 """Columns that narrow terminals do without, in that order."""
 
 
 @with_access
 def top(
     access: AccessOptions,
-    target: TargetOption = DEFAULT_TARGET,
+    target: TargetsOption = DEFAULT_TARGET,
     interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, help="seconds between two looks")] = 1.0,
     count: Annotated[int, typer.Option("--count", min=0, help="end after this many looks; 0: with Ctrl-C")] = 0,
 ) -> None:
@@ -67,6 +68,8 @@ def view(console: Console, target: str, history: Sequence[ServiceStatus]) -> Gro
     title = Text.assemble(state, f" at {target} · {now.model} · pdserve {now.version} · up {now.uptime_s:.0f} s")
     workers = fitted(console, lambda without: _workers(history, without), _LESS)
     parts: list[RenderableType] = [title, Text(), _curves(history), Text(), workers]
+    if now.scaling is not None:
+        parts.insert(1, Text(scaling_line(now.scaling)))
     if any(worker.links for worker in now.workers):
         parts += [Text(), _links(now)]
     return Group(*parts)
@@ -93,7 +96,7 @@ def _workers(history: Sequence[ServiceStatus], without: Collection[str]) -> Tabl
     now = history[-1]
     numbers = ("used", "run", "wait", "tokens to do", "hits", "preempted")
     table = plain_table(
-        [name for name in ("worker", "state", "KV blocks") if name not in without],
+        [name for name in ("worker", "role", "state", "KV blocks") if name not in without],
         [name for name in numbers if name not in without],
     )
     before = {worker.worker_id: worker for worker in history[0].workers}
@@ -102,6 +105,7 @@ def _workers(history: Sequence[ServiceStatus], without: Collection[str]) -> Tabl
         used = 1 - worker.free_blocks / worker.num_blocks if worker.num_blocks else 0.0
         row = {
             "worker": worker.worker_id,
+            "role": worker.role,
             "state": f"[{color}]{worker.state}[/]",
             "KV blocks": _bar(used),
             "used": f"{100 * used:.0f} %",

@@ -29,12 +29,13 @@ def up(
 
         cluster, gateway = settings.cluster, settings.gateway
         also = ""
-        if gateway.served_http_port:
+        numbers = range(gateway.replicas)
+        if http_port := gateway.served_http_port:
             scheme = "" if gateway.tls_cert else "http://"
-            also = f" and {scheme}{target_here(gateway, gateway.served_http_port)}"
+            also = f" and {','.join(scheme + target_here(gateway, http_port + number) for number in numbers)}"
         console.print(
             f"[green]ready[/]: {settings.model.path} on {cluster.prefill}P{cluster.decode}D at "
-            f"{target_here(gateway, port)}{also}",
+            f"{','.join(target_here(gateway, port + number) for number in numbers)}{also}",
             soft_wrap=True,
         )
 

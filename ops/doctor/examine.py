@@ -235,6 +235,7 @@ class Examination:
         self._findings += node_checks.check_versions(here, nodes)
         self._findings += node_checks.check_models(here, self._host.node_id, nodes, path)
         self._findings += node_checks.check_devices(nodes, device)
+        self._findings += node_checks.check_mps(nodes, device, cluster.mps)
         self._findings += node_checks.check_cores(
             nodes, device, cluster.cores_per_worker, own_port, oversubscribed=cluster.oversubscribe
         )

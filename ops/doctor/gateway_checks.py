@@ -14,7 +14,7 @@ from gateway.tokenizer import load_tokenizer
 from ops.doctor.finding import Finding, fail, ok, warn
 from ops.doctor.network import REMEDIES, SAME, Obstacle, PingServer, dial, port_taken, read_clock
 from ops.doctor.report import ExaminedNode
-from ops.launch.ports import free_port
+from ops.launch.ports import free_ports
 from pdserve.core.clock import MonotonicClock, clock_id
 from pdserve.core.config import GatewayConfig, PdserveConfig
 from pdserve.core.errors import ConfigError, LaunchError, ModelError
@@ -33,7 +33,8 @@ def check_gateway_port(gateway: GatewayConfig, own_port: int) -> Iterator[Findin
     for key, port in ports.items():
         option = f"--{key.removeprefix('gateway.').replace('_', '-')}"
         try:
-            free_port(gateway.host, port, key)
+            if port:
+                free_ports(gateway.host, port, gateway.replicas, key)
         except LaunchError as error:
             remedy = f"end the process that holds it, or choose another with {option} ({key})"
             yield port_taken(_GATEWAY, str(error), port, remedy)

@@ -108,6 +108,16 @@ def check_devices(nodes: Sequence[ExaminedNode], device: str) -> Iterator[Findin
         yield fail("device", node.name, what, remedy)
 
 
+def check_mps(nodes: Sequence[ExaminedNode], device: str, setting: str) -> Iterator[Finding]:
+    """Without MPS, the transfers and the steps of a GPU take turns."""
+    if device != "cuda" or setting == "off":
+        return
+    for node, report in _reported(nodes):
+        if report.mps and report.devices:
+            what = f"transfers and steps will take turns on its GPUs, without MPS: {report.mps}"
+            yield warn("mps", node.name, what, "see docs/gpu.md; or accept that with cluster.mps: off")
+
+
 def check_memory(nodes: Sequence[ExaminedNode], need: MemoryNeed, device: str, own_port: int) -> Iterator[Finding]:
     """The workers have to fit into memory: together on a host, one per GPU (or a share of it) on GPUs."""
     for node, report in _reported(nodes):

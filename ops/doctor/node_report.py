@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from devices.mps import foreign_daemon, gpu_modes, mps_obstacle
 from engine.model.dtypes import NativeDtypes, native_dtypes
 from engine.model.host_memory import available_bytes
 from engine.model.source import resolve_model
@@ -56,7 +57,8 @@ class NodeReport:
     ``model_hash`` the hash of the weights (empty if they cannot be read). ``model_error`` says why the model cannot be
     loaded, ``torch_error`` why torch or its GPUs cannot be used. ``memory_bytes`` is the memory available to a process
     now. ``native`` lists the dtypes that the devices compute natively, by kind (``cpu``, ``cuda``). ``allowed_cores``
-    are the cores that processes may use, ``held_cores`` the claims of running workers."""
+    are the cores that processes may use, ``held_cores`` the claims of running workers. ``mps`` says why workers on GPUs
+    cannot use MPS there (empty: they can, or there is no GPU)."""
 
     host: str
     python: str
@@ -74,6 +76,7 @@ class NodeReport:
     native: Mapping[str, tuple[NativeDtypes, ...]]
     allowed_cores: tuple[int, ...]
     held_cores: tuple[CoreHolder, ...]
+    mps: str = ""
 
 
 def report_versions(model: str) -> NodeReport:
@@ -118,7 +121,10 @@ def report_node(model: str) -> NodeReport:
         native = {**versions.native, "cuda": tuple(native_dtypes("cuda"))}
     except RuntimeError as error:
         return replace(versions, torch=str(torch.__version__), cuda=cuda, torch_error=_one_line(error))
-    return replace(versions, torch=str(torch.__version__), cuda=cuda, devices=devices, native=native)
+    mps = ""
+    if devices and foreign_daemon(os.environ) is None:
+        mps = mps_obstacle(os.environ, gpu_modes(os.environ)) or ""
+    return replace(versions, torch=str(torch.__version__), cuda=cuda, devices=devices, native=native, mps=mps)
 
 
 def _weights_error(model: str) -> str:

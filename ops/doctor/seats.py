@@ -34,7 +34,7 @@ class Seat:
             host=host,
             node=self.node.ip,
             device=device,
-            registry_address="",
+            registry_addresses=(),
             version="",
             port=self.port,
             device_share=min(1.0, self.bundle.get("GPU", 1.0)),
@@ -62,7 +62,16 @@ def seats_of(
         if node is None:
             unplaced.append(name)
             continue
-        seats.append(Seat(name, role, node, per_node[node.node_id], first_port(base, ordinal), bundles[role]))
+        seats.append(
+            Seat(
+                name,
+                role,
+                node,
+                per_node[node.node_id],
+                first_port(base, ordinal, config.gateway.replicas),
+                bundles[role],
+            )
+        )
         per_node[node.node_id] += 1
     if not seats and not cluster.autoscale:
         raise LaunchError(f"no node has room for any of {', '.join(unplaced)} now")

@@ -7,9 +7,11 @@ import os
 import time
 from typing import Any
 
+import msgspec
 import ray
 
 from gateway.gateway_thread import GatewayThread
+from gateway.scaling_report import ScalingReport
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError, to_wire
 from pdserve.core.logs import set_up_logging
@@ -53,13 +55,30 @@ class GatewayActor:
             return {"error": to_wire(error)}
         return {}
 
-    def expect(self, members: dict[str, str], notes: list[str]) -> None:
-        """Set the members of the service (worker ids and roles), and the ``notes`` shown with its status."""
-        self._gateway.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes)
+    def expect(self, members: dict[str, str], notes: list[str], version: int, scaling: dict[str, Any] | None) -> None:
+        """Set the members of the service (worker ids and roles) of this ``version``, the ``notes`` shown with its
+        status, and the fields of its `ScalingReport`. Calls may overtake each other: an earlier version than the last
+        one has no effect."""
+        report = None if scaling is None else ScalingReport(**scaling)
+        self._gateway.expect({worker_id: Role(role) for worker_id, role in members.items()}, notes, version, report)
+
+    def load(self) -> bytes:
+        """A `GatewayLoad`, in msgpack."""
+        return msgspec.msgpack.encode(self._gateway.load())
+
+    def wait_roles(self, worker_ids: list[str], timeout_s: float) -> list[str]:
+        """Wait until these workers have the roles that were set, and the links that follow from them. Returns those
+        that do not after ``timeout_s``."""
+        return self._gateway.wait_roles(worker_ids, timeout_s)
 
     def retire(self, worker_ids: list[str], drain_s: float) -> None:
-        """Send these workers no more requests; returns when they have finished, or after ``drain_s`` seconds."""
+        """Send these workers no more requests; returns when they have finished those of all gateways, or after
+        ``drain_s`` seconds."""
         self._gateway.retire(worker_ids, drain_s)
+
+    def dismiss(self, worker_ids: list[str]) -> None:
+        """Remove these workers, which end."""
+        self._gateway.dismiss(worker_ids)
 
     def status(self) -> bytes:
         """The status for operators, a `GetStatusResponse`."""

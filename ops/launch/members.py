@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from decode_worker.actor import DecodeWorkerActor
 from ops.launch.plan import Bundle, Node, plan, shared_bundles
 from ops.launch.ports import first_port
 from ops.launch.ray_session import one_line
+from ops.launch.worker import HANDLERS
 from pdserve.core.config import PdserveConfig, PlacementPolicy
 from pdserve.core.errors import LaunchError, from_wire
 from pdserve.core.secret import ServiceSecret
@@ -71,10 +72,12 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One worker. ``ordinal`` is its number among all workers of the service, from which its ports follow."""
+    """One worker. It keeps its name if its ``role`` changes; ``born`` is the role that it started with. ``ordinal`` is
+    its number among all workers of the service, from which its ports follow."""
 
     worker_id: str
     role: Role
+    born: Role
     ordinal: int
     group: PlacementGroup
     actor: Any
@@ -96,7 +99,7 @@ class Members:
         device: str,
         bundles: Mapping[Role, Bundle],
         *,
-        registry_address: str,
+        registry_addresses: tuple[str, ...],
         service: str,
         secret: ServiceSecret,
         port_base: int,
@@ -105,10 +108,12 @@ class Members:
         self.device = device
         self._config = config
         self._bundles = bundles
-        self._registry_address, self._service, self._secret = registry_address, service, secret
+        self._registry_addresses, self._service, self._secret = registry_addresses, service, secret
         self._port_base = port_base
         self._host = host
         self._members: dict[str, Member] = {}
+        self.version = 0
+        """Grows with every change of the members and their roles."""
 
     @property
     def all(self) -> tuple[Member, ...]:
@@ -145,12 +150,26 @@ class Members:
                 spec = self._spec(name, role, ordinal, on_node[target.node_id] if target else 1, bundle)
                 group = reserve_slot(bundle, target, policy, taken)
                 actor = self._start(spec, group, bundle)
-                member = self._members[name] = Member(name, role, ordinal, group, actor, bundle)
+                member = self._members[name] = Member(name, role, role, ordinal, group, actor, bundle)
+                self.version += 1
                 added.append(member)
         except BaseException:
             self.remove(added)
             raise
         return added
+
+    @property
+    def may_flip(self) -> bool:
+        """Whether a worker of one role may take the other. Not if the roles ask for different Ray resources: what one
+        has need not do for the other."""
+        return self._bundles[Role.PREFILL] == self._bundles[Role.DECODE]
+
+    def flip(self, members: Sequence[Member], role: Role) -> list[Member]:
+        """Give workers another role. They learn of it from the gateways. Returns them as they are now."""
+        flipped = [replace(member, role=role) for member in members]
+        self._members.update({member.worker_id: member for member in flipped})
+        self.version += 1
+        return flipped
 
     def unplaced(self, members: Sequence[Member], timeout_s: float) -> list[Member]:
         """Wait up to ``timeout_s`` for nodes; returns the workers that have none."""
@@ -198,6 +217,7 @@ class Members:
             with contextlib.suppress(ray.exceptions.RayError):
                 remove_placement_group(member.group)
             self._members.pop(member.worker_id, None)
+            self.version += 1
 
     def _spec(self, name: str, role: Role, ordinal: int, num_slots: int, bundle: Bundle) -> WorkerSpec:
         return WorkerSpec(
@@ -206,10 +226,10 @@ class Members:
             host=self._host,
             node="",
             device=self.device,
-            registry_address=self._registry_address,
+            registry_addresses=self._registry_addresses,
             version=VERSION,
             service=self._service,
-            port=first_port(self._port_base, ordinal),
+            port=first_port(self._port_base, ordinal, self._config.gateway.replicas),
             num_slots=num_slots,
             device_share=min(1.0, bundle.get("GPU", 1.0)),
             config=self._config,
@@ -230,7 +250,8 @@ class Members:
                 max_concurrency=8,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
-            .remote(spec.to_wire(), self._secret.hex())  # an argument: options and environment are shown by Ray
+            # The secret is an argument, because Ray shows options and environment.
+            .remote(spec.to_wire(), self._secret.hex(), HANDLERS)
         )
 
     def _free_name(self, role: Role) -> str:

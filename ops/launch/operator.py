@@ -104,13 +104,15 @@ class OperatorServer(operator_pb2_grpc.OperatorServicer):
             wanted[Role.DECODE] = request.decode
         try:
             try:
-                waiting = self._service.scale(
+                done = self._service.scale(
                     wanted, request.drain_s, lambda stage: send(pb.ScaleEvent(stage=stage)), request.oversubscribe
                 )
             finally:
                 self._on_scaled()
             counts = self._service.counts
-            scaled = pb.Scaled(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], waiting=waiting)
+            scaled = pb.Scaled(
+                prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], waiting=done.waiting, flipped=done.flipped
+            )
             send(pb.ScaleEvent(scaled=scaled))
         except Exception as error:  # the caller waits for an answer in any case
             kind, message = to_wire(error)
@@ -133,8 +135,8 @@ class OperatorClient:
         report: Report,
         oversubscribe: bool = False,
     ) -> pb.Scaled:
-        """Ask for ``wanted`` workers of each role. Returns the new counts and the workers that wait for a node, or
-        raises the supervisor's error."""
+        """Ask for ``wanted`` workers of each role. Returns the new counts, the workers that wait for a node, and those
+        with another role, or raises the supervisor's error."""
         request = pb.ScaleRequest(drain_s=drain_s, oversubscribe=oversubscribe)
         if Role.PREFILL in wanted:
             request.prefill = wanted[Role.PREFILL]

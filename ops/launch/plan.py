@@ -98,12 +98,8 @@ def _in_pairs(roles: Sequence[Role]) -> list[int]:
     return [indexes[turn] for turn in range(longest) for indexes in of_role.values() if turn < len(indexes)]
 
 
-def _other(role: Role) -> Role:
-    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
-
-
 def _tightest(rooms: Sequence[_Room], role: Role, bundles: Mapping[Role, Bundle]) -> _Room:
-    other = _other(role)
+    other = role.other
 
     def order(room: _Room) -> tuple[bool, bool, int]:
         completes = room.roles[other] > room.roles[role]
@@ -114,7 +110,7 @@ def _tightest(rooms: Sequence[_Room], role: Role, bundles: Mapping[Role, Bundle]
 
 
 def _emptiest(rooms: Sequence[_Room], role: Role) -> _Room:
-    return min(rooms, key=lambda room: (room.roles[role], room.roles[_other(role)]))
+    return min(rooms, key=lambda room: (room.roles[role], room.roles[role.other]))
 
 
 SHARED_MEMORY_BYTES = 1 << 20

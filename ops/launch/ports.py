@@ -16,20 +16,24 @@ PORTS_PER_WORKER = 4
 
 
 def port_base(config: ClusterConfig) -> int:
-    """The registry's port, from which all others are counted; 0 if the system chooses all ports."""
+    """The port of the first gateway's registry, from which all others are counted; 0 if the system chooses all
+    ports."""
     if config.port_base is not None:
         return config.port_base
     return 0 if config.address == "local" else DEFAULT_BASE
 
 
-def first_port(base: int, ordinal: int) -> int:
-    """The first port of worker number ``ordinal``, whichever node it is on. LaunchError if its ports would exceed
-    65535."""
-    first = base + 1 + PORTS_PER_WORKER * ordinal if base else 0
+def first_port(base: int, ordinal: int, gateways: int = 1) -> int:
+    """The first port of worker number ``ordinal``, whichever node it is on: behind the registries of all ``gateways``
+    and the ports of the workers before it. LaunchError if its ports would exceed 65535."""
+    first = base + gateways + PORTS_PER_WORKER * ordinal if base else 0
     if first + PORTS_PER_WORKER > 65_536:
         raise LaunchError(f"cluster.port_base: {base} leaves no ports for worker number {ordinal}; choose a lower base")
     return first
 
+
+_PROPOSALS = 20
+"""How many ports of the system are tried until those after one are free, too."""
 
 _HINTS = {"gateway.port": " with --port", "gateway.http_port": " with --http-port, or turn HTTP off with 0"}
 
@@ -53,3 +57,19 @@ def free_port(host: str, port: int, key: str = "gateway.port") -> int:
             raise LaunchError(f"gateway.host: cannot listen on {where}: {error.strerror}; choose another") from None
         hint = _HINTS.get(key, "")
         raise LaunchError(f"{key}: cannot listen on {where}: {error.strerror}; choose another{hint}") from None
+
+
+def free_ports(host: str, port: int, count: int, key: str = "gateway.port") -> int:
+    """The first of ``count`` ports in a row that are free: ``port``, or for 0 one that the system proposes. Errors are
+    those of `free_port`."""
+    for proposal in range(_PROPOSALS, 0, -1):
+        first = free_port(host, port, key)
+        try:
+            for number in range(1, count):
+                free_port(host, first + number, key)
+        except (LaunchError, OverflowError):
+            if port or proposal == 1:
+                raise
+        else:
+            return first
+    raise AssertionError("the last proposal raises")

@@ -9,14 +9,18 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine.model.folder import check_weight_files, tokenizer_note
 from engine.model.source import ModelSource, resolve_model
+from gateway.load_meter import GatewayLoad
+from gateway.scaling_report import ScalingReport
 from gateway.security import security_of
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
@@ -24,9 +28,11 @@ from ops.launch.leftovers import ProcessId, clear_leftovers, end_processes, iden
 from ops.launch.log_files import LogPart, ProcessPlace, locate, log_path, read_log
 from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
-from ops.launch.ports import free_port, port_base
+from ops.launch.ports import free_ports, port_base
 from ops.launch.ray_session import RaySession, one_line
 from ops.launch.shutdown import StartCancelled
+from ops.launch.state import target_here
+from pdserve.core.address import join_address
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, from_wire
@@ -40,6 +46,8 @@ MISSED_CHECKS = 3
 NODES_TIMEOUT_S = 60.0
 """How long to wait for missing nodes of a Ray that was joined, unless `cluster.nodes` is set."""
 NODES_POLL_S = 0.5
+FLIP_TIMEOUT_S = 10.0
+"""How long to wait until workers have taken another role."""
 PLACE_TIMEOUT_S = 5.0
 """After this time an added worker without a node counts as waiting for one."""
 PLACE_REPORT_S = 2.0
@@ -48,6 +56,14 @@ DRAIN_ANSWER_S = 10.0
 STATUS_ANSWER_S = 5.0
 
 log = logging.getLogger(__name__)
+
+
+class Scaled(NamedTuple):
+    """What came of scaling: the workers that wait for a node which Ray was asked for, and those that took
+    another role."""
+
+    waiting: list[str]
+    flipped: dict[str, Role]
 
 
 class RayLost(LaunchError):
@@ -67,13 +83,14 @@ class Service:
         self._notes: dict[str, list[str]] = {}  # by worker id; notes on the whole service are under the service's id
         self._session = RaySession(config.cluster.address)
         self._members: Members | None = None
-        self._gateway: Any = None
+        self._gateways: list[Any] = []
         self._id = uuid.uuid4().hex
         self._secret = ServiceSecret.new()
         self._changing = threading.Lock()
         self._cancelled = threading.Event()
         self._draining = 0  # requests in progress at the gateway's last answer
         self._missed = 0  # failed checks of Ray in a row
+        self._scaling: ScalingReport | None = None
         self.port = config.gateway.port
         self._processes: tuple[ProcessId, ...] = ()
         self.model = ""
@@ -100,6 +117,11 @@ class Service:
         members = self._members
         return {role: len(members.of(role)) if members else 0 for role in Role}
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether it is starting or being scaled."""
+        return self._changing.locked()
+
     def prepare(self) -> None:
         """Check the configuration and the model's files, and choose the port and Ray's folder, so that the state file
         can name them before anything is started. PdserveError if the service cannot start."""
@@ -113,9 +135,9 @@ class Service:
         gateway = self.config.gateway
         security_of(gateway, MonotonicClock())  # its files are read again by the gateway
         plane_tls(self.config.cluster)  # those of this host; each worker reads its own
-        self.port = free_port(gateway.host, gateway.port)
+        self.port = free_ports(gateway.host, gateway.port, gateway.replicas)
         if gateway.served_http_port:
-            free_port(gateway.host, gateway.served_http_port, "gateway.http_port")
+            free_ports(gateway.host, gateway.served_http_port, gateway.replicas, "gateway.http_port")
 
     def start(self) -> None:
         """Start everything. On an error everything is stopped again and a PdserveError raised."""
@@ -126,7 +148,7 @@ class Service:
                 self._report("starting Ray" if self.owns_ray else f"joining Ray at {address}")
                 self._session.start(check=self._check, report=self._report)
                 self._check()
-                self._start_gateway()
+                self._start_gateways()
                 self._start_workers()
                 self._check()
             except ray.exceptions.RayError as error:
@@ -141,25 +163,60 @@ class Service:
         self._cancelled.set()
 
     def status(self) -> pb.GetStatusResponse:
-        """The status for operators, with addresses and processes. LaunchError if the gateway does not answer."""
-        if self._gateway is None or not self._session.is_alive():
+        """The status for operators, with addresses and processes: that of the first gateway that answers, with the
+        requests of all and a list of them. LaunchError if none answers."""
+        if not self._gateways or not self._session.is_alive():
             raise LaunchError("the service has no gateway now")
-        try:
-            return pb.GetStatusResponse.FromString(ray.get(self._gateway.status.remote(), timeout=STATUS_ANSWER_S))
-        except ray.exceptions.RayError as error:
-            raise LaunchError(f"the gateway does not answer: {one_line(error)}") from None
+        asked = [gateway.status.remote() for gateway in self._gateways]
+        ray.wait(asked, num_returns=len(asked), timeout=STATUS_ANSWER_S)
+        status: pb.GetStatusResponse | None = None
+        gateways: list[pb.GatewayStatus] = []
+        failures: list[str] = []
+        for number, answer in enumerate(asked):
+            target = target_here(self.config.gateway, self.port + number)
+            try:
+                one = pb.GetStatusResponse.FromString(ray.get(answer, timeout=0))
+            except ray.exceptions.RayError as error:
+                failures.append(f"the gateway at {target} does not answer: {one_line(error)}")
+                gateways.append(pb.GatewayStatus(target=target, state="lost"))
+                continue
+            state = "ready" if one.ready else "not ready"
+            gateways.append(
+                pb.GatewayStatus(
+                    target=target,
+                    state=state,
+                    pid=one.pid,
+                    queued=one.queued,
+                    running=one.running,
+                    uptime_s=one.uptime_s,
+                )
+            )
+            status = status or one
+        if status is None:
+            raise LaunchError(failures[0])
+        status.queued, status.running = (
+            sum(getattr(gateway, name) for gateway in gateways) for name in ("queued", "running")
+        )
+        status.gateways.extend(gateways)
+        return status
 
     def drain(self) -> int:
-        """Have the gateway refuse new requests. Returns the number of requests in progress."""
-        if self._gateway is None or not self._session.is_alive():
+        """Have the gateways refuse new requests. Returns the number of requests in progress."""
+        if not self._gateways or not self._session.is_alive():
             return 0
-        try:
-            self._draining = ray.get(self._gateway.drain.remote(), timeout=DRAIN_ANSWER_S)
-        except ray.exceptions.RayActorError:
-            return 0  # the gateway and its streams have ended
-        except ray.exceptions.RayError as error:
-            log.warning("the gateway does not answer: %s", one_line(error))
-            return max(1, self._draining)  # requests go on until the drain's deadline
+        asked = [gateway.drain.remote() for gateway in self._gateways]
+        ray.wait(asked, num_returns=len(asked), timeout=DRAIN_ANSWER_S)
+        in_progress, silent = 0, False
+        for answer in asked:
+            try:
+                in_progress += ray.get(answer, timeout=0)
+            except ray.exceptions.RayActorError:
+                pass  # the gateway and its streams have ended
+            except ray.exceptions.RayError as error:
+                log.warning("a gateway does not answer: %s", one_line(error))
+                silent = True
+        # The requests of a silent gateway go on until the drain's deadline.
+        self._draining = max(in_progress, self._draining, 1) if silent else in_progress
         return self._draining
 
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
@@ -167,26 +224,27 @@ class Service:
         killed after ``patience_s`` each (0, or after a failure of Ray: at once)."""
         patience_s = 0.0 if self._session.trouble() else patience_s
         if ray.is_initialized() and self._session.is_alive():
-            gateway, self._gateway = self._gateway, None
+            gateways, self._gateways = self._gateways, []
             with contextlib.suppress(ray.exceptions.RayError):
-                if gateway is not None:
-                    if patience_s > 0:
-                        ray.wait([gateway.stop.remote()], timeout=patience_s)
+                if gateways and patience_s > 0:
+                    stopping = [gateway.stop.remote() for gateway in gateways]
+                    ray.wait(stopping, num_returns=len(stopping), timeout=patience_s)
+            for gateway in gateways:
+                with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(gateway, no_restart=True)
             if self._members is not None:
                 self._members.remove(self._members.all, patience_s)
-        self._gateway = self._members = None
+        self._gateways, self._members = [], None
         self._session.stop()
         clear_leftovers("", self._processes)  # a Ray that was joined does not wait for them
         end_children()
 
-    def scale(
-        self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False
-    ) -> list[str]:
-        """Bring the service to ``wanted`` workers of each role; other roles stay as they are. Removed workers finish
-        their requests first, for at most ``drain_s``. Added workers serve when this returns, except the returned ones,
-        which wait for a node that Ray was asked for. With ``oversubscribe``, workers without a free device slot share
-        one. On a LaunchError no worker was added, but removed workers are gone."""
+    def scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False) -> Scaled:
+        """Bring the service to ``wanted`` workers of each role; other roles stay as they are. Where one role shrinks
+        and the other grows, workers take the other role. Removed workers finish their requests first, for at most
+        ``drain_s``. Added workers serve when this returns, except those that wait for a node. With ``oversubscribe``,
+        workers without a free device slot share one. On a LaunchError no worker was added, but removed workers are
+        gone, and others have taken another role."""
         if not self._changing.acquire(blocking=False):
             raise LaunchError("the service is starting or being scaled; try again later")
         try:
@@ -196,8 +254,34 @@ class Service:
         finally:
             self._changing.release()
 
+    def loads(self) -> list[GatewayLoad | None]:
+        """The load at each gateway; None of those that do not answer."""
+        if not self._gateways or not self._session.is_alive():
+            return []
+        asked = [gateway.load.remote() for gateway in self._gateways]
+        ray.wait(asked, num_returns=len(asked), timeout=STATUS_ANSWER_S)
+        loads: list[GatewayLoad | None] = []
+        for answer in asked:
+            try:
+                loads.append(msgspec.msgpack.decode(ray.get(answer, timeout=0), type=GatewayLoad))
+            except ray.exceptions.RayError as error:
+                log.warning("a gateway does not tell its load: %s", one_line(error))
+                loads.append(None)
+        return loads
+
+    def rescale(self, wanted: dict[Role, int], drain_s: float) -> list[str]:
+        """`scale` for the controller. Returns what was done, in words."""
+        done = self.scale(wanted, drain_s, lambda stage: log.info("scaling: %s", stage))
+        flips = [f"{worker_id} becomes a {role} worker" for worker_id, role in done.flipped.items()]
+        return [*flips, *(f"{worker_id} waits for a node" for worker_id in done.waiting)]
+
+    def report_scaling(self, report: ScalingReport) -> None:
+        """Show with the status what the controller has done."""
+        self._scaling = report
+        self._send_members()
+
     def tend(self) -> None:
-        """Periodic maintenance: send the service's members to the gateway, which may have been restarted. RayLost if
+        """Periodic maintenance: send the service's members to the gateways, which may have been restarted. RayLost if
         Ray's control service or this node's raylet is gone."""
         if trouble := self._session.trouble():
             self._missed += 1
@@ -211,7 +295,7 @@ class Service:
     def processes(self) -> tuple[ProcessId, ...]:
         """Gateway, workers, and engines on this host of a service that joined a Ray, where nothing else identifies
         them. While Ray does not answer, the last known ones."""
-        if self.owns_ray or self._gateway is None or self._session.trouble():
+        if self.owns_ray or not self._gateways or self._session.trouble():
             return self._processes
         found = []
         for actor in self._actors().values():
@@ -237,20 +321,21 @@ class Service:
 
     def _places(self) -> dict[str, ProcessPlace]:
         """The processes of gateway and workers, without those that have none yet; empty while Ray does not answer."""
-        if self._gateway is None or self._session.trouble():
+        if not self._gateways or self._session.trouble():
             return {}
         located = {name: locate(actor) for name, actor in self._actors().items()}
         return {name: place for name, place in located.items() if place is not None}
 
     def _actors(self) -> dict[str, Any]:
         members = self._members.all if self._members else ()
-        return {"gateway": self._gateway, **{member.worker_id: member.actor for member in members}}
+        gateways = {f"gateway-{number}" if number else "gateway": each for number, each in enumerate(self._gateways)}
+        return {**gateways, **{member.worker_id: member.actor for member in members}}
 
     def _check(self) -> None:
         if self._cancelled.is_set():
             raise StartCancelled("the service was asked to stop while it was starting")
 
-    def _scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool) -> list[str]:
+    def _scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool) -> Scaled:
         members = self._members
         if members is None:
             raise LaunchError("the service is not running")
@@ -258,12 +343,15 @@ class Service:
             present = len(members.of(role))
             if bool(count) != bool(present):
                 raise LaunchError(f"{role}: {present} workers cannot become {count}: a service keeps its initial roles")
+        flipped = self._flip(members, wanted, report)
         leaving = [member for role, count in wanted.items() for member in _to_leave(members.of(role), count)]
         coming = [role for role, count in wanted.items() for _ in range(count - len(members.of(role)))]
         if leaving:
             report(f"{_names(leaving)}: finishing requests")
-            retiring = self._gateway.retire.remote([member.worker_id for member in leaving], drain_s)
-            ray.get(retiring, timeout=drain_s + STOP_TIMEOUT_S)
+            names = [member.worker_id for member in leaving]
+            # None may dismiss a worker while another one still uses it.
+            self._ask_gateways("retire", drain_s + STOP_TIMEOUT_S, names, drain_s)
+            self._ask_gateways("dismiss", STOP_TIMEOUT_S, names)
             members.remove(leaving)
             for member in leaving:
                 self._notes.pop(member.worker_id, None)
@@ -289,20 +377,72 @@ class Service:
                 members.remove(added)
                 raise
         self._send_members()
-        return [member.worker_id for member in waiting]
+        return Scaled([member.worker_id for member in waiting], {member.worker_id: member.role for member in flipped})
 
-    def _start_gateway(self) -> None:
+    def _flip(self, members: Members, wanted: Mapping[Role, int], report: Report) -> list[Member]:
+        """Where one role is to shrink and the other to grow, give workers the other role. Returns when all gateways
+        give them its work, or after `FLIP_TIMEOUT_S`: a worker that is not there now takes its role when it comes."""
+        surplus = {role: len(members.of(role)) - count for role, count in wanted.items()}
+        giving = next((role for role, count in surplus.items() if count > 0), None)
+        taking = next((role for role, count in surplus.items() if count < 0), None)
+        if giving is None or taking is None:
+            return []
+        if not members.may_flip:
+            report(
+                "workers keep their roles, because cluster.prefill_resources and cluster.decode_resources differ; some "
+                "leave and others are added"
+            )
+            return []
+        count = min(surplus[giving], -surplus[taking])
+        flipped = members.flip(_to_flip(members.of(giving), taking, count, self._workers()), taking)
+        for member in flipped:
+            report(f"{member.worker_id} becomes a {taking} worker")
+        self._send_members()
+        names = [member.worker_id for member in flipped]
+        answers = self._ask_gateways("wait_roles", FLIP_TIMEOUT_S + STOP_TIMEOUT_S, names, FLIP_TIMEOUT_S)
+        for name in sorted({name for late in answers for name in late}):
+            report(f"{name} takes its role as soon as it is there")
+        return flipped
+
+    def _workers(self) -> dict[str, pb.WorkerStatus]:
+        """The status of the workers, by id; empty if no gateway gives it."""
+        try:
+            return {worker.worker_id: worker for worker in self.status().workers}
+        except LaunchError as error:
+            log.warning("%s", error)
+            return {}
+
+    def _ask_gateways(self, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
+        """Call ``method`` of all gateways at once, and wait for the answers. One that has died or hangs is not needed:
+        its requests have ended, or go to other workers once it goes on."""
+        answers = []
+        for answer in [getattr(gateway, method).remote(*arguments) for gateway in self._gateways]:
+            try:
+                answers.append(ray.get(answer, timeout=timeout_s))
+            except ray.exceptions.RayActorError as error:
+                log.warning("a gateway has died: %s", one_line(error))
+            except ray.exceptions.GetTimeoutError:
+                log.warning("a gateway did not answer %s within %g s", method, timeout_s)
+        return answers
+
+    def _start_gateways(self) -> None:
         host = "127.0.0.1" if self.owns_ray else ray.util.get_node_ip_address()
-        base = port_base(self.config.cluster)
-        self._registry_address = f"{host}:{free_port(host, base, 'cluster.port_base')}"
-        self._report(f"starting the gateway on port {self.port}")
         gateway_config = self.config.gateway.model_copy(update={"port": self.port})
+        count = gateway_config.replicas
+        base = free_ports(host, port_base(self.config.cluster), count, "cluster.port_base")
+        self._registry_addresses = tuple(join_address(host, base + number) for number in range(count))
+        ports = f"port {self.port}" if count == 1 else f"ports {self.port} to {self.port + count - 1}"
+        self._report(f"starting the gateway{'s' if count > 1 else ''} on {ports}")
         self._placed_config = self.config.model_copy(update={"gateway": gateway_config})
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        gateway: Any = GatewayActor
-        self._gateway = gateway.options(
-            num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here
-        ).remote(self._placed_config.model_dump(mode="json"), self._registry_address, self._id, self._secret.hex())
+        actor: Any = GatewayActor
+        for number, registry_address in enumerate(self._registry_addresses):
+            config = self._placed_config.model_copy(update={"gateway": gateway_config.replica(number)})
+            self._gateways.append(
+                actor.options(num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here).remote(
+                    config.model_dump(mode="json"), registry_address, self._id, self._secret.hex()
+                )
+            )
 
     def _start_workers(self) -> None:
         model = self._source
@@ -318,7 +458,7 @@ class Service:
             self._placed_config,
             device,
             bundles,
-            registry_address=self._registry_address,
+            registry_addresses=self._registry_addresses,
             service=self._id,
             secret=self._secret,
             port_base=port_base(cluster),
@@ -327,10 +467,12 @@ class Service:
         added = members.add(roles_of(cluster), nodes)
         timeout_s = cluster.start_timeout_s
         self._await_placed(members, added, timeout_s)
-        self._await_gateway(self._gateway.wait_started.remote(), timeout_s)
+        for started in [gateway.wait_started.remote() for gateway in self._gateways]:
+            self._await_gateway(started, timeout_s)
         self._report(f"loading {self.model} in {choice.dtype} on {len(added)} workers ({device})")
         self._take_notes(members.wait_ready(added, timeout_s, self._report, self._check))
-        self._await_gateway(self._gateway.wait_serving.remote(timeout_s), timeout_s)
+        for serving in [gateway.wait_serving.remote(timeout_s) for gateway in self._gateways]:
+            self._await_gateway(serving, timeout_s)
         self._send_members()
 
     def _await_placed(self, members: Members, added: Sequence[Member], timeout_s: float) -> None:
@@ -389,19 +531,41 @@ class Service:
     def _take_notes(self, notes: Mapping[str, list[str]], report: Report | None = None) -> None:
         """Report notes to the user, and keep them for the service's status."""
         self._notes.update(notes)
-        for text in (text for texts in notes.values() for text in texts):
+        for text in dict.fromkeys(text for texts in notes.values() for text in texts):
             (report or self._note)(text)
 
     def _send_members(self) -> None:
+        version = self._members.version if self._members else 0  # read first: others may change the members now
         members = self._members.all if self._members else ()
-        notes = [text for texts in self._notes.values() for text in texts]
-        self._gateway.expect.remote({member.worker_id: str(member.role) for member in members}, notes)
+        notes = list(dict.fromkeys(text for texts in self._notes.values() for text in texts))
+        roles = {member.worker_id: str(member.role) for member in members}
+        scaling = None if self._scaling is None else asdict(self._scaling)
+        for gateway in self._gateways:
+            gateway.expect.remote(roles, notes, version, scaling)
 
 
 def _to_leave(members: Sequence[Member], stay: int) -> list[Member]:
     """The workers to remove so that ``stay`` remain: those without a node first, then the latest."""
     first_to_stay = sorted(members, key=lambda member: not member.node_id)  # stable
     return first_to_stay[stay:]
+
+
+def _to_flip(members: Sequence[Member], role: Role, count: int, workers: Mapping[str, pb.WorkerStatus]) -> list[Member]:
+    """The workers to give another ``role``: first those that started with it, then those whose device slot no worker of
+    that role shares, then those with the least to do, then the latest. ``workers`` are their statuses, as far as known.
+    """
+    taken = {_slot(worker) for worker in workers.values() if worker.role == role}
+
+    def order(member: Member) -> tuple[bool, bool, int]:
+        worker = workers.get(member.worker_id)
+        shares = worker is not None and _slot(worker) in taken
+        return member.born is not role, shares, 0 if worker is None else worker.outstanding_tokens
+
+    return sorted(reversed(members), key=order)[:count]
+
+
+def _slot(worker: pb.WorkerStatus) -> tuple[str, str]:
+    return worker.node, worker.cores if worker.device == "cpu" else worker.cuda_visible_devices
 
 
 def _names(members: Sequence[Member]) -> str:

@@ -58,7 +58,8 @@ def port_of(target: str) -> int:
 class ServiceState:
     """A service, identified by its supervisor (``pid`` and ``create_time``). ``ray_folder`` is the folder of its own
     Ray (empty: it joined one), ``socket`` the operator's, ``start_timeout_s`` how long workers may take to start.
-    ``processes`` are those on this host that are not found by Ray's folder. ``since_s`` is in seconds since 1970."""
+    ``processes`` are those on this host that are not found by Ray's folder. ``since_s`` is in seconds since 1970.
+    ``gateways`` is the number of gateways, which use ``port`` and the ports after it."""
 
     pid: int
     create_time: float
@@ -74,6 +75,15 @@ class ServiceState:
     ray_address: str = ""
     since_s: float = 0.0
     processes: tuple[ProcessId, ...] = ()
+    gateways: int = 1
+
+    @property
+    def targets(self) -> list[str]:
+        """Where clients reach the gateways."""
+        where = target_of(self.target)
+        host = split_address(where.address)[0]
+        scheme = "https://" if where.tls else ""
+        return [f"{scheme}{join_address(host, self.port + number)}" for number in range(self.gateways)]
 
     @property
     def operator(self) -> str:
@@ -111,10 +121,13 @@ class ServiceState:
 
     @classmethod
     def read(cls, port: int) -> ServiceState:
-        """The service on ``port``; LaunchError if none was started on this host."""
+        """The service with a gateway on ``port``; LaunchError if none was started on this host."""
         try:
             return cls.load(cls.path(port))
         except FileNotFoundError:
+            for state in cls.all():
+                if state.port < port < state.port + state.gateways:
+                    return state
             others = ", ".join(str(state.port) for state in cls.all())
             there_are = f"; services of this user use port {others}" if others else ""
             raise LaunchError(f"no service was started on this host with port {port}{there_are}") from None
@@ -153,8 +166,10 @@ class ServiceState:
         """The running service that clients reach at ``address``; None if it is none of this user's on this host."""
         where = TargetAddress(address, None)
         for state in cls.all():
-            ours = where.stays_on_this_host and address.endswith(f":{state.port}")
-            if (ours or (state.target and target_of(state.target).address == address)) and state.process() is not None:
+            ports = range(state.port, state.port + state.gateways)
+            ours = where.stays_on_this_host and any(address.endswith(f":{port}") for port in ports)
+            named = state.target and address in [target_of(target).address for target in state.targets]
+            if (ours or named) and state.process() is not None:
                 return state
         return None
 

@@ -128,6 +128,7 @@ class _Supervisor:
             phase="starting",
             ray_address="" if service.owns_ray else config.cluster.address,
             since_s=time.time(),
+            gateways=config.gateway.replicas,
         )
         self._state.claim()  # before anything is started, so that all remains can be found
         try:
@@ -209,6 +210,11 @@ class _Supervisor:
 
         tending = threading.Thread(target=tend, name="tend", daemon=True)
         tending.start()
+        if (config := self._service.config.scaling).controller != "off":
+            from ops.scaling.loop import ScalingLoop
+
+            scaling = ScalingLoop(self._service, config)
+            threading.Thread(target=scaling.run, args=(ending,), name="scaling", daemon=True).start()
         while not lost and not self._shutdown.is_requested():
             time.sleep(LOOK_EVERY_S)
         ending.set()

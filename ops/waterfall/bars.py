@@ -13,6 +13,7 @@ COLORS: Mapping[str, str] = {
     "gateway": "#7b6fb5",
     "route": "#4f6bd8",
     "dispatch": "#23b5c4",
+    "prefix_fetch": "#b5533c",
     "prefill_queue": "#f2c14e",
     "prefill": "#3fa34d",
     "kv_exposed": "#d62246",
@@ -79,6 +80,9 @@ def reused(generation: Generation) -> str:
     parts = []
     if generation.prefill_cached_tokens:
         parts.append(f"{generation.prefill_cached_tokens} of {generation.prompt_tokens} prompt tokens not computed")
+    if (fetch := generation.prefix_fetch) is not None:
+        what = f"{human_bytes(fetch.kv_bytes)} in {fetch.duration_ms:.1f} ms"
+        parts.append(f"{fetch.tokens} of these fetched from {fetch.source}: {fetch.failure or what}")
     if generation.kv_blocks_skipped:
         total = generation.kv_blocks_skipped + generation.kv_blocks_sent
         parts.append(f"{generation.kv_blocks_skipped} of {total} blocks not sent")

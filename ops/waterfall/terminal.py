@@ -21,6 +21,8 @@ def waterfall(generation: Generation) -> RenderableType:
     """One request: a table of stages with bars for both figures on one time scale, then the proof."""
     scale_ms = max([b.total_ms for b in generation.breakdowns.values()], default=0.0) or 1.0
     parts: list[RenderableType] = [_headline(generation)]
+    if generation.placements:
+        parts.append(Text(generation.placements[-1], style="dim"))
     for figure, breakdown in generation.breakdowns.items():
         table = Table(box=None, padding=(0, 1), show_header=False, pad_edge=False)
         table.add_column(width=14)

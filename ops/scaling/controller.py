@@ -1,0 +1,292 @@
+"""Decides when a worker takes the other role, is added, or is removed. Plain values in, an action out: it has no clock
+and does no I/O."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from gateway.load_meter import SHARES
+from pdserve.core.config import ScalingConfig
+from pdserve.core.worker import Role
+
+MIN_REQUESTS = 6
+"""First tokens within ``hold_s``, those overdue included, below which an attainment says nothing. Gaps: ten times as
+many."""
+BUSY = 0.5
+"""A prefill role with less of its time in use cannot make first tokens earlier by another worker: the prompts
+themselves take too long."""
+SHORT = 0.1
+"""A role is waited for if requests wait for its workers for more than this share of the time."""
+SPARE = 0.7
+"""A role can spare a worker if this share of the capacity of the others is enough for all that it has in use."""
+REMOVE = 0.5
+"""The same for removing one."""
+REMOVE_HOLDS = 4
+"""A worker is removed only after so many times `ScalingConfig.hold_s`: what is removed is slow to get back."""
+SAME = 1.5
+"""Loads count as the same if they differ by less than this factor."""
+
+Counts = tuple[int, int]
+"""Prefill and decode workers."""
+
+
+class RoleLoad(NamedTuple):
+    """The workers of a role that are ready, and those that are ``coming``: started, or waiting for a node. ``load``:
+    the share of their capacity in use. ``running``: requests in a batch. ``short``: the share of the time during which
+    the next request waited for one of them."""
+
+    workers: int
+    coming: int = 0
+    load: float = 0.0
+    running: float = 0.0
+    short: float = 0.0
+
+
+class Observation(NamedTuple):
+    """What the gateways saw from ``begin_s`` to ``end_s``.
+
+    ``ttft``, ``itl``: counts as `gateway.load_meter.GatewayLoad` has them. ``overdue``: requests that have waited for
+    their first token for longer than its objective, at the end. ``requests``: those that came; ``prompt_tokens`` and
+    ``output_tokens``: of those that got their first token, and of all. ``in_flight``: requests in progress.
+    """
+
+    begin_s: float
+    end_s: float
+    prefill: RoleLoad
+    decode: RoleLoad
+    ttft: tuple[int, ...] = ()
+    itl: tuple[int, ...] = ()
+    overdue: int = 0
+    requests: int = 0
+    first_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    in_flight: float = 0.0
+
+    def of(self, role: Role) -> RoleLoad:
+        """The load of a role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def counts(self) -> Counts:
+        """The workers that are ready."""
+        return self.prefill.workers, self.decode.workers
+
+
+class Action(NamedTuple):
+    """``flip``: a worker of the other role becomes one of ``role``. ``add``, ``remove``: one of ``role``. ``reason``
+    says why, in words."""
+
+    kind: Literal["flip", "add", "remove"]
+    role: Role
+    reason: str
+
+
+class _Demand(NamedTuple):
+    """A load as it is independent of the workers that bear it: tokens of a prompt and of an output, and requests per
+    second or in progress. Where clients wait for answers their number stays, elsewhere their rate does."""
+
+    prompt_tokens: float
+    output_tokens: float
+    rate: float
+    in_flight: float
+
+    def is_like(self, other: _Demand) -> bool:
+        prompts = _alike(self.prompt_tokens, other.prompt_tokens)
+        mix = prompts and _alike(self.output_tokens, other.output_tokens)
+        return mix and (_alike(self.rate, other.rate) or _alike(self.in_flight, other.in_flight))
+
+
+class ScalingController:
+    """Keeps both objectives of ``config`` with the workers that there are; with ``controller: workers`` also with more
+    or fewer ones.
+
+    A role is short if its objective is missed and another worker could change that: TTFT for prefill, ITL for decode,
+    and TTFT for decode if requests wait for room there. A role can spare a worker if the others have capacity for all
+    that it does, and would still meet its objective. Figures are those of the last ``hold_s``, of which each third has
+    to say the same: a peak that passes moves no worker.
+
+    What keeps it from oscillating: an action needs one role to be short and the other to have capacity to spare, which
+    leaves a band between; after an action nothing happens for ``hold_s``, and the figures are collected anew; and an
+    action is never taken twice with the same workers under the same load: if they are there again, it did not help.
+    """
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self._config = config
+        self._window: deque[Observation] = deque()
+        self._counts: Counts | None = None
+        self._settled_s = float("-inf")
+        self._tried: set[tuple[Counts, str, Role]] = set()
+        self._tried_under: _Demand | None = None
+
+    def observe(self, seen: Observation) -> Action | None:
+        """Take in the last interval, and return what to do now. The figures of before a change of workers no longer
+        count, whatever made it."""
+        if seen.counts != self._counts:
+            self._counts = seen.counts
+            self._window.clear()
+        if seen.begin_s < self._settled_s:
+            return None
+        hold_s, window = self._config.hold_s, self._window
+        window.append(seen)
+        while window[0].end_s <= seen.end_s - REMOVE_HOLDS * hold_s:
+            window.popleft()
+        if seen.end_s - window[0].begin_s < hold_s:
+            return None
+        lately = [each for each in window if each.end_s > seen.end_s - hold_s]
+        action = self._decide(lately)
+        if action is None:
+            return None
+        demand = _demand(lately[len(lately) // 2 :])  # the load may have changed before
+        if self._tried_under is None or not demand.is_like(self._tried_under):
+            self._tried.clear()
+        tried = (seen.counts, action.kind, action.role)
+        if tried in self._tried:
+            return None
+        self._tried.add(tried)
+        self._tried_under = demand
+        self._settle(seen.end_s)
+        return action
+
+    def acted(self, now_s: float) -> None:
+        """Note that the last action has been carried out, which may have taken a while, or has failed."""
+        self._settle(now_s)
+
+    def _settle(self, now_s: float) -> None:
+        self._settled_s = now_s + self._config.hold_s
+        self._window.clear()
+
+    def _decide(self, lately: Sequence[Observation]) -> Action | None:
+        now, parts = _sum(lately), _thirds(lately)
+        short = {
+            role: why
+            for role, why in self._short(now, MIN_REQUESTS).items()
+            if all(role in self._short(part, 1) for part in parts if any(part.ttft) or any(part.itl) or part.overdue)
+        }
+        scales = self._config.controller == "workers"
+        for role, why in short.items():
+            spare = "" if role.other in short else self._spare(now, role.other, SPARE)
+            if spare and self._spare(parts[-1], role.other, SPARE) and self._has_room_for(now, role):
+                return Action("flip", role, f"{why}; {spare}")
+        for role, why in short.items():
+            waits = now.prefill.coming + now.decode.coming
+            most = self._config.max_workers or 0
+            if scales and not waits and sum(now.counts) < most and self._has_room_for(now, role):
+                return Action("add", role, f"{why}; no {role.other} worker can be spared")
+        return self._to_remove() if scales and not short else None
+
+    def _to_remove(self) -> Action | None:
+        """A worker that has not been needed for a long time."""
+        window = list(self._window)
+        if window[-1].end_s - window[0].begin_s < REMOVE_HOLDS * self._config.hold_s - self._config.interval_s:
+            return None
+        now, parts = _sum(window), _thirds(window)
+        if (
+            any(self._short(part, 1) for part in (now, *parts))
+            or sum(now.counts) <= self._config.min_workers
+            or now.prefill.coming
+            or now.decode.coming
+        ):
+            return None
+        spares = [
+            (now.of(role).load, role, why)
+            for role in Role
+            if (why := self._spare(now, role, REMOVE)) and self._spare(parts[-1], role, REMOVE)
+        ]
+        if not spares:
+            return None
+        _, role, why = min(spares)
+        return Action("remove", role, why)
+
+    def _short(self, seen: Observation, least: int) -> dict[Role, str]:
+        """The roles of which another worker is needed, and why. Of fewer than ``least`` requests nothing is said."""
+        target, short = self._config.attainment, {}
+        count, batch = sum(seen.ttft) + seen.overdue, seen.decode.running
+        if count >= least and (share := sum(seen.ttft[: len(SHARES)]) / count) < target:
+            why = f"{share:.0%} of first tokens met the objective of TTFT"
+            if seen.decode.short > max(seen.prefill.short, SHORT):
+                short[Role.DECODE] = f"{why}, and requests wait for room on decode workers"
+            elif seen.prefill.load >= BUSY or seen.prefill.short > SHORT:
+                short[Role.PREFILL] = f"{why}, and prefill workers are busy for {seen.prefill.load:.0%} of the time"
+        if sum(seen.itl) >= 10 * least and batch > 1 and (share := _within(seen.itl, 1.0)) < target:
+            why = f"{share:.0%} of tokens met the objective of ITL, with {batch:.1f} requests in a batch"
+            short.setdefault(Role.DECODE, why)
+        return short
+
+    def _spare(self, seen: Observation, role: Role, capacity: float) -> str:
+        """Why the role can spare a worker; empty if it cannot."""
+        has = seen.of(role)
+        least = self._config.min_prefill if role is Role.PREFILL else self._config.min_decode
+        left = has.workers - 1
+        if left < max(1, least) or has.short > SHORT or has.load * has.workers > capacity * left:
+            return ""
+        # With fewer workers batches grow by the inverse of this share, and gaps by less.
+        share = left / has.workers * (capacity / SPARE)
+        if role is Role.DECODE and any(seen.itl) and _within(seen.itl, share) < self._config.attainment:
+            return ""
+        return f"{role} workers have {has.load:.0%} of their capacity in use"
+
+    def _has_room_for(self, seen: Observation, role: Role) -> bool:
+        """Whether there may be another worker of the role."""
+        most = self._config.max_prefill if role is Role.PREFILL else self._config.max_decode
+        return most is None or seen.of(role).workers + seen.of(role).coming < most
+
+
+def _thirds(observations: Sequence[Observation]) -> list[Observation]:
+    """The observations in three parts, each as one."""
+    count = len(observations)
+    bounds = [0, count // 3, 2 * count // 3, count]
+    return [_sum(observations[a:b]) for a, b in itertools.pairwise(bounds) if b > a]
+
+
+def _within(counts: Sequence[int], share: float) -> float:
+    """The share of all that took at most so large a share of the objective (the next lower one that is counted)."""
+    met = sum(count for bound, count in zip(SHARES, counts, strict=False) if bound <= share + 1e-9)
+    return met / sum(counts)
+
+
+def _sum(observations: Sequence[Observation]) -> Observation:
+    """All of them as one."""
+    last = observations[-1]
+
+    def role_load(role: Role) -> RoleLoad:
+        each = [seen.of(role) for seen in observations]
+        means = [fmean(values) for values in zip(*[(one.load, one.running, one.short) for one in each], strict=True)]
+        return RoleLoad(last.of(role).workers, last.of(role).coming, *means)
+
+    def total(count: Callable[[Observation], int]) -> int:
+        return sum(map(count, observations))
+
+    return Observation(
+        observations[0].begin_s,
+        last.end_s,
+        role_load(Role.PREFILL),
+        role_load(Role.DECODE),
+        _columns(seen.ttft for seen in observations),
+        _columns(seen.itl for seen in observations),
+        last.overdue,
+        total(lambda seen: seen.requests),
+        total(lambda seen: seen.first_tokens),
+        total(lambda seen: seen.prompt_tokens),
+        total(lambda seen: seen.output_tokens),
+        fmean([seen.in_flight for seen in observations]),
+    )
+
+
+def _columns(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*[row for row in rows if row], strict=True))
+
+
+def _demand(observations: Sequence[Observation]) -> _Demand:
+    seen = _sum(observations)
+    first = max(1, seen.first_tokens)
+    seconds = max(1e-6, seen.end_s - seen.begin_s)
+    return _Demand(seen.prompt_tokens / first, seen.output_tokens / first, seen.requests / seconds, seen.in_flight)
+
+
+def _alike(a: float, b: float) -> bool:
+    return max(a, b) <= SAME * min(a, b) or max(a, b) < 1e-6

@@ -1,0 +1,143 @@
+"""Runs the controller on a service: reads the gateways' loads, and carries out what it decides."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gateway.load_meter import GatewayLoad, RoleSamples
+from gateway.scaling_report import ScalingReport
+from ops.scaling.controller import Action, Observation, RoleLoad, ScalingController
+from pdserve.core.config import ScalingConfig
+from pdserve.core.errors import LaunchError
+from pdserve.core.worker import Role
+
+log = logging.getLogger(__name__)
+
+
+class ScaledService(Protocol):
+    """The part of a service that the controller acts on."""
+
+    @property
+    def counts(self) -> dict[Role, int]:
+        """Workers of each role, including those that wait for a node."""
+        ...
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether it is being scaled."""
+        ...
+
+    def loads(self) -> list[GatewayLoad | None]:
+        """The load at each gateway; None of those that do not answer."""
+        ...
+
+    def rescale(self, wanted: dict[Role, int], drain_s: float) -> list[str]:
+        """Bring the service to ``wanted`` workers, and return what was done, in words. LaunchError if that fails."""
+        ...
+
+    def report_scaling(self, report: ScalingReport) -> None:
+        """Show what the controller has done."""
+        ...
+
+
+class ScalingLoop:
+    """The controller of ``service``, which looks at it every `ScalingConfig.interval_s`."""
+
+    def __init__(
+        self, service: ScaledService, config: ScalingConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._service, self._config, self._clock = service, config, clock
+        self._controller = ScalingController(config)
+        self._before: list[GatewayLoad | None] = []
+        self._before_s = 0.0
+        self._report = ScalingReport(config.controller)
+
+    def run(self, ending: threading.Event) -> None:
+        """Look and act until ``ending``."""
+        self._service.report_scaling(self._report)
+        while not ending.wait(self._config.interval_s):
+            try:
+                self.look()
+            except Exception:  # Ray may be failing; the supervisor finds that out by itself
+                log.exception("unexpected error of the scaling controller")
+
+    def look(self) -> None:
+        """Read the loads once, and act."""
+        now_s, loads = self._clock(), self._service.loads()
+        before, self._before = self._before, loads
+        before_s, self._before_s = self._before_s, now_s
+        pairs = [
+            (was, now)
+            for was, now in zip(before, loads, strict=False)
+            if was is not None and now is not None and now.looks > was.looks  # else it has started anew
+        ]
+        if not pairs or self._service.is_changing:
+            return
+        seen = observation(before_s, now_s, pairs, self._service.counts)
+        log.debug("scaling: %s", seen)
+        if (action := self._controller.observe(seen)) is not None:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        words = {
+            "flip": f"a {action.role.other} worker becomes a {action.role} worker",
+            "add": f"a {action.role} worker is added",
+            "remove": f"a {action.role} worker is removed",
+        }[action.kind]
+        log.info("scaling: %s: %s", words, action.reason)
+        counts = self._service.counts
+        wanted = {action.role: counts[action.role] + (-1 if action.kind == "remove" else 1)}
+        if action.kind == "flip":
+            wanted[action.role.other] = counts[action.role.other] - 1
+        try:
+            words = "; ".join(self._service.rescale(wanted, self._config.drain_s)) or words
+        except LaunchError as error:
+            words = f"failed: {words}: {error}"
+            log.warning("scaling: %s", words)
+        self._controller.acted(self._clock())
+        kind = f"{action.kind} {action.role}"
+        self._report = self._report.after(words, kind, action.reason, time.time())
+        self._service.report_scaling(self._report)
+
+
+def observation(
+    begin_s: float, end_s: float, pairs: Sequence[tuple[GatewayLoad, GatewayLoad]], members: dict[Role, int]
+) -> Observation:
+    """What the gateways saw between two readings. ``members`` are the workers that there should be."""
+
+    def total(name: str) -> int:
+        return sum(getattr(now, name) - getattr(was, name) for was, now in pairs)
+
+    def counts(name: str) -> tuple[int, ...]:
+        each = [[b - a for a, b in zip(getattr(was, name), getattr(now, name), strict=True)] for was, now in pairs]
+        return tuple(sum(column) for column in zip(*each, strict=True))
+
+    def role_load(role: Role) -> RoleLoad:
+        looks = sum(now.looks - was.looks for was, now in pairs)
+        ready = max(now.workers.get(role, 0) for _, now in pairs)
+
+        def mean(name: str) -> float:
+            none = RoleSamples()
+            each = [(was.samples.get(role, none), now.samples.get(role, none)) for was, now in pairs]
+            return float(sum(getattr(now, name) - getattr(was, name) for was, now in each)) / looks
+
+        return RoleLoad(ready, max(0, members[role] - ready), mean("load"), mean("running"), mean("short"))
+
+    return Observation(
+        begin_s,
+        end_s,
+        role_load(Role.PREFILL),
+        role_load(Role.DECODE),
+        counts("ttft"),
+        counts("itl"),
+        overdue=sum(now.overdue for _, now in pairs),
+        requests=max(0, total("first_tokens") + total("waiting")),
+        first_tokens=total("first_tokens"),
+        prompt_tokens=total("prompt_tokens"),
+        output_tokens=total("first_tokens") + total("gaps"),
+        in_flight=float(sum(now.waiting + now.decoding for _, now in pairs)),
+    )
