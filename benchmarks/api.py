@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import statistics
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from experiments.statistics import mean_interval
 from ops.launch.detach import start_detached, stop_detached
+from ops.launch.ports import free_port
 from ops.launch.state import ServiceState
 from pdserve import AsyncClient, Client
 from pdserve.core.config import PdserveConfig
@@ -120,9 +120,7 @@ def main() -> None:
     """Measure, and print."""
     argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     console = Console(stderr=True, highlight=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        http_port = probe.getsockname()[1]
+    http_port = free_port("127.0.0.1", 0)
     config = PdserveConfig.load(None, {"gateway.port": 0, "gateway.http_port": http_port, "gateway.host": "127.0.0.1"})
     with console.status("starting the service"):
         port = start_detached(config)

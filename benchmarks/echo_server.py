@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
+from benchmarks.bare_server import serve
 from pdserve.core.process import end_with_parent
 from pdserve.pb import inference_pb2 as pb
 
-PENDING = [("grpc.server.max_pending_requests", 10**6), ("grpc.server.max_pending_requests_hard_limit", 10**6)]
 MESSAGE = pb.GenerateResponse(token=pb.Token(token_id=300, text=" word", index=7))
 
 
@@ -22,21 +22,6 @@ async def echo(data: bytes, context: grpc.aio.ServicerContext[bytes, Any]) -> As
         yield MESSAGE
 
 
-async def main() -> None:
-    """Serve until ended."""
-    server = grpc.aio.server(options=PENDING)
-    handlers: dict[str, grpc.RpcMethodHandler[bytes, Any]] = {
-        "Generate": grpc.unary_stream_rpc_method_handler(
-            echo, response_serializer=pb.GenerateResponse.SerializeToString
-        )
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    print(port, flush=True)  # noqa: T201 - for the process that has started this one
-    await server.wait_for_termination()
-
-
 if __name__ == "__main__":
     end_with_parent()
-    asyncio.run(main())
+    asyncio.run(serve("echo", echo, pb.GenerateResponse.SerializeToString))

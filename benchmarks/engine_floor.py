@@ -3,7 +3,7 @@
 A decode step has to read all weights and the whole KV cache once: all packed linears at that batch size, plus the KV
 bytes over the measured read bandwidth. A prefill has to compute the packed linears at the rows of its steps, plus the
 attention's operations (of the causal half) at the rate of a bare product. On a GPU a decode step's products are bounded
-by the bytes of the weights over the measured read bandwidth instead."""
+by the bytes of the weights over the measured read bandwidth instead: a product of few rows is not faster than that."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import torch
 from benchmarks.engine_cases import Case, Decode, Mixed, Prefill
 from engine.model.linear import Linear, linear
 from engine.model.shape import ModelShape
+from experiments.engine_alone.arithmetic import ModelArithmetic
 from experiments.engine_alone.ceilings import Ceilings
 
 
 class Floor:
-    """The floors of ``shape`` in bfloat16, for prefills in steps of ``chunk`` rows."""
+    """The floors of ``shape`` in bfloat16, for prefills in steps of ``chunk`` rows. ``ceilings`` measures the device
+    (default: a new one)."""
 
-    def __init__(self, shape: ModelShape, device: str, chunk: int) -> None:
+    def __init__(self, shape: ModelShape, device: str, chunk: int, ceilings: Ceilings | None = None) -> None:
         self._shape = shape
-        self._device = torch.device(device)
+        self._on_gpu = torch.device(device).type == "cuda"
         self._chunk = chunk
+        self._ceilings = ceilings or Ceilings(torch.device(device))
+        self._device = self._ceilings.device
         hidden, inner = shape.hidden_size, shape.intermediate_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         sizes = ((q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner))
@@ -29,7 +33,6 @@ class Floor:
             [(linear(self._random(*size)), size[1]) for size in sizes] for _ in range(shape.num_layers)
         ]
         self._head = linear(self._random(shape.vocab_size, hidden))
-        self._ceilings = Ceilings(self._device)
 
     @torch.inference_mode()
     def measure_s(self, case: Case) -> float:
@@ -41,9 +44,11 @@ class Floor:
                 linears_s = sum(steps.count(rows) * self._linears_s(rows) for rows in set(steps))
                 return linears_s + self._head_s(1) + self._attention_s(case.tokens**2 / 2)
             case Decode():
+                if self._on_gpu:  # launched one by one, products take longer than their bytes
+                    return self._read_s(
+                        ModelArithmetic.of(shape, "bfloat16").decode(case.batch, case.context).num_bytes
+                    )
                 num_bytes = case.batch * case.context * shape.kv_bytes_per_token("bfloat16")
-                if self._device.type == "cuda":  # launched one by one, products take longer than their bytes
-                    return self._read_s(num_bytes + shape.weight_bytes("bfloat16"))
                 return self._linears_s(case.batch) + self._head_s(case.batch) + self._read_s(num_bytes)
             case Mixed():
                 pairs = case.chunk * (case.context + case.chunk / 2)
@@ -61,11 +66,6 @@ class Floor:
 
     def _linears_s(self, rows: int) -> float:
         inputs = {width: self._random(rows, width) for layer in self._layers[:1] for _, width in layer}
-        if self._device.type == "cuda" and rows <= 64:  # launches cost more than the work; the bytes are the floor
-            weights = sum(
-                width * linear(inputs[width][:1]).shape[1] for layer in self._layers for linear, width in layer
-            )
-            return 2 * weights / self.read_bytes_per_s()
 
         def all_layers() -> None:
             for layer in self._layers:
@@ -83,7 +83,7 @@ class Floor:
         shape = self._shape
         return 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers / self.product_flops()
 
-    def _read_s(self, num_bytes: int) -> float:
+    def _read_s(self, num_bytes: float) -> float:
         return num_bytes / self.read_bytes_per_s()
 
     def _random(self, *size: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 import worker.incarnation
-from decode_worker.receive import ROLES
+from decode_worker.receive import HANDLERS
 from engine.messages import EngineEvent, Step
 from engine.process.client import EngineClient
 from pdserve.core.config import PdserveConfig
@@ -74,7 +74,7 @@ def measure_isolation(model: str, cores: Sequence[int], turns: int, turn_s: floa
         host="127.0.0.1",
         node="127.0.0.1",
         device="cpu",
-        registry_address="127.0.0.1:9",  # nothing listens there; a worker runs without a gateway
+        registry_addresses=("127.0.0.1:9",),  # nothing listens there; a worker runs without a gateway
         version="benchmark",
         cores=tuple(cores[:1]),
         config=PdserveConfig.parse({"model": {"path": model, "dtype": "bfloat16"}}),
@@ -211,7 +211,7 @@ def _serve(spec: WorkerSpec) -> None:
     logging.basicConfig(level=logging.ERROR)  # suppresses warnings about the missing gateway
     setattr(worker.incarnation, "EngineClient", _RecordingClient)  # noqa: B010 - it is not the module's to give away
     leave_engine_cores(spec)
-    thread = WorkerThread(spec, ROLES, ServiceSecret.from_environment())
+    thread = WorkerThread(spec, HANDLERS, ServiceSecret.from_environment())
     sys.stdout.write(thread.wait_ready(_START_S).control_address + "\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -4,9 +4,9 @@ The gateway, with workers that speak the real protocols and compute nothing (`be
 `grpc.aio` server that streams messages of the same shape (`benchmarks.echo_server`). The server that is measured has a
 core of its own; clients and stub workers have another one. Windows alternate. A server's rate is what it does per
 second of its own CPU time, which is its rate on one core however slow the clients are. Then: the latency that the
-gateway adds to an idle request, the cost of a request with 2 and 200 workers and with 10,000 waiting requests. Then
-what metrics and traces cost a service with engines: the CPU time of all its processes per request, which bounds its
-throughput. A table, then one JSON line.
+gateway adds to an idle request, the cost of a request with 2 and 200 workers and with 10,000 waiting requests, and what
+metrics and traces cost the gateway, beside the CPU time of all processes of a service with engines. Tables, then one
+JSON line. ``--part`` measures some of it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -34,6 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ops.launch.ports import free_port
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import PdserveError
@@ -52,7 +53,7 @@ FEW, MANY = 2, 200
 WAITING = 10_000
 STEP_MS = 2.0
 SCRAPE_S = 5.0
-OBSERVED_MESSAGES, OBSERVED_STREAMS = 33, 4
+OBSERVED_MESSAGES, SERVICE_STREAMS = 33, 4
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -92,22 +93,40 @@ class Window:
         return self.cpu_s * 1e6 / self.finished
 
 
+class Part(StrEnum):
+    """A part of the benchmark."""
+
+    SHAPES = "shapes"
+    LATENCY = "latency"
+    FLAT = "flat"
+    OBSERVED = "observed"
+
+
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="windows of each kind")] = 5,
     window_s: Annotated[float, typer.Option(min=0.5, help="length of a window, seconds")] = 4.0,
+    part: Annotated[list[Part] | None, typer.Option(help="only this part; may be given several times")] = None,
 ) -> None:
     """Measure."""
     console = Console(highlight=False)
-    cores = CORES
-    if len(cores) < 2:
+    if len(CORES) < 2:
         raise SystemExit("the measured server and its clients need a core each; this process may use one only")
-    os.sched_setaffinity(0, set(cores[1:]))
+    os.sched_setaffinity(0, set(CORES[1:]))
+    measures = {Part.SHAPES: _shapes, Part.LATENCY: _latency, Part.FLAT: _flat, Part.OBSERVED: _observed}
     result: dict[str, Any] = {}
+    for each in part or Part:
+        result |= measures[each](console, CORES[0], rounds, window_s)
+    print(json.dumps(result))  # noqa: T201 - the last line is for programs
+
+
+def _shapes(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+    """The rate on one core, beside the echo's, for short and long streams."""
     table = Table("", "gateway", "bare echo", "ratio", box=None)
-    with _echo(cores[0]) as echo, _gateway(cores[0], FEW, STEP_MS) as gateway:
+    result: dict[str, Any] = {}
+    with _echo(core) as echo, _gateway(core, FEW, STEP_MS) as gateway:
         for name, messages in SHAPES.items():
             found = _alternate({"gateway": gateway, "echo": echo}, messages, STREAMS, rounds, window_s)
-            per_stream = {which: statistics.median(each.cpu_us for each in windows) for which, windows in found.items()}
+            per_stream = _medians_us(found)
             wall = {
                 which: statistics.median(each.finished / each.wall_s for each in windows)
                 for which, windows in found.items()
@@ -121,6 +140,7 @@ def main(
                 f"echo_{unit}_per_s": round(rate["echo"]),
                 f"{unit}_per_s_by_wall": round(wall["gateway"] * scale),
                 f"echo_{unit}_per_s_by_wall": round(wall["echo"] * scale),
+                "cpu_us": {which: round(cost_us) for which, cost_us in per_stream.items()},
             }
             table.add_row(
                 f"{unit}/s of one core, {messages} messages",
@@ -128,19 +148,21 @@ def main(
                 f"{rate['echo']:.0f}",
                 f"{ratio:.2f}",
             )
-    with _echo(cores[0]) as echo, _gateway(cores[0], FEW, 0.0) as gateway:
+    console.print(table)
+    return result
+
+
+def _latency(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+    """The time to the first message of one request at a time."""
+    with _echo(core) as echo, _gateway(core, FEW, 0.0) as gateway:
         found = _alternate({"gateway": gateway, "echo": echo}, SHAPES["s4"], 1, rounds, window_s)
     p50 = {which: statistics.median(ms for each in windows for ms in each.first_ms) for which, windows in found.items()}
-    result["added_latency_p50_ms"] = round(p50["gateway"] - p50["echo"], 3)
-    table.add_row("first message, idle, p50, ms", f"{p50['gateway']:.2f}", f"{p50['echo']:.2f}", "")
-    console.print(table)
-    result["flat"] = _flat(console, cores[0], rounds, window_s)
-    result["observed"] = _observed(console, rounds, window_s)
-    print(json.dumps(result))  # noqa: T201 - the last line is for programs
+    console.print(f"first message, idle, p50: gateway {p50['gateway']:.2f} ms, bare echo {p50['echo']:.2f} ms")
+    return {"added_latency_p50_ms": round(p50["gateway"] - p50["echo"], 3)}
 
 
 def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
-    """The cost of a request with few and many workers, and with few and many waiting requests."""
+    """The gateway's CPU time per request with few and many workers, and with few and many waiting requests."""
     table = Table("CPU per request, µs", "few", "many", "ratio", box=None)
     result: dict[str, Any] = {}
     with _gateway(core, FEW, STEP_MS) as few, _gateway(core, MANY, STEP_MS) as many:
@@ -163,7 +185,7 @@ def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str
             "few": [_load(gateway, 4, 8, window_s) for _ in range(rounds)],
             "many": [_load(gateway, 4, WAITING, 3 * window_s)],
         }
-    cost = {which: statistics.median(each.cpu_us for each in windows) for which, windows in waits.items()}
+    cost = _medians_us(waits)
     result["waiting"] = {"few": 8, "many": WAITING, "us": cost, "ratio": round(cost["many"] / cost["few"], 3)}
     table.add_row(
         f"8 and {WAITING} streams, one prompt at a time",
@@ -171,32 +193,41 @@ def _flat(console: Console, core: int, rounds: int, window_s: float) -> dict[str
         f"{cost['many'] / cost['few']:.2f}",
     )
     console.print(table)
-    return result
+    return {"flat": result}
 
 
-def _observed(console: Console, rounds: int, window_s: float) -> dict[str, Any]:
-    """The CPU time of a service with engines per request, as it is for metrics, live view and a scrape every
-    five seconds, with traces in addition, and without all of them."""
-    os.sched_setaffinity(0, set(CORES))
-    with _collector() as endpoint:
-        settings = {"gateway.otlp_endpoint": endpoint}
+def _observed(console: Console, core: int, rounds: int, window_s: float) -> dict[str, Any]:
+    """The gateway's CPU time per request, as it is for metrics, live view and a scrape every five seconds, with traces
+    in addition, and without all of them; and what a whole service with engines takes for such a request."""
+    with _collector() as endpoint, contextlib.ExitStack() as stack:
         kinds: dict[str, dict[str, Any]] = {
             "unobserved": {"module": "benchmarks.unobserved_gateway"},
             "metrics": {"scraped": True},
-            "metrics and traces": {"scraped": True, "settings": settings},
+            "metrics and traces": {"scraped": True, "settings": {"gateway.otlp_endpoint": endpoint}},
         }
-        found: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for number in range(rounds):
-            for kind in list(kinds) if number % 2 == 0 else list(kinds)[::-1]:
-                with _gateway(None, 0, 0.0, **kinds[kind]) as service:
-                    _load(service, OBSERVED_MESSAGES, OBSERVED_STREAMS, window_s)  # warm-up
-                    found[kind].append(_load(service, OBSERVED_MESSAGES, OBSERVED_STREAMS, 2 * window_s).cpu_us / 1e3)
-    cost_ms = {kind: statistics.median(each) for kind, each in found.items()}
-    ratios = {kind: round(cost_ms[kind] / cost_ms["unobserved"] - 1, 4) for kind in list(kinds)[1:]}
-    table = Table("CPU per request of a service, ms", *kinds, box=None)
-    table.add_row(f"{OBSERVED_MESSAGES} messages", *(f"{each:.2f}" for each in cost_ms.values()))
+        servers = {
+            kind: stack.enter_context(_gateway(core, FEW, STEP_MS, **settings)) for kind, settings in kinds.items()
+        }
+        found = _alternate(servers, OBSERVED_MESSAGES, STREAMS, rounds, window_s)
+    cost_us = _medians_us(found)
+    os.sched_setaffinity(0, set(CORES))
+    with _gateway(None, 0, 0.0, module="benchmarks.unobserved_gateway") as service:
+        windows = [_load(service, OBSERVED_MESSAGES, SERVICE_STREAMS, 2 * window_s) for _ in range(3)]
+    service_us = statistics.median(each.cpu_us for each in windows[1:])  # after a warm-up
+    os.sched_setaffinity(0, set(CORES[1:]))
+    table = Table(f"CPU per request of {OBSERVED_MESSAGES} messages, µs", *kinds, "service with engines", box=None)
+    table.add_row("", *(f"{each:.0f}" for each in cost_us.values()), f"{service_us:.0f}")
     console.print(table)
-    return {"messages": OBSERVED_MESSAGES, "ms": found, "added": ratios}
+    return {
+        "observed": {
+            "messages": OBSERVED_MESSAGES,
+            "gateway_us": {kind: round(each) for kind, each in cost_us.items()},
+            "service_us": round(service_us),
+            "added_to_service": {
+                kind: round((cost_us[kind] - cost_us["unobserved"]) / service_us, 4) for kind in list(kinds)[1:]
+            },
+        }
+    }
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
@@ -212,6 +243,10 @@ def _alternate(
         for name in list(servers) if number % 2 == 0 else list(servers)[::-1]:
             found[name].append(_load(servers[name], messages, streams, window_s))
     return found
+
+
+def _medians_us(found: Mapping[str, Sequence[Window]]) -> dict[str, float]:
+    return {which: statistics.median(each.cpu_us for each in windows) for which, windows in found.items()}
 
 
 def _load(server: Server, messages: int, streams: int, window_s: float) -> Window:
@@ -259,8 +294,8 @@ def _gateway(
     module: str = "gateway",
     scraped: bool = False,
 ) -> Iterator[Server]:
-    secret, port, http_port = ServiceSecret.new(), _free_port(), _free_port()
-    registry = f"127.0.0.1:{_free_port()}"
+    secret, port, http_port = ServiceSecret.new(), free_port("127.0.0.1", 0), free_port("127.0.0.1", 0)
+    registry = f"127.0.0.1:{free_port('127.0.0.1', 0)}"
     config = PdserveConfig.load(
         None,
         {
@@ -306,12 +341,12 @@ def _workers(config: PdserveConfig, stubs: int, registry: str, step_ms: float) -
             host="127.0.0.1",
             node="127.0.0.1",
             device="cpu",
-            registry_address=registry,
+            registry_addresses=(registry,),
             version=VERSION,
             num_slots=len(Role),
             config=config,
         )
-        commands.append([f"{role}_worker", json.dumps(spec.to_wire())])
+        commands.append(["ops.launch.worker", json.dumps(spec.to_wire())])
     return commands
 
 
@@ -357,12 +392,6 @@ def _pin(pid: int, core: int) -> None:
     for thread in process.threads():
         os.sched_setaffinity(thread.id, {core})
     process.cpu_affinity([core])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

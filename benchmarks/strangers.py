@@ -1,16 +1,17 @@
 """What strangers cost others: `python -m benchmarks.strangers`.
 
 A client sends requests one after another, prefilled and decoded by two workers, while 1,000 connections without tokens
-or the service's secret stay open on all its ports: gRPC, HTTP, registry, control, and KV. Windows without strangers,
-with the same number at a server that closes them at once (what the load alone costs this machine), and with them at the
-service alternate. A table, then one JSON line.
+or the service's secret stay open on all ports of its processes: gRPC, HTTP, registry, control, KV, and Ray's. Windows
+without strangers, with the same number at a server that closes them at once (what the load alone costs this machine),
+and with them at the service alternate. The strangers' process gets the time that others leave, because it stands for
+other machines. The CPU time that the service's processes use per second tells what strangers take of it. A table, then
+one JSON line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import socketserver
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ from rich.table import Table
 
 from gateway.token_file import digest_of, new_token
 from ops.launch.detach import start_detached, stop_detached
+from ops.launch.ports import free_port
 from ops.launch.state import ServiceState
 from pdserve import Client
 from pdserve.core.config import PdserveConfig
@@ -44,15 +46,19 @@ def main(
 ) -> None:
     """Measure."""
     console = Console(highlight=False)
-    with _service() as (target, token, addresses), _closing_server() as elsewhere:
+    with _service() as (target, token, processes), _closing_server() as elsewhere:
+        addresses = sorted({address for each in processes for address in _listening(each)})
         measured: dict[str, list[dict[str, float]]] = {name: [] for name in WINDOWS}
         with Client(target, token=token) as client:
             client.generate(PROMPT, max_tokens=16, mode="pd").result()
             for number in range(rounds):
                 for name in WINDOWS if number % 2 == 0 else WINDOWS[::-1]:
                     attacked = {"without": [], "elsewhere": [elsewhere], "with": addresses}[name]
-                    with _strangers(connections, attacked):
-                        measured[name].append(_window(client, window_s))
+                    with _strangers(connections, attacked) as opened:
+                        before_s = _cpu_s(processes)
+                        window = _window(client, window_s)
+                        window["cpu_ms_per_s"] = round((_cpu_s(processes) - before_s) * 1e3 / window_s, 1)
+                    measured[name].append({**window, "opened": sum(opened)})
                     console.print(f"{name}: {measured[name][-1]}", style="dim")
             kv_refused = sum(sum(worker.kv_refused.values()) for worker in client.status().workers)
     middle = {
@@ -69,27 +75,28 @@ def main(
             *(f"{value:.2f}" for value in values.values()),
             *(f"× {ratio:.2f}" for ratio in ratios[figure].values()),
         )
+    table.add_row("cpu_ms_per_s of gateway and workers", *(f"{middle[name]['cpu_ms_per_s']:.0f}" for name in WINDOWS))
     console.print(table)
     result = {"connections": connections, "ports": len(addresses), "windows": measured, "ratios": ratios}
     print(json.dumps({**result, "kv_refused": kv_refused}))  # noqa: T201 - the last line is for programs
 
 
 @contextlib.contextmanager
-def _service() -> Iterator[tuple[str, str, list[str]]]:
-    """A service with tokens; its target, a token, and the addresses of all its ports."""
+def _service() -> Iterator[tuple[str, str, list[psutil.Process]]]:
+    """A service with tokens; its target, a token, and the processes of its gateway and its workers."""
     with TemporaryDirectory() as folder:
         token = new_token()
         path = Path(folder) / "tokens.yaml"
         path.write_text(f"tokens:\n- name: bench\n  sha256: {digest_of(token).hex()}\n")
         path.chmod(0o600)
-        settings = {"gateway.port": 0, "gateway.http_port": _free_port(), "gateway.tokens": str(path)}
+        settings = {"gateway.port": 0, "gateway.http_port": free_port("127.0.0.1", 0), "gateway.tokens": str(path)}
         config = PdserveConfig.load(None, {**settings, "model.path": "tiny", "transfer.transport": "tcp"})
         port = start_detached(config, lambda stage: None)
         try:
             with Client(ServiceState.read(port).operator) as operator:
                 status = operator.status()
             processes = [psutil.Process(pid) for pid in (status.pid, *(worker.pid for worker in status.workers))]
-            yield f"localhost:{port}", token, sorted({address for each in processes for address in _listening(each)})
+            yield f"localhost:{port}", token, processes
         finally:
             stop_detached(port)
 
@@ -98,6 +105,11 @@ def _listening(process: psutil.Process) -> Iterator[str]:
     for connection in process.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN:
             yield f"{connection.laddr.ip.removeprefix('::ffff:')}:{connection.laddr.port}"
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    """The CPU time so far of the processes. Their engines, which strangers do not reach, are not among them."""
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 def _window(client: Client, window_s: float) -> dict[str, float]:
@@ -117,17 +129,20 @@ def _window(client: Client, window_s: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _strangers(count: int, addresses: list[str]) -> Iterator[None]:
+def _strangers(count: int, addresses: list[str]) -> Iterator[list[int]]:
+    """Keep connections of strangers open. The list that is yielded gets the number of those that were opened."""
+    opened: list[int] = []
     if not addresses:
-        yield
+        yield opened
         return
-    strangers = subprocess.Popen([sys.executable, "-m", "benchmarks.strangers_client", str(count), *addresses])
-    try:
-        time.sleep(5.0)  # until all are connected
-        yield
-    finally:
-        strangers.terminate()
-        strangers.wait(30)
+    command = [sys.executable, "-m", "benchmarks.strangers_client", str(count), *addresses]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as strangers:
+        try:
+            time.sleep(5.0)  # until all are connected
+            yield opened
+        finally:
+            strangers.terminate()
+            opened.append(int(strangers.communicate(timeout=30)[0]))
 
 
 @contextlib.contextmanager
@@ -144,12 +159,6 @@ def _closing_server() -> Iterator[str]:
         finally:
             server.shutdown()
             serving.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

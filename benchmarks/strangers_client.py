@@ -1,14 +1,17 @@
 """Connections of strangers, until it is ended: `python -m benchmarks.strangers_client COUNT ADDRESS...`.
 
 Each connection sends nothing, or random bytes, after the opening of one of the service's protocols or none, and stays
-open. One that the server closes is opened again, `PACE_S` after it was opened.
+open. One that the server closes is opened again, `PACE_S` after it was opened. The process gets the time that others
+leave (SCHED_IDLE), because it stands for other machines. When it is ended, it prints how many connections it opened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import signal
 import sys
 import time
 
@@ -19,8 +22,12 @@ BYTES = 4096
 OPENINGS = (b"", MAGIC, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n")
 
 
+opened = 0
+
+
 async def stranger(address: str, seed: int) -> None:
     """Keep one connection."""
+    global opened
     chance = random.Random(seed)
     host, _, port = address.rpartition(":")
     await asyncio.sleep(chance.uniform(0.0, PACE_S))
@@ -28,6 +35,7 @@ async def stranger(address: str, seed: int) -> None:
         began_s = time.monotonic()
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(host, int(port))
+            opened += 1
             try:
                 if chance.random() < 0.8:
                     writer.write(chance.choice(OPENINGS) + chance.randbytes(BYTES))
@@ -39,9 +47,16 @@ async def stranger(address: str, seed: int) -> None:
 
 
 async def main(count: int, addresses: list[str]) -> None:
-    """Keep ``count`` connections, spread over the addresses."""
-    await asyncio.gather(*(stranger(addresses[number % len(addresses)], number) for number in range(count)))
+    """Keep ``count`` connections, spread over the addresses, until SIGTERM."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    strangers = [asyncio.create_task(stranger(addresses[number % len(addresses)], number)) for number in range(count)]
+    await ended.wait()
+    for task in strangers:
+        task.cancel()
+    print(opened)  # noqa: T201 - for the benchmark
 
 
 if __name__ == "__main__":
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,6 +1,7 @@
-"""Workers without an engine that speak the real protocols: `python -m benchmarks.stub_workers COUNT REGISTRY STEP_MS`.
+"""Workers without an engine that speak real protocols: `python -m benchmarks.stub_workers COUNT REGISTRIES STEP_MS`.
 
-COUNT workers, half of them prefill and half decode workers, register at the gateway's REGISTRY and serve its requests.
+COUNT workers, half of them prefill and half decode workers, register at the REGISTRIES of all gateways (with commas
+between) and serve their requests.
 A prefill worker answers at once with token 1. A decode worker gives every request one token in each step of STEP_MS
 milliseconds, as an engine does (0: all tokens at once), and says that it has received the KV. The secret comes from
 the environment.
@@ -24,7 +25,7 @@ from pdserve.core.timeline import Event, EventKind
 from pdserve.core.worker import Role, TokenOutput, WorkerInfo, WorkerLoad
 from pdserve.version import VERSION
 from worker.heartbeat import Heartbeat
-from worker.messages import Beat, BeatAnswer, LinkState, Push, Receive, Work
+from worker.messages import Beat, BeatAnswer, LinkState, Push, Receive, SendPrefix, Work
 from worker.server import ControlServer, Outbox
 
 VOCABULARY = 512
@@ -37,11 +38,11 @@ BEAT_S = 0.5
 class StubWorker:
     """One worker."""
 
-    def __init__(self, role: Role, number: int, registry: str, step_s: float, secret: ServiceSecret) -> None:
+    def __init__(self, role: Role, number: int, registries: list[str], step_s: float, secret: ServiceSecret) -> None:
         self._role, self._step_s = role, step_s
         self.worker_id = f"{role}-{number}"
         self._server = ControlServer(self, self.worker_id, MonotonicClock(), secret)
-        self._heartbeat = Heartbeat(self, self.worker_id, registry, BEAT_S, secret)
+        self._heartbeats = [Heartbeat(self, self.worker_id, registry, BEAT_S, secret) for registry in registries]
         self._links: list[LinkState] = []
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outboxes: dict[str, Outbox] = {}
@@ -49,11 +50,12 @@ class StubWorker:
     async def start(self) -> None:
         """Listen, and register."""
         await self._server.start("127.0.0.1", 0)
-        self._heartbeat.start()
+        for heartbeat in self._heartbeats:
+            heartbeat.start()
 
     # --- what the gateway sees ---------------------------------------------------------------------------------------
 
-    def report(self) -> Beat:
+    def report(self, blocks_after: int | None) -> Beat:
         """The worker, idle or not, has room for everything."""
         info = WorkerInfo(
             worker_id=self.worker_id,
@@ -80,7 +82,7 @@ class StubWorker:
         )
         return Beat(info, WorkerLoad(2**20, len(self._running), 0), self._links)
 
-    def on_answer(self, answer: BeatAnswer) -> None:
+    def on_answer(self, registry_address: str, answer: BeatAnswer) -> None:
         """Links to all decode workers exist at once."""
         links = [
             LinkState(peer.worker_id, peer.epoch, PeerLink(peer.worker_id, "stub", "it is a stub", 1.0))
@@ -88,19 +90,26 @@ class StubWorker:
         ]
         if links != self._links:
             self._links = links
-            self._heartbeat.wake()
+            self.beat_now()
+
+    def on_silence(self, registry_address: str) -> None:
+        """Nothing depends on it."""
 
     def beat_now(self) -> None:
         """Report at once."""
-        self._heartbeat.wake()
+        for heartbeat in self._heartbeats:
+            heartbeat.wake()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def begin(self, work: Work, outbox: Outbox, received_s: float) -> None:
         """Serve a request."""
         request = work.request
+        if isinstance(work, SendPrefix):  # it has nothing cached
+            outbox.output(request.attempt_id, TokenOutput(None, FinishReason.STOP))
+            return
         if isinstance(work, Push):
-            outbox.output(request.attempt_id, self._first(received_s, ends=request.sampling.max_tokens == 1))
+            outbox.output(request.attempt_id, self._first(received_s, ends=request.max_tokens == 1))
             return
         self._outboxes[request.attempt_id] = outbox
         task = asyncio.create_task(self._decode(request, outbox, received_s, apart=isinstance(work, Receive)))
@@ -113,7 +122,7 @@ class StubWorker:
         return TokenOutput(5, FinishReason.LENGTH if ends else None, events)
 
     async def _decode(self, request: Request, outbox: Outbox, received_s: float, *, apart: bool) -> None:
-        wanted = request.sampling.max_tokens
+        wanted = request.max_tokens
         if not apart:
             outbox.output(request.attempt_id, self._first(received_s, ends=wanted == 1))
         for index in range(2, wanted + 1):
@@ -171,7 +180,7 @@ async def main(number: int, registry: str, step_s: float) -> None:
     numbers = count()
     for _ in range(number // 2):
         for role in Role:
-            await StubWorker(role, next(numbers), registry, step_s, secret).start()
+            await StubWorker(role, next(numbers), registry.split(","), step_s, secret).start()
     await asyncio.Event().wait()
 
 

@@ -12,6 +12,7 @@ from experiments.interference import Interference
 from experiments.link_sweep import LinkSweep
 from experiments.prefix import Prefix
 from experiments.primer import Primer
+from experiments.routing import Routing
 from experiments.run_folder import RunFolder
 from experiments.sweep import Sweep
 from experiments.transport import Transport
@@ -20,6 +21,7 @@ from pdserve.core.errors import InvalidRequest
 EXPERIMENTS: tuple[type[Experiment], ...] = (
     AddedTtft,
     Goodput,
+    Routing,
     Primer,
     Prefix,
     Interference,

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 import psutil
 
 from experiments.deployment import Deployment
+from ops.launch.ports import free_port
 from ops.launch.state import target_here
 from pdserve.client.sync_client import Client
 from pdserve.client.target import AccessOptions, Target
@@ -207,7 +207,7 @@ class NamespaceDeployment(Deployment):
         hosts = self._hosts
         hosts.rate(None)
         self._logs = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-"))
-        port, registry = _free_port("127.0.0.1"), f"{hosts.gateway}:{_free_port(hosts.gateway)}"
+        port, registry = free_port("127.0.0.1", 0), f"{hosts.gateway}:{free_port(hosts.gateway, 0)}"
         config = PdserveConfig.load(
             self._config,
             {
@@ -228,11 +228,11 @@ class NamespaceDeployment(Deployment):
                 host=address,
                 node=address,
                 device="cpu",
-                registry_address=registry,
+                registry_addresses=(registry,),
                 version=VERSION,
                 config=config,
             )
-            self._spawn(spec.worker_id, hosts.command(role), f"{role}_worker", json.dumps(spec.to_wire()))
+            self._spawn(spec.worker_id, hosts.command(role), "ops.launch.worker", json.dumps(spec.to_wire()))
         target = self.reached(target_here(config.gateway, port))
         self._wait_ready(target, config.cluster.start_timeout_s)
         return target
@@ -285,12 +285,6 @@ class NamespaceDeployment(Deployment):
         if self._logs is not None:
             shutil.rmtree(self._logs, ignore_errors=True)
             self._logs = None
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _free_number() -> int:

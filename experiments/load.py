@@ -215,7 +215,7 @@ class _Sender:
                     self.unsent += 1
                     return
                 prompt = text if turn.text else token_ids
-                result = await self._result(prompt, turn.output_len, mode, salt)
+                result = await self._result(prompt, turn.output_len, mode, salt, conversation.session_id)
                 ended_s = self.now_s()
             if isinstance(result, PdserveError):
                 prompt_tokens = None if isinstance(prompt, str) else len(prompt)
@@ -229,10 +229,18 @@ class _Sender:
             token_ids += outcome.generation.token_ids
             text += outcome.generation.text
 
-    async def _result(self, prompt: Prompt, output_len: int, mode: Mode, salt: str) -> Generation | PdserveError:
+    async def _result(
+        self, prompt: Prompt, output_len: int, mode: Mode, salt: str, session_id: str
+    ) -> Generation | PdserveError:
         try:
             return await self._client.generate(
-                prompt, max_tokens=output_len, ignore_eos=True, mode=mode, timeout_s=self._timeout_s, salt=salt
+                prompt,
+                max_tokens=output_len,
+                ignore_eos=True,
+                mode=mode,
+                timeout_s=self._timeout_s,
+                salt=salt,
+                session_id=session_id,
             ).result()
         except PdserveError as error:
             return error

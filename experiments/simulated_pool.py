@@ -7,13 +7,13 @@ state a limit of their output, as clients do, and end earlier by a stop token, w
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from engine.core import EngineCore
+from engine.core import ComputedStep, EngineCore
 from engine.messages import EngineEvent, KVEvent, KVRole, Step, Submit
 from engine.scheduling.baselines import ContiguousReservation
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
@@ -189,7 +189,7 @@ class _Simulation:
         params = SamplingParams(max_tokens=self.load.max_tokens)
         return Submit(Request(name, (0,) * prompt_tokens, params, attempt_id=name), KVRole.LOCAL)
 
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
         """Take the step's time; the last token of each output is the stop token."""
         took_s = self.cost.step_ms(seqs) / 1e3
         pool = self.config.num_blocks * self.config.block_size
@@ -206,15 +206,10 @@ class _Simulation:
             )
         )
         self.clock.advance(took_s)
-        return {
-            seq.attempt_id: [
-                SampledToken(
-                    _STOP if self.made[int(seq.attempt_id)] + 1 == self.lengths[int(seq.attempt_id)][1] else _WORD
-                )
-            ]
-            for seq in seqs
-            if seq.sample
-        }
+        return ComputedStep({seq.attempt_id: [self._next(int(seq.attempt_id))] for seq in seqs if seq.sample})
+
+    def _next(self, index: int) -> SampledToken:
+        return SampledToken(_STOP if self.made[index] + 1 == self.lengths[index][1] else _WORD)
 
     def send(self, *events: EngineEvent) -> None:
         """Note tokens."""

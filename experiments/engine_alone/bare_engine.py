@@ -24,10 +24,18 @@ _TOKEN_IDS = 1000
 
 class BareEngine:
     """An engine in this process, with one thread. ``ready`` is what it says of itself; ``chunk`` are the tokens of a
-    prompt that one step computes. Raises what `engine.process.build.build_engine` raises."""
+    prompt that one step computes (default: a prefill worker's budget). Raises what `engine.process.build.build_engine`
+    raises."""
 
     def __init__(
-        self, model: str, device: str, *, num_blocks: int, dtype: str = "auto", max_num_seqs: int = 64
+        self,
+        model: str,
+        device: str,
+        *,
+        num_blocks: int,
+        dtype: str = "auto",
+        max_num_seqs: int = 64,
+        chunk: int | None = None,
     ) -> None:
         spec = EngineSpec(
             model=model,
@@ -36,7 +44,7 @@ class BareEngine:
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=EngineConfig().token_budget(device, Role.PREFILL),
+            max_num_batched_tokens=chunk or EngineConfig().token_budget(device, Role.PREFILL),
         )
         fd = memory_file.create("bare-engine")
         try:
@@ -51,13 +59,15 @@ class BareEngine:
         """Seconds for the first token of a random prompt of ``tokens``."""
         return self._first_token(self._random(tokens))[1]
 
-    def decode_steps_s(self, batch: int, context: int, warm_steps: int, steps: int) -> list[float]:
+    def decode_steps_s(
+        self, batch: int, context: int, warm_steps: int, steps: int, sampling: SamplingParams = _GREEDY
+    ) -> list[float]:
         """Seconds of each of ``steps`` steps that make one token for each of ``batch`` requests, after ``warm_steps``
         others. The requests have ``context`` tokens at first, and one more with each step."""
         tables = block_tables(batch, context + warm_steps + steps)
         times: list[float] = []
         for step in range(warm_steps + steps):
-            seqs = [self._part(str(i), context + step, 1, table) for i, table in enumerate(tables)]
+            seqs = [self._part(str(i), context + step, 1, table, sampling) for i, table in enumerate(tables)]
             times.append(self._step_s(seqs))
         return times[warm_steps:]
 
@@ -120,8 +130,10 @@ class BareEngine:
         self._runner.execute(seqs)
         return time.perf_counter() - started_s
 
-    def _part(self, name: str, start: int, tokens: int, table: list[int]) -> ScheduledSeq:
-        return ScheduledSeq(name, self._random(tokens), start, table, True, _GREEDY)
+    def _part(
+        self, name: str, start: int, tokens: int, table: list[int], sampling: SamplingParams = _GREEDY
+    ) -> ScheduledSeq:
+        return ScheduledSeq(name, self._random(tokens), start, table, True, sampling)
 
     def _random(self, tokens: int) -> list[int]:
         drawn: list[int] = torch.randint(0, min(_TOKEN_IDS, self.ready.vocab_size), (tokens,)).tolist()

@@ -1,56 +1,103 @@
-"""What the device can do at all, measured: the rate of a large product, and the rate of reading memory."""
+"""What the device can do at all, measured: the rate of a large product, and the rate of reading memory.
+
+On a GPU the work is large enough that launches do not matter, and CUDA events take the times."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from devices.cuda import Cuda
+from devices.torch_cuda import TorchCuda
 from engine.model.linear import linear
 
-_READ_BYTES = 400 * 2**20
-_PRODUCT = 2048
 _REPEATS = 3
+_TICK_S = 0.5e-6  # the resolution of CUDA's events
+
+
+class Sizes(NamedTuple):
+    """Of what is measured: the bytes that are read, and the rows and columns of the product's matrices."""
+
+    read_bytes: int
+    product: int
+
+
+CPU_SIZES = Sizes(400 * 2**20, 2048)
+GPU_SIZES = Sizes(4 * 2**30, 8192)  # an H200 reads them in 1 ms; a launch takes 5 us
 
 
 class Ceilings:
-    """Of ``device``, with the threads that torch has now. Products are in ``dtype``."""
+    """Of ``device``, with the threads that torch has now. Products are in ``dtype``. ``cuda`` is how a GPU is reached
+    (default: torch), ``sizes`` those of the measurements (default: by device)."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._device = device
-        self._memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
-        self._square = torch.randn((_PRODUCT, _PRODUCT), device=device).to(dtype)
-        self._packed = linear(self._square.clone())
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        cuda: Cuda | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self._index = device.index or 0
+        self._cuda: Cuda | None = None
+        if device.type == "cuda":
+            self._cuda = cuda or TorchCuda()
+            device = self._cuda.init(self._index)
+        self.device = device
+        """Where its tensors lie."""
+        self._sizes = sizes or (GPU_SIZES if self._cuda is not None else CPU_SIZES)
+        self._memory = torch.ones(self._sizes.read_bytes // 8, dtype=torch.int64, device=device)
+        self._square = torch.randn((self._sizes.product, self._sizes.product), device=device).to(dtype)
+        # On GPUs the engine keeps weights as they are.
+        self._packed = linear(self._square.clone()) if self._cuda is None else None
 
     @torch.inference_mode()
     def product_flops(self, repeats: int = _REPEATS) -> float:
         """Floating point operations per second of a bare product."""
-        return 2 * _PRODUCT**3 / self.median_s(lambda: self._square @ self._square, repeats)
+        return self._product_flops(self.median_s(lambda: self._square @ self._square, repeats))
 
     @torch.inference_mode()
     def packed_flops(self, repeats: int = _REPEATS) -> float:
         """The same for a product with a weight in the form in which the engine keeps weights."""
-        return 2 * _PRODUCT**3 / self.median_s(lambda: self._packed(self._square), repeats)
+        packed = self._packed
+        if packed is None:
+            return self.product_flops(repeats)
+        return self._product_flops(self.median_s(lambda: packed(self._square), repeats))
 
     @torch.inference_mode()
     def read_bytes_per_s(self, repeats: int = _REPEATS) -> float:
-        """Bytes per second that a sum over memory reads."""
-        return _READ_BYTES / self.median_s(lambda: self._memory.sum(), repeats)
+        """Bytes per second that a sum over memory reads. On a GPU, a copy from one half of the memory to the other is
+        measured as well, which reads and writes as many bytes; the better rate counts."""
+        times_s = [self.median_s(lambda: self._memory.sum(), repeats)]
+        if self._cuda is not None:
+            half = len(self._memory) // 2
+            times_s.append(self.median_s(lambda: self._memory[:half].copy_(self._memory[half:]), repeats))
+        return self._sizes.read_bytes / min(times_s)
 
     def median_s(self, work: Callable[[], object], repeats: int = _REPEATS) -> float:
         """The median time of ``work`` after a first call that is not counted."""
         work()
-        times: list[float] = []
-        for _ in range(repeats):
-            self._synchronize()
-            started_s = time.perf_counter()
-            work()
-            self._synchronize()
-            times.append(time.perf_counter() - started_s)
-        return statistics.median(times)
+        time_s = self._host_s if self._cuda is None else self._gpu_s
+        return statistics.median(time_s(work) for _ in range(repeats))
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _product_flops(self, time_s: float) -> float:
+        return float(2 * self._sizes.product**3 / time_s)
+
+    @staticmethod
+    def _host_s(work: Callable[[], object]) -> float:
+        started_s = time.perf_counter()
+        work()
+        return time.perf_counter() - started_s
+
+    def _gpu_s(self, work: Callable[[], object]) -> float:
+        cuda = self._cuda
+        assert cuda is not None
+        started = cuda.record_time(self._index)
+        work()
+        ended = cuda.record_time(self._index)
+        ended.synchronize()
+        return max(started.elapsed_time(ended) / 1e3, _TICK_S)

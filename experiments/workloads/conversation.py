@@ -26,10 +26,12 @@ class Conversation:
     the answers that were really generated) and its own new part. All turns have token ids, or all have text.
 
     ``salt`` separates prefix caches. None: the conversation gets a salt of its own, so that no cache holds any of its
-    KV before its first turn. Conversations with an equal salt find each other's prompts in the cache."""
+    KV before its first turn. Conversations with an equal salt find each other's prompts in the cache. ``session_id`` is
+    that of its requests (empty: none)."""
 
     turns: tuple[Turn, ...]
     salt: str | None = None
+    session_id: str = ""
 
 
 class Workload(Protocol):

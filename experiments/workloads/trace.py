@@ -37,7 +37,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 class Trace:
     """The requests of a trace file. A hash id becomes ``block_size`` tokens; with fewer than `TRACE_BLOCK_SIZE`, input
     and output lengths are scaled down by the same factor. All requests share one salt, so that prefix caches find the
-    blocks that are equal."""
+    blocks that are equal. Requests with an equal first hash id are of one session."""
 
     path: Path
     requests: tuple[TraceRequest, ...]
@@ -93,7 +93,7 @@ class Trace:
             for hash_id in request.hash_ids:
                 tokens += random_tokens(f"trace/{seed}/{hash_id}", self.block_size, vocab_size)
             turn = Turn(tuple(tokens[: self._scaled(request.input_length)]), self._scaled(request.output_length))
-            yield Conversation((turn,), SHARED_SALT)
+            yield Conversation((turn,), SHARED_SALT, str(request.hash_ids[0]))
 
     def within(self, room: Room) -> Self:
         """Unchanged; the error names the line of the longest request, and a block size with which all fit."""

@@ -1,0 +1,67 @@
+"""Other programs of the repository, run as parts of a step: their output goes to the step's log."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.first_hour.step import Findings, Options
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_pytest(
+    findings: Findings,
+    options: Options,
+    *selection: str,
+    before: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run pytest on ``selection``, under the command ``before``. Failures are problems, and so is a selection of which
+    nothing ran."""
+    report = Path(options.folder) / "tests.xml"
+    report.unlink(missing_ok=True)
+    command = [*before, sys.executable, "-m", "pytest", *selection, "-q", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--timeout", "900", f"--junitxml={report}"],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    failed: list[str] = []
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            outcome = "passed"
+            for child in case:
+                outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}.get(child.tag, outcome)
+            counts[outcome] += 1
+            if outcome == "failed":
+                failed.append(str(case.get("name")))
+    findings.figures["tests"] = counts
+    findings.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {', '.join(failed[:5])}")
+    findings.require(counts["passed"] > 0, "no test ran: all were skipped")
+
+
+def last_json(*command: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run Python with these arguments, and return its last line, a JSON object. RuntimeError if it fails."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    sys.stdout.write(done.stdout)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}")
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result

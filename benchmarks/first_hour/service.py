@@ -1,0 +1,356 @@
+"""Steps of whole services, without Ray: gateway and workers are processes of the step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from benchmarks.first_hour.engine import model_for
+from benchmarks.first_hour.programs import last_json
+from benchmarks.first_hour.step import Findings, Options
+from pdserve import Client
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.generation import Generation
+from pdserve.core.errors import PdserveError
+from pdserve.core.timeline import Figure
+from pdserve.core.worker import Role
+from tests.local_cluster import LocalCluster, leaked_blocks, local_cluster
+
+EXPOSED_GOAL = 0.03
+"""Most time of a hand-off that its prefill does not hide, as a share of the prefill."""
+_TINY_IDS = range(5, 300)
+_START_S = 600.0
+
+
+@contextlib.contextmanager
+def cluster_of(
+    settings: Mapping[str, Any], options: Options, *, prefill: int = 1, decode: int = 1, gpus: Mapping[str, int] | None
+) -> Iterator[LocalCluster]:
+    """A service on the device of ``options``. ``gpus`` is the GPU of each worker (None: all share the first)."""
+    settings = {**settings, "cluster": {"start_timeout_s": _START_S, **settings.get("cluster", {})}}
+    with local_cluster(
+        settings,
+        prefill=prefill,
+        decode=decode,
+        device=options.device,
+        gpus=gpus if options.on_gpu else None,
+    ) as cluster:
+        yield cluster
+
+
+# --- hand-offs -------------------------------------------------------------------------------------------------------
+
+
+def handoff(options: Options) -> Findings:
+    """1P1D on one device, over its own transport and over tcp: tokens and bytes."""
+    findings = Findings()
+    for transport, taken in (("auto", "cuda_ipc" if options.on_gpu else "shm"), ("tcp", "tcp")):
+        check_handoffs(findings, options, transport, taken, None)
+    return findings
+
+
+def handoff_two(options: Options) -> Findings:
+    """The same between two GPUs over NCCL (on CPUs: over Gloo)."""
+    findings = Findings()
+    configured = "auto" if options.on_gpu else "torch_dist"
+    check_handoffs(findings, options, configured, "torch_dist", {"prefill-0": 0, "decode-0": 1})
+    return findings
+
+
+def check_handoffs(
+    findings: Findings, options: Options, configured: str, taken: str, gpus: Mapping[str, int] | None
+) -> None:
+    """Hand-offs have the tokens of one worker, every byte of the prompt's blocks, and leave no block behind."""
+    settings = {
+        "model": {"path": "tiny", "dtype": "float32"},
+        "engine": {"num_blocks": 128, "max_num_batched_tokens": 128},
+        "transfer": {"transport": configured},
+    }
+    draw = random.Random(5)
+    with cluster_of(settings, options, gpus=gpus) as cluster, Client(cluster.target) as client:
+        exposed_ms: list[float] = []
+        for tokens in (1, 63, 64, 65, 200, 500):
+            prompt = [draw.choice(_TINY_IDS) for _ in range(tokens)]
+            results = {
+                mode: client.generate(prompt, max_tokens=16, mode=mode, ignore_eos=True, salt=mode).result()
+                for mode in ("colocated", "pd")
+            }
+            handed = results["pd"]
+            what = f"{taken}, {tokens} tokens"
+            findings.require(
+                handed.token_ids == results["colocated"].token_ids,
+                f"{what}: tokens {handed.token_ids} instead of {results['colocated'].token_ids}",
+            )
+            findings.require(handed.transport == taken, f"{what}: went over {handed.transport}")
+            findings.require(
+                handed.kv_bytes == handed.kv_bytes_expected > 0,
+                f"{what}: {handed.kv_bytes} bytes of KV instead of {handed.kv_bytes_expected}",
+            )
+            exposed_ms.append(handed.transfer.exposed_ms)
+        findings.figures[f"{taken}: exposed, ms"] = [round(each, 2) for each in exposed_ms]
+        left = leaked_blocks(cluster.wait_idle())
+        findings.require(left == 0, f"{taken}: {left} blocks were not given back")
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def bench(options: Options) -> Findings:
+    """`pdserve bench --mode both` at 4096 and 64 tokens on one GPU, with and without MPS; then what a hand-off costs
+    beyond its prefill."""
+    findings = Findings()
+    added: dict[str, float] = {}
+    for mps in ("auto", "off") if options.on_gpu else ("off",):
+        added[mps] = _bench(findings, options, mps)
+    if "auto" in added:
+        findings.figures["added TTFT_DECODE by MPS, ms"] = {name: round(ms, 2) for name, ms in added.items()}
+    return findings
+
+
+def _bench(findings: Findings, options: Options, mps: str) -> float:
+    input_len, output_len, requests = (4096, 64, 16) if options.on_gpu else (256, 8, 2)
+    if options.quick:
+        requests = 2
+    settings: dict[str, Any] = {"model": {"path": model_for(options)}, "cluster": {"mps": mps}}
+    if not options.on_gpu:
+        settings["engine"] = {"num_blocks": 64}
+    name = f"mps {mps}"
+    with cluster_of(settings, options, gpus=None) as cluster:
+        result = last_json(
+            *("-m", "experiments.command", "bench", "--target", cluster.target, "--mode", "both", "--json"),
+            *("--input-len", str(input_len), "--output-len", str(output_len)),
+            *("--requests", str(requests), "--warmup", "2"),
+        )
+        shares = asyncio.run(_exposed_shares(cluster.target, input_len, 2 if options.quick else 7))
+    findings.require(result["failed"] == 0, f"{name}: {result['failed']} requests failed: {result['failures']}")
+    findings.require(result["kv_bytes_equal_expected"], f"{name}: the bytes of KV are not the expected ones")
+    findings.require(result["leaked_blocks"] == 0, f"{name}: {result['leaked_blocks']} blocks were not given back")
+    findings.figures[name] = {
+        mode: {key: round(figures[key]["p50"], 2) for key in ("ttft", "ttft_decode", "itl") if figures.get(key)}
+        for mode, figures in result["by_mode"].items()
+    }
+    share = statistics.median(shares)
+    if options.on_gpu and not options.quick:
+        findings.aim(f"{name}: exposed / prefill", share, EXPOSED_GOAL, at_most=True)
+    else:
+        findings.figures[f"{name}: exposed / prefill"] = round(share, 4)
+    return float(result["added_ms"][Figure.TTFT_DECODE.value] or 0.0)
+
+
+async def _exposed_shares(target: str, tokens: int, count: int) -> list[float]:
+    """For single requests, the hand-off's exposed time as a share of the prefill."""
+    draw = random.Random(11)
+    shares: list[float] = []
+    async with AsyncClient(target) as client:
+        for turn in range(count + 1):
+            prompt = [draw.choice(_TINY_IDS) for _ in range(tokens)]
+            done = await client.generate(prompt, max_tokens=3, ignore_eos=True, mode="pd", salt=f"e{turn}").result()
+            if turn:  # the first one is warm-up
+                shares.append(done.transfer.exposed_ms / done.breakdowns[Figure.TTFT].stages_ms["prefill"])
+    return shares
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def loss(options: Options) -> Findings:
+    """Workers are killed mid-transfer, and started again: every request ends with the tokens that it has without."""
+    settings = {
+        "model": {"path": "tiny", "dtype": "float32"},
+        "engine": {"num_blocks": 256, "max_num_batched_tokens": 128},
+        "router": {"patience_s": 120.0},
+    }
+    rounds = 2 if options.quick else 6
+    findings = Findings()
+    draw = random.Random(3)
+    prompts = [[draw.choice(_TINY_IDS) for _ in range(480)] for _ in range(4)]
+    with cluster_of(settings, options, gpus=None) as cluster:
+        expected = asyncio.run(_answers(cluster.target, prompts, "calm"))
+        attempts = 0
+        for turn, name in zip(range(rounds), itertools.cycle(("decode-0", "prefill-0")), strict=False):
+            answers = asyncio.run(
+                _answers(cluster.target, prompts, f"loss{turn}", lambda each=name: _lose(cluster, each))
+            )
+            for number, (got, wanted) in enumerate(zip(answers, expected, strict=True)):
+                what = f"{name} killed in round {turn}, request {number}"
+                if isinstance(got, PdserveError) or isinstance(wanted, PdserveError):
+                    findings.problems.append(f"{what}: {got}")
+                    continue
+                findings.require(got.token_ids == wanted.token_ids, f"{what}: other tokens")
+                attempts += got.attempts - 1
+            cluster.wait_ready(_START_S)
+        left = leaked_blocks(cluster.wait_idle())
+        findings.require(left == 0, f"{left} blocks were not given back")
+    findings.figures |= {"kills": rounds, "requests": rounds * len(prompts), "retries": attempts}
+    findings.require(attempts > 0, "no kill met a request")
+    return findings
+
+
+def _lose(cluster: LocalCluster, name: str) -> None:
+    """Kill a worker, and start it again as Ray would."""
+    cluster.kill(name)
+    role, _, index = name.partition("-")
+    cluster.start_worker(Role(role), int(index))
+
+
+async def _answers(
+    target: str, prompts: Sequence[Sequence[int]], salt: str, lose: Any = None
+) -> list[Generation | PdserveError]:
+    """The answers to all prompts at once. ``lose`` is called when the first of them has its first token: the KV of the
+    others is on its way, or theirs is computed."""
+    async with AsyncClient(target) as client:
+        first = asyncio.Event()
+
+        async def answer(number: int) -> Generation | PdserveError:
+            stream = client.generate(
+                list(prompts[number]),
+                max_tokens=24,
+                ignore_eos=True,
+                mode="pd",
+                salt=f"{salt}{number}",
+                timeout_s=300.0,
+            )
+            try:
+                async for _ in stream:
+                    first.set()
+                return await stream.result()
+            except PdserveError as error:
+                return error
+
+        answering = [asyncio.create_task(answer(number)) for number in range(len(prompts))]
+        if lose is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(first.wait(), 60.0)
+            lose()  # on this thread: a worker ends with the thread that started it
+        return list(await asyncio.gather(*answering))
+
+
+# --- soak ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Bytes in use: resident ones of all processes of the service without what they share (pools on the host, whose
+    pages come with their first use), and those of all GPUs. ``by_process`` are the resident ones of each, by name."""
+
+    resident: int
+    on_gpus: int
+    by_process: Mapping[str, int] = field(default_factory=dict)
+
+
+RESIDENT_SLACK, GPU_SLACK = 64 * 2**20, 64 * 2**20
+
+
+def soak(options: Options) -> Findings:
+    """2P2D under load: no failure, no leaked block, flat memory. On two or three GPUs 1P1D, because NCCL needs a GPU
+    for each worker."""
+    seconds = 1800.0 if options.on_gpu else 300.0
+    if options.quick:
+        seconds = 60.0 if options.on_gpu else 20.0
+    seconds = options.soak_s or seconds
+    model = "dummy:135m" if options.on_gpu else "tiny"
+    settings: dict[str, Any] = {"model": {"path": model}, "engine": {"num_blocks": 256}}
+    pairs = 1 if options.num_gpus in (2, 3) else 2
+    names = [f"{role}-{number}" for number in range(pairs) for role in ("prefill", "decode")]
+    gpus = {name: number % max(1, options.num_gpus) for number, name in enumerate(names)}
+    findings = Findings()
+    with cluster_of(settings, options, prefill=pairs, decode=pairs, gpus=gpus) as cluster:
+        done, failures, samples = asyncio.run(_under_load(cluster, seconds, options))
+        left = leaked_blocks(cluster.wait_idle())
+        transports = {link.transport for worker in cluster.inside().workers for link in worker.links}
+    findings.figures |= {"seconds": seconds, "requests": done, "transports": sorted(transports)}
+    findings.require(not failures, f"{len(failures)} requests failed: {'; '.join(failures[:3])}")
+    findings.require(done > 0, "no request was answered")
+    findings.require(left == 0, f"{left} blocks were not given back")
+    if options.num_gpus > 1:
+        findings.require("torch_dist" in transports, f"the links are {sorted(transports)}, not torch_dist")
+    judge_memory(findings, samples, judged=not options.quick)
+    return findings
+
+
+def judge_memory(findings: Findings, samples: Sequence[MemorySample], *, judged: bool = True) -> None:
+    """Memory is flat if the end needs no more than the middle did. Not ``judged``: the run is too short, because heaps
+    grow until each has met its largest step."""
+    quarter = len(samples) // 4
+    if not quarter:
+        findings.problems.append(f"{len(samples)} samples of memory are too few")
+        return
+    eighths = [samples[len(samples) * part // 8 : len(samples) * (part + 1) // 8] for part in range(8)]
+    figures = findings.figures
+    figures["resident in each eighth, MiB"] = [max(each.resident for each in part) >> 20 for part in eighths if part]
+    figures["resident by process, MiB"] = {
+        name: [samples[at].by_process.get(name, 0) >> 20 for at in (quarter, 2 * quarter, 3 * quarter, -1)]
+        for name in samples[-1].by_process
+    }
+    for name, slack in (("resident", RESIDENT_SLACK), ("on_gpus", GPU_SLACK)):
+        middle = max(getattr(each, name) for each in samples[quarter : 2 * quarter])
+        end = max(getattr(each, name) for each in samples[-quarter:])
+        figures[f"{name}, MiB"] = [middle >> 20, end >> 20]
+        findings.require(
+            end <= middle + slack or not judged,
+            f"{name} memory grew from {middle >> 20} MiB to {end >> 20} MiB in the second half",
+        )
+    if not judged:
+        findings.notes.append("a quick run is too short to judge whether memory is flat")
+
+
+async def _under_load(
+    cluster: LocalCluster, seconds: float, options: Options
+) -> tuple[int, list[str], list[MemorySample]]:
+    ends_s = time.monotonic() + seconds
+    done, failures, samples = 0, list[str](), list[MemorySample]()
+    # Few lengths: oneDNN keeps what it prepares for each number of rows, about 4 MiB, which would look like a leak.
+    lengths = range(64, 705, 64) if options.on_gpu else range(16, 201, 16)
+
+    async def ask(number: int, client: AsyncClient) -> None:
+        nonlocal done
+        draw = random.Random(number)
+        while time.monotonic() < ends_s:
+            prompt = [draw.choice(_TINY_IDS) for _ in range(draw.choice(lengths))]
+            salt = f"{number}/{done}"
+            try:
+                result = await client.generate(prompt, max_tokens=24, ignore_eos=True, mode="pd", salt=salt).result()
+                if result.kv_bytes != result.kv_bytes_expected:
+                    failures.append(f"{result.kv_bytes} bytes of KV instead of {result.kv_bytes_expected}")
+            except PdserveError as error:
+                failures.append(f"{type(error).__name__}: {error}")
+            done += 1
+
+    async with AsyncClient(cluster.target) as client:
+        asking = [asyncio.create_task(ask(number, client)) for number in range(8)]
+        while time.monotonic() < ends_s:
+            samples.append(await asyncio.to_thread(_memory, cluster, options))
+            await asyncio.sleep(max(0.5, seconds / 120))
+        await asyncio.gather(*asking)
+    return done, failures, samples
+
+
+def _memory(cluster: LocalCluster, options: Options) -> MemorySample:
+    by_process: dict[str, int] = {}
+    for name, popen in cluster.processes.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(popen.pid)
+            by_process[name] = process.memory_full_info().uss
+            children = process.children(recursive=True)
+            by_process[f"{name}'s engine"] = sum(each.memory_full_info().uss for each in children)
+    on_gpus = 0
+    if options.on_gpu:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        on_gpus = sum(int(line) for line in asked.stdout.split()) * 2**20
+    return MemorySample(sum(by_process.values()), on_gpus, by_process)

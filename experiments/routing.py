@@ -1,0 +1,348 @@
+"""``pdserve experiment routing``: the routing policies on a trace in which many requests share few beginnings.
+
+The trace has Mooncake's format (`experiments.workloads.skewed`, or a file of one's own). Its shared beginnings together
+are larger than the KV pool of one worker, and smaller than all of them: a policy that sends requests to where their
+beginning is cached computes less. Requests decode where they were prefilled (mode ``colocated``), so that all workers
+are equal and the choice of one is all that differs.
+
+Each policy is a service of its own. There are rounds; in each of them every policy gets the same requests at the same
+times, with cold prefix caches, in an order that is reversed from round to round. The rate is calibrated: a share of the
+prompts per second that the workers could compute without any cache."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+from pydantic import Field
+
+from experiments.experiment import Bench, Cell, Experiment, Options
+from experiments.load import Outcome, run_load
+from experiments.plots import routing as plots
+from experiments.report.page import Report, TableBlock
+from experiments.report.setup import setup_of
+from experiments.request_row import RequestRow
+from experiments.run_folder import FinishedCell, RunData
+from experiments.statistics import Interval, interval_text, mean_interval, percentile
+from experiments.under_load import REQUEST_TIMEOUT_S
+from experiments.warm_up import requests_of, warm_up
+from experiments.workloads.arrivals import timed_arrivals
+from experiments.workloads.room import Room
+from experiments.workloads.skewed import SkewedPrefixes
+from experiments.workloads.trace import TRACE_BLOCK_SIZE, Trace
+from pdserve.client.async_client import AsyncClient
+from pdserve.client.status import ServiceStatus
+from pdserve.core.config import RoutingPolicy
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.request import Mode
+
+BASELINE = "round_robin"
+_CALIBRATION = "calibration"
+_CALIBRATION_PROMPTS = 6
+_OUTPUT_TOKENS = 4
+_SLO_MS = 1000.0
+"""The objective of policy ``slo``, which chooses the least predicted TTFT, whatever the objective is."""
+
+
+class RoutingOptions(Options):
+    """Options of `Routing`."""
+
+    model: str = Field("tiny", description="model of the services that are started (as model.path)")
+    policies: tuple[str, ...] = Field(
+        get_args(RoutingPolicy),
+        description="policies to compare",
+        json_schema_extra={"quick": [BASELINE, "least_tokens", "prefix_affinity", "kv_aware"]},
+    )
+    rounds: int = Field(2, ge=1, description="loads of each policy", json_schema_extra={"quick": 1})
+    duration_s: float = Field(
+        12.0, gt=0, le=86_400, description="seconds of each load", json_schema_extra={"quick": 10.0}
+    )
+    load: float = Field(
+        1.1,
+        gt=0,
+        description="arrivals, as a share of the prompts that the workers could compute without caches",
+    )
+    rate: float | None = Field(None, gt=0, description="arrivals per second, instead of --load")
+    workers: int = Field(4, ge=2, le=64, description="workers")
+    num_blocks: int = Field(120, ge=1, description="KV blocks of each worker")
+    block_size: int = Field(64, ge=1, description="tokens of a KV block, and of a hash id of the trace")
+    prefixes: int = Field(16, description="shared beginnings of prompts")
+    prefix_blocks: int = Field(20, description="blocks of each of them")
+    own_blocks: int = Field(2, description="most blocks of a prompt after its shared beginning")
+    backlog: int = Field(
+        8192, ge=1, description="tokens of prompts that may wait on a worker (router.prefill_backlog_tokens)"
+    )
+    skew: float = Field(0.8, description="the beginning number r is drawn with a probability like r^-skew")
+    trace: str | None = Field(None, description="a Mooncake trace instead of these prompts, sent at its own times")
+
+
+class Routing(Experiment):
+    """See the module."""
+
+    name: ClassVar[str] = "routing"
+    question: ClassVar[str] = "Which routing policy gives the lowest TTFT when prompts share long beginnings?"
+    options_type: ClassVar[type[Options]] = RoutingOptions
+    options: RoutingOptions
+
+    def cells(self, attached: ServiceStatus | None) -> list[Cell]:
+        """The calibration, then one cell per round and policy."""
+        options = self.options
+        if attached is not None:
+            raise InvalidRequest(
+                "--target: the routing policy of a running service cannot be changed; leave it out, and the services "
+                "are started"
+            )
+        if unknown := [name for name in options.policies if name not in get_args(RoutingPolicy)]:
+            raise InvalidRequest(f"--policies: {unknown[0]!r} is none of {', '.join(get_args(RoutingPolicy))}")
+        if not options.policies:
+            raise InvalidRequest("--policies: is empty")
+        self._skewed().validate()
+        if options.trace is not None:
+            self._trace(1.0)  # checks it
+        parameters: dict[str, Any] = {"policy": options.policies[0], "round": -1}
+        cells = [Cell(_CALIBRATION, parameters, self._service(options.policies[0]), _CALIBRATION_PROMPTS)]
+        for number in range(options.rounds):
+            order = options.policies if number % 2 == 0 else options.policies[::-1]
+            for policy in order:
+                name, service = f"{policy}/{number}", self._service(policy)
+                parameters = {"policy": policy, "round": number}
+                cells.append(Cell(name, parameters, service, 1, options.duration_s, may_overload=True))
+        return cells
+
+    def _service(self, policy: str) -> dict[str, Any]:
+        options = self.options
+        objectives = {"router.slo.ttft_ms": _SLO_MS, "router.slo.itl_ms": _SLO_MS} if policy == "slo" else {}
+        return {
+            **objectives,
+            "cluster.prefill": options.workers,
+            "cluster.decode": 0,
+            "cluster.oversubscribe": True,
+            "engine.num_blocks": options.num_blocks,
+            "engine.block_size": options.block_size,
+            "engine.prefix_caching": True,
+            "router.policy": policy,
+            "router.prefill_backlog_tokens": options.backlog,
+        }
+
+    def _skewed(self) -> SkewedPrefixes:
+        options = self.options
+        output_len = -(-_OUTPUT_TOKENS * TRACE_BLOCK_SIZE // options.block_size)
+        return SkewedPrefixes(options.prefixes, options.prefix_blocks, options.own_blocks, options.skew, output_len)
+
+    def _trace(self, rate: float) -> Trace:
+        options = self.options
+        if options.trace is not None:
+            return Trace.read(Path(options.trace), options.block_size)
+        return self._skewed().trace(rate, options.duration_s, options.seed, options.block_size)
+
+    async def measure(self, bench: Bench) -> None:
+        """Calibration: cold prompts, one at a time. Otherwise the load of one policy and round."""
+        async with AsyncClient(bench.target) as client:
+            status = await client.status()
+            if bench.cell.name == _CALIBRATION:
+                await self._calibrate(bench, client, status)
+                return
+            trace = self._trace(float(bench.earlier[_CALIBRATION]["rate"])).within(Room.of(status))
+            bench.facts["workload"] = trace.describe()
+            seed = self.options.seed
+            await warm_up(bench, client, requests_of(trace, seed - 1, status.vocab_size), (Mode.COLOCATED,))
+            await bench.settle(client, bench.cell.parameters["policy"])
+            begun_s = bench.elapsed_s
+
+            def record(outcome: Outcome) -> None:
+                bench.record(
+                    outcome.generation,
+                    outcome.error,
+                    arm=bench.cell.parameters["policy"],
+                    repeat=bench.cell.parameters["round"],
+                    index=outcome.index,
+                    scheduled_s=begun_s + outcome.scheduled_s,
+                    sent_s=begun_s + outcome.sent_s,
+                )
+
+            load = await run_load(
+                client,
+                trace.conversations(len(trace.requests), seed, status.vocab_size),
+                timed_arrivals(trace.times_s),
+                mode=Mode.COLOCATED,
+                timeout_s=REQUEST_TIMEOUT_S,
+                on_done=record,
+            )
+            bench.facts["load"] = {"took_s": load.duration_s, "lag": asdict(load.lag) if load.lag else None}
+            bench.advance(1)
+
+    async def _calibrate(self, bench: Bench, client: AsyncClient, status: ServiceStatus) -> None:
+        """Note the fact ``rate``: arrivals per second of all loads."""
+        options = self.options
+        lengths = [request.input_length for request in self._trace(100.0).requests]
+        length = round(statistics.fmean(lengths) * options.block_size / TRACE_BLOCK_SIZE)
+        draw = random.Random(f"{options.seed}/calibration")
+        ttfts_s = []
+        for index in range(-options.workers, _CALIBRATION_PROMPTS):  # the first ones warm the workers up
+            prompt = [draw.randrange(status.vocab_size) for _ in range(length)]
+            cold = await client.generate(prompt, mode=Mode.COLOCATED, max_tokens=2, ignore_eos=True).result()
+            if index >= 0:
+                assert cold.ttft_ms is not None, "it has tokens"
+                ttfts_s.append(cold.ttft_ms / 1e3)
+                bench.advance(1)
+        ttft_s = statistics.median(ttfts_s)
+        at_once = min(options.workers, _devices())
+        bench.facts["prompt_tokens"] = length
+        bench.facts["cold_ttft_ms"] = round(ttft_s * 1e3, 3)
+        bench.facts["rate"] = options.rate or round(options.load * at_once / ttft_s, 4)
+
+    def summarise(self, run: RunData) -> dict[str, Any]:
+        """``policies``, ``winner``, ``rate``; see docs/experiments/routing.md."""
+        calibration = next((cell.facts for cell in run.cells if cell.cell == _CALIBRATION), {})
+        loads = [cell for cell in run.cells if cell.cell != _CALIBRATION]
+        names = list(dict.fromkeys(str(cell.parameters["policy"]) for cell in loads))
+        found = {name: _summarise(name, loads, run.rows, self.options.seed) for name in names}
+        measured = {name: each for name, each in found.items() if each["ttft_ms"] is not None}
+        baseline = measured.get(BASELINE)
+        for each in measured.values():
+            own = each["ttft_ms"]["mean"]
+            each["x_round_robin"] = None if baseline is None else round(baseline["ttft_ms"]["mean"] / own, 3)
+        return {
+            "experiment": self.name,
+            "workload": next((cell.facts["workload"] for cell in loads if "workload" in cell.facts), ""),
+            "rate": calibration.get("rate"),
+            "cold_ttft_ms": calibration.get("cold_ttft_ms"),
+            "policies": list(found.values()),
+            "winner": min(measured, key=lambda name: measured[name]["ttft_ms"]["mean"], default=None),
+            "failed": [
+                f"{name}: {each['errors']} of {each['n'] + each['errors']} requests failed, first with {each['error']}"
+                for name, each in found.items()
+                if each["errors"]
+            ],
+        }
+
+    def report(self, run: RunData, summary: Mapping[str, Any]) -> Report:
+        """TTFT and computed tokens by policy, and a table."""
+        options, policies = self.options, summary["policies"]
+        method = (
+            f"{options.rounds} rounds of {options.duration_s:g} s for each policy, every one on a service of its own "
+            "with cold prefix caches, in an order that is reversed from round to round; the same requests at the same "
+            "times; TTFT counts from when a request was due"
+        )
+        setup = [*setup_of(run, method), ("workload", summary["workload"])]
+        if summary["rate"] is not None and options.trace is None:
+            setup.append(
+                ("load", f"{summary['rate']:g} requests/s; a cold prompt takes {summary['cold_ttft_ms']:.0f} ms alone")
+            )
+        report = Report(
+            title="Routing policies",
+            question=self.question,
+            answer=_answer(summary),
+            setup=setup,
+            caveats=_caveats(summary, options),
+            failures=summary["failed"],
+        )
+        measured = [each for each in policies if each["ttft_ms"] is not None]
+        if measured:
+            report.blocks += [plots.ttft_by_policy(measured), _table(measured)]
+        return report
+
+
+def _devices() -> int:
+    """Devices of this host that workers can use at once: its GPUs, else its cores."""
+    import torch  # takes long
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def _summarise(name: str, cells: Sequence[FinishedCell], rows: Sequence[RequestRow], seed: int) -> dict[str, Any]:
+    own = [cell for cell in cells if cell.parameters["policy"] == name]
+    of_cells = {cell.cell for cell in own}
+    all_rows = [row for row in rows if row.cell in of_cells]
+    good = [row.since_due() for row in all_rows if row.error is None]
+    ttfts_ms = [row.ttft_ms for row in good if row.ttft_ms is not None]
+    ttft = mean_interval(ttfts_ms, seed, [row.repeat for row in good if row.ttft_ms is not None])
+    prompt_tokens = sum(row.prompt_tokens for row in good)
+    shares = Counter(row.prefill_worker for row in good)
+    lags = [cell.facts["load"]["lag"] for cell in own if "load" in cell.facts]
+    return {
+        "policy": name,
+        "n": len(good),
+        "rounds": len(own),
+        "errors": len(all_rows) - len(good),
+        "error": next((row.error for row in all_rows if row.error is not None), None),
+        "ttft_ms": None if ttft is None else ttft.to_dict(),
+        "ttft_p50_ms": _percentile(ttfts_ms, 50.0),
+        "ttft_p99_ms": _percentile(ttfts_ms, 99.0),
+        "x_round_robin": None,
+        "hit_rate": round(sum(row.prefill_cached_tokens for row in good) / prompt_tokens, 4) if prompt_tokens else None,
+        "computed_tokens": sum(row.prompt_tokens - row.prefill_cached_tokens for row in good),
+        "busiest_share": round(max(shares.values()) / len(good), 4) if good else None,
+        "behind": any(lag and lag["behind"] for lag in lags),
+    }
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    value = percentile(values, percent)
+    return None if value is None else round(value, 4)
+
+
+def _answer(summary: Mapping[str, Any]) -> str:
+    winner = next((each for each in summary["policies"] if each["policy"] == summary["winner"]), None)
+    if winner is None:
+        return "No policy served any request."
+    ttft = Interval.from_dict(winner["ttft_ms"])
+    text = (
+        f"{winner['policy']} has the lowest mean TTFT, {ttft.mean:.0f} ms, with {winner['hit_rate']:.0%} cached tokens"
+    )
+    if winner["x_round_robin"] is None or winner["policy"] == BASELINE:
+        return f"{text}."
+    baseline = next(each for each in summary["policies"] if each["policy"] == BASELINE)
+    return (
+        f"{text}. {BASELINE} has {baseline['ttft_ms']['mean']:.0f} ms, {winner['x_round_robin']:.2f} times as much, "
+        f"with {baseline['hit_rate']:.0%}."
+    )
+
+
+def _caveats(summary: Mapping[str, Any], options: RoutingOptions) -> list[str]:
+    caveats = [
+        "The loads begin with cold caches, so that each policy computes every shared beginning at least once; a longer "
+        "load has a higher hit rate.",
+        "How far policies differ depends on the pools: the shared beginnings fit all workers together, and not one "
+        "of them.",
+    ]
+    if options.rounds < 5:
+        caveats.append("Requests of one round share a queue. With fewer than five rounds the intervals are unreliable.")
+    if late := [each["policy"] for each in summary["policies"] if each["behind"]]:
+        caveats.append(
+            f"The load generator was behind its schedule with {', '.join(late)}: it shares the machine with the "
+            "service. Latencies count from when a request was due, so they contain that wait."
+        )
+    return caveats
+
+
+def _table(policies: Sequence[Mapping[str, Any]]) -> TableBlock:
+    header = ("policy", "n", "TTFT, ms", "p50", "p99", "× round_robin", "cached tokens", "computed tokens",
+              "share of the busiest worker")  # fmt: skip
+    rows = [
+        (
+            each["policy"],
+            str(each["n"]),
+            interval_text(each["ttft_ms"], ".0f"),
+            f"{each['ttft_p50_ms']:.0f}",
+            f"{each['ttft_p99_ms']:.0f}",
+            "–" if each["x_round_robin"] is None else f"{each['x_round_robin']:.2f}",
+            f"{each['hit_rate']:.0%}",
+            f"{each['computed_tokens']:,}",
+            f"{each['busiest_share']:.0%}",
+        )
+        for each in sorted(policies, key=lambda each: each["ttft_ms"]["mean"])
+    ]
+    return TableBlock(
+        "All policies",
+        header,
+        rows,
+        "Mean TTFT with 95 % intervals. × round_robin: its mean TTFT over that of the policy. Cached tokens: share of "
+        "the prompt tokens that were found in the worker's cache.",
+    )
