@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("explore", max_examples=1_000)
 settings.load_profile("repeatable")
+
+# Shells ignore Ctrl-C in what they start in the background, and children inherit that. Tests send it to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Folders whose files take longest: they come first, so that no process is left alone with one of them in the end.
 ROOT = Path(__file__).parents[1]

@@ -10,15 +10,18 @@ from typing import Any, Literal, TypeVar
 
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import PdserveError, WorkerLost
-from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, TransferProof
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixSource, TransferProof
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.request import Request
 from pdserve.core.sampling import FinishReason
 from pdserve.core.timeline import ClockOffset, Event, EventKind
-from pdserve.core.worker import Links, Role, TokenOutput, WorkerInfo
+from pdserve.core.worker import Links, OutputSink, Role, TokenOutput, WorkerInfo
 
-Point = Literal["connect_peer", "room", "prefill", "decode", "decode_step", "decode_more", "run", "run_more", "abort"]
-Call = Literal["push", "receive", "run"]
+Point = Literal[
+    "connect_peer", "room", "prefill", "decode", "decode_step", "decode_more", "run", "run_more", "abort",
+    "send_prefix",
+]  # fmt: skip
+Call = Literal["push", "receive", "run", "send_prefix"]
 T = TypeVar("T")
 
 FAKE_LAYOUT = KVLayout.uniform("fake", "float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
@@ -82,7 +85,7 @@ class FakeWorker:
     ``delay_s`` and ``failures`` are keyed by point: ``room``, ``prefill``, ``decode`` and ``run`` come before the
     first token there, ``decode_more`` and ``run_more`` before each later one. ``hangs`` are points never passed.
     ``held`` names the requests on it, ``aborted`` those it was told to drop, ``requests`` all it was sent. It finds
-    ``cached_tokens`` of every prompt in its cache.
+    ``cached_tokens`` of every prompt in its cache. ``change_output`` has the last word on each output.
     """
 
     def __init__(
@@ -104,12 +107,15 @@ class FakeWorker:
         self.aborted: list[str] = []
         self.requests: list[tuple[Call, Request]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._feeding: dict[str, asyncio.Task[None]] = {}
         self.cached_tokens = 0
+        self.prefix_sources: list[PrefixSource | None] = []  # of all requests that it computed
         self.connected: set[str] = set()
         self.on_beat_now: Callable[[], object] = lambda: None
+        self.change_output: Callable[[TokenOutput], TokenOutput] = lambda output: output
         self._time = clock or MonotonicClock()
         self._next_token = next_token
-        self._eos_token_id = eos_token_id
+        self.eos_token_id = eos_token_id
         self._dead = asyncio.Event()
         fleet[info.worker_id] = self
 
@@ -148,8 +154,36 @@ class FakeWorker:
         """Tell the test."""
         self.on_beat_now()
 
-    async def receive(self, request: Request, peer: KVPeer, tell_ready: bool = False) -> AsyncIterator[TokenOutput]:
+    def push(self, request: Request, peer: KVPeer, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
+        """One token; the peer then goes on, once it has room."""
+        self.prefix_sources.append(prefix_source)
+        self._feed(request, self._push(request, peer), sink)
+
+    def receive(self, request: Request, peer: KVPeer, sink: OutputSink, tell_ready: bool = False) -> None:
         """Token 2 and on; nothing is ever skipped."""
+        self._feed(request, self._receive(request, peer, tell_ready), sink)
+
+    def send_prefix(self, request: Request, peer: KVPeer, sink: OutputSink) -> None:
+        """Nothing but an end."""
+        self._feed(request, self._send_prefix(request), sink)
+
+    def run(self, request: Request, sink: OutputSink, prefix_source: PrefixSource | None = None) -> None:
+        """All tokens."""
+        self.prefix_sources.append(prefix_source)
+        self._feed(request, self._run(request), sink)
+
+    def _feed(self, request: Request, outputs: AsyncIterator[TokenOutput], sink: OutputSink) -> None:
+        async def feed() -> None:
+            try:
+                async for output in outputs:
+                    sink.output(self.change_output(output))
+            except PdserveError as error:
+                sink.failed(error)
+
+        task = self._feeding[request.attempt_id] = self._spawn(feed())
+        task.add_done_callback(lambda _: self._feeding.pop(request.attempt_id, None))
+
+    async def _receive(self, request: Request, peer: KVPeer, tell_ready: bool) -> AsyncIterator[TokenOutput]:
         self.requests.append(("receive", request))
         held = self.held[request.attempt_id] = _Held(list(request.token_ids), request.max_tokens)
         await self._pass("room")
@@ -182,8 +216,12 @@ class FakeWorker:
                 return
             await self._pass("decode_more")
 
-    async def push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
-        """One token; the peer then goes on, once it has room."""
+    async def _send_prefix(self, request: Request) -> AsyncIterator[TokenOutput]:
+        self.requests.append(("send_prefix", request))
+        await self._pass("send_prefix")
+        yield TokenOutput(None, FinishReason.STOP)
+
+    async def _push(self, request: Request, peer: KVPeer) -> AsyncIterator[TokenOutput]:
         self.requests.append(("push", request))
         received = self._event(EventKind.PREFILL_RECEIVED)
         held = self.held[request.attempt_id] = _Held(list(request.token_ids), request.max_tokens)
@@ -199,9 +237,9 @@ class FakeWorker:
             (received, scheduled, sampled),
             cached_tokens=self.cached_tokens,
         )
+        await self._live(asyncio.Event().wait())  # until `forget` or `abort`
 
-    async def run(self, request: Request) -> AsyncIterator[TokenOutput]:
-        """All tokens."""
+    async def _run(self, request: Request) -> AsyncIterator[TokenOutput]:
         self.requests.append(("run", request))
         received = self._event(EventKind.PREFILL_RECEIVED)
         held = self.held[request.attempt_id] = _Held(list(request.token_ids), request.max_tokens)
@@ -221,9 +259,15 @@ class FakeWorker:
             await self._pass("run_more")
             events = (self._event(EventKind.DECODE_SCHEDULED),) if kinds else ()
 
+    def forget(self, attempt_id: str) -> None:
+        """Its sink gets nothing more."""
+        if (feeding := self._feeding.pop(attempt_id, None)) is not None:
+            feeding.cancel()
+
     async def abort(self, attempt_id: str) -> None:
         """Drop the request."""
         self.aborted.append(attempt_id)
+        self.forget(attempt_id)
         self.held.pop(attempt_id, None)
         if not self._dead.is_set():
             await self._pass("abort")
@@ -251,16 +295,17 @@ class FakeWorker:
             await asyncio.sleep(0.001)
         self.held.pop(attempt_id, None)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _step(self, held: _Held) -> tuple[int, FinishReason | None]:
         token_id = self._next_token(held.token_ids)
         held.token_ids.append(token_id)
         held.max_tokens -= 1
-        if token_id == self._eos_token_id:
+        if token_id == self.eos_token_id:
             return token_id, FinishReason.STOP
         return token_id, FinishReason.LENGTH if held.max_tokens == 0 else None
 

@@ -28,6 +28,7 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from tests.planted import delays
+from tests.told_gateway import MEMBERS_VARIABLE
 from worker.spec import WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,7 +81,9 @@ def _claimed(port: int) -> socket.socket | None:
 class LocalCluster:
     """Gateway and workers, ended by id in `close`. ``settings`` are sections of the configuration file; ``in_worker``
     runs in the named process before it becomes a worker. ``delays_ms`` are planted by stage (`tests.planted`).
-    ``token`` is what the gateway asks for, if it does."""
+    ``token`` is what the gateway asks for, if it does. ``gpus`` is the GPU that each named worker sees (default: all
+    share the first one). ``gateways`` are the processes ``gateway``, ``gateway-1``, and so on. ``may_flip``
+    is needed for `flip`."""
 
     def __init__(
         self,
@@ -92,8 +95,12 @@ class LocalCluster:
         device: str = "cpu",
         delays_ms: Mapping[str, float] | None = None,
         token: str = "",
+        gpus: Mapping[str, int] | None = None,
+        gateways: int = 1,
+        may_flip: bool = False,
     ) -> None:
-        gateway = {"host": "127.0.0.1", "port": free_port()}
+        self._gpus = dict(gpus or {})
+        gateway = {"host": "127.0.0.1", "port": free_ports(gateways)}
         workers = {"prefill": prefill, "decode": decode, "device": device, "oversubscribe": True}
         self.config = PdserveConfig.parse(
             {
@@ -103,32 +110,42 @@ class LocalCluster:
             }
         )
         self.secret = ServiceSecret.new()
-        self.registry = f"127.0.0.1:{free_port()}"
-        self.target = f"127.0.0.1:{self.config.gateway.port}"
+        self.registries = tuple(f"127.0.0.1:{free_port()}" for _ in range(gateways))
+        self.targets = [f"127.0.0.1:{self.config.gateway.port + number}" for number in range(gateways)]
+        self.target = self.targets[0]
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")  # only for this user
         self.operator = f"unix:{self._folder.name}/operator"
         """Where the gateway tells addresses and processes."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._may_flip = may_flip
+        self._version = 0
         self._device = device
         self._in_worker = dict(in_worker or {})
         self._delays_ms = delays_ms
         self._token = token
         self._num_slots = prefill + decode
-        self.start_gateway()
         names = [(Role.PREFILL, i) for i in range(prefill)] + [(Role.DECODE, i) for i in range(decode)]
+        self.members = {f"{role}-{index}": role for role, index in names}
+        """The roles that the workers should have, as the gateways are told with ``may_flip``."""
+        self._tell_members()
+        for number in range(gateways):
+            self.start_gateway(number)
         for role, index in names:
             self.start_worker(role, index)
 
-    def start_gateway(self) -> None:
-        """Start the gateway (again)."""
+    def start_gateway(self, number: int = 0) -> None:
+        """Start a gateway (again)."""
         module = "gateway" if self._delays_ms is None else "tests.planted.gateway"
-        self._spawn(
-            "gateway", module, self.config.model_dump_json(), self.registry, self.operator.removeprefix("unix:")
-        )
+        module = "tests.told_gateway" if self._may_flip else module
+        gateway = self.config.gateway.model_copy(update={"port": self.config.gateway.port + number})
+        config = self.config.model_copy(update={"gateway": gateway}).model_dump_json()
+        operator = [self.operator.removeprefix("unix:")] if number == 0 else []
+        self._spawn(gateway_name(number), module, config, self.registries[number], *operator)
 
     def start_worker(self, role: Role, index: int, **changes: Any) -> None:
         """Start a worker (again); ``changes`` replace sections of its configuration."""
         worker_id = f"{role}-{index}"
+        self.members.setdefault(worker_id, role)
         config = PdserveConfig.parse({**self.config.model_dump(mode="json"), **changes})
         spec = WorkerSpec(
             worker_id=worker_id,
@@ -136,18 +153,36 @@ class LocalCluster:
             host="127.0.0.1",
             node="127.0.0.1",
             device=self._device,
-            device_share=1.0 if self._device == "cpu" else 0.4,
-            registry_address=self.registry,
+            device_share=self._share(worker_id),
+            registry_addresses=self.registries,
             version="test",
             num_slots=self._num_slots,
             config=config,
         )
-        module = f"{role}_worker"
+        module = "ops.launch.worker"
         if self._delays_ms is not None:
             spec = replace(spec, engine_module=delays.ENGINE_MODULE)
-            if role is Role.DECODE:
-                module = "tests.planted.decode_worker"
+            module = "tests.planted.worker"
         self._spawn(worker_id, module, json.dumps(spec.to_wire()))
+
+    def flip(self, **roles: Role) -> None:
+        """Give workers other roles (``decode_1=Role.PREFILL``), as `pdserve scale` does."""
+        assert self._may_flip
+        self.members |= {name.replace("_", "-"): role for name, role in roles.items()}
+        self._tell_members()
+
+    def _tell_members(self) -> None:
+        self._version += 1
+        told, new = Path(self._folder.name) / "members.json", Path(self._folder.name) / "members.new"
+        new.write_text(json.dumps({"version": self._version, "members": self.members}))
+        new.rename(told)
+
+    def _share(self, worker_id: str) -> float:
+        """The worker's share of its device."""
+        if self._device == "cpu":
+            return 1.0
+        sharing = list(self._gpus.values()).count(self._gpus[worker_id]) if self._gpus else self._num_slots
+        return 1.0 if sharing == 1 else 0.8 / sharing
 
     def _spawn(self, name: str, module: str, *arguments: str) -> None:
         self.processes[name] = subprocess.Popen(
@@ -156,17 +191,19 @@ class LocalCluster:
                 **os.environ,
                 **delays.environment(self._delays_ms or {}),
                 **self.secret.environment(),
+                MEMBERS_VARIABLE: f"{self._folder.name}/members.json",
                 "PYTHONPATH": str(ROOT),
+                **({"CUDA_VISIBLE_DEVICES": _gpu_of(self._gpus[name])} if name in self._gpus else {}),
             },
             stdin=subprocess.DEVNULL,
             preexec_fn=self._in_worker.get(name),
         )
 
-    def wait_ready(self, timeout_s: float = 180.0) -> None:
-        """Return once every worker that runs is ready, and each prefill worker connected to each decode worker;
-        AssertionError at once if a process ended instead."""
+    def wait_ready(self, timeout_s: float = 180.0, target: str = "") -> None:
+        """Return once every worker that runs is ready for the gateway at ``target`` (default: the first one), and each
+        prefill worker connected to each decode worker; AssertionError at once if a process ended instead."""
         deadline_s = time.monotonic() + timeout_s
-        with Client(self.target, token=self._token) as client:
+        with Client(target or self.target, token=self._token) as client:
             while not (client.ready(1.0) and self._all_met(client.status())):
                 ended = [name for name, process in self.processes.items() if process.poll() is not None]
                 assert not ended, f"{ended} ended while starting"
@@ -174,11 +211,13 @@ class LocalCluster:
                 time.sleep(0.05)
 
     def _all_met(self, status: ServiceStatus) -> bool:
-        names = self.processes.keys() - {"gateway"}
-        decode = {name for name in names if name.startswith("decode")}
+        names = {name for name in self.processes if not name.startswith("gateway")}
+        decode = {name for name in names if self.members[name] is Role.DECODE}
         ready = {worker.worker_id: worker for worker in status.workers if worker.state == "ready"}
         return names <= ready.keys() and all(
-            decode <= {link.worker_id for link in ready[name].links} for name in names - decode
+            ready[name].role == self.members[name]
+            and (name in decode or decode <= {link.worker_id for link in ready[name].links})
+            for name in names
         )
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
@@ -192,10 +231,11 @@ class LocalCluster:
         with Client(self.operator) as client:
             return client.status()
 
-    def wait_idle(self, timeout_s: float = 60.0) -> ServiceStatus:
-        """The status once no block is in use; the last one if that does not happen in time."""
+    def wait_idle(self, timeout_s: float = 60.0, target: str = "") -> ServiceStatus:
+        """The status of the gateway at ``target`` (default: the first one) once no block is in use; the last one if
+        that does not happen in time."""
         deadline_s = time.monotonic() + timeout_s
-        with Client(self.target, token=self._token) as client:
+        with Client(target or self.target, token=self._token) as client:
             while True:
                 status = client.status()
                 if leaked_blocks(status) == 0 or time.monotonic() > deadline_s:
@@ -222,6 +262,11 @@ class LocalCluster:
         for process in alive:
             process.kill()
         assert not alive, f"left running: {alive}"
+
+
+def gateway_name(number: int) -> str:
+    """The name of a gateway's process."""
+    return f"gateway-{number}" if number else "gateway"
 
 
 T = TypeVar("T")
@@ -257,13 +302,32 @@ def local_cluster(
     device: str = "cpu",
     delays_ms: Mapping[str, float] | None = None,
     token: str = "",
+    gpus: Mapping[str, int] | None = None,
+    gateways: int = 1,
+    may_flip: bool = False,
 ) -> Iterator[LocalCluster]:
     """A `LocalCluster` that is ready, and gone afterwards."""
     cluster = LocalCluster(
-        settings, prefill=prefill, decode=decode, in_worker=in_worker, device=device, delays_ms=delays_ms, token=token
+        settings,
+        prefill=prefill,
+        decode=decode,
+        in_worker=in_worker,
+        device=device,
+        delays_ms=delays_ms,
+        token=token,
+        gpus=gpus,
+        gateways=gateways,
+        may_flip=may_flip,
     )
     try:
-        cluster.wait_ready()
+        for target in cluster.targets:
+            cluster.wait_ready(target=target)
         yield cluster
     finally:
         cluster.close()
+
+
+def _gpu_of(number: int) -> str:
+    """GPU ``number`` of those that this process may use, for ``CUDA_VISIBLE_DEVICES``."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[number].strip() if visible else str(number)

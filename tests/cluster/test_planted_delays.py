@@ -44,7 +44,7 @@ class FarHosts(NamespaceDeployment):
             else:
                 spec = replace(WorkerSpec.from_wire(json.loads(arguments[0])), engine_module=delays.ENGINE_MODULE)
                 arguments = (json.dumps(spec.to_wire()),)
-                module = "tests.planted.decode_worker" if module == "decode_worker" else module
+                module = "tests.planted.worker"
         super()._spawn(name, inside, module, *arguments)
 
 

@@ -63,6 +63,7 @@ def test_the_dashboard_shows_every_metric(exported: set[str]) -> None:
         "pdserve_kv_wire_seconds",
         "pdserve_request_seconds",
         "pdserve_worker_blocks_cached",
+        "pdserve_worker_blocks_stored",
         "pdserve_worker_tokens_outstanding",
     }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from devices.strict_cuda import CudaMisuse, StrictGpus
+from devices.strict_streams import POISON
 from kv_transfer.memory import DeviceMemory
 from pdserve.core.errors import TransferRefused
 from pdserve.core.kv_layout import Region
@@ -130,3 +131,44 @@ def test_opening_initialises_cuda_first() -> None:
     memory.close()
     with pytest.raises(TransferRefused, match="invalid resource handle"):
         DeviceMemory.open(memory.handle, cuda=worker)
+
+
+def test_work_of_a_stream_is_done_when_the_host_waits_for_it() -> None:
+    """Until then its results are poison."""
+    cuda = StrictGpus().process()
+    cuda.init(0)
+    data, target = torch.arange(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    first, second = cuda.stream(0), cuda.stream(0)
+    with cuda.on(first):
+        gathered = torch.cat([data[4:6], data[0:2]])
+        event = cuda.record(0)
+        target.copy_(gathered)
+    assert gathered.tolist() == [POISON] * 4
+    assert not event.query()
+    with cuda.on(second):
+        copied = gathered.clone()
+    second.synchronize()
+    assert copied.tolist() == [POISON] * 4, "a stream does not wait for another one"
+    event.synchronize()
+    assert (gathered.tolist(), target.tolist()) == ([4, 5, 0, 1], [0] * 4)
+    assert event.query()
+    cuda.synchronize(0)
+    assert target.tolist() == [4, 5, 0, 1]
+
+
+def test_a_stream_has_its_gpu_and_its_process() -> None:
+    gpus = StrictGpus(num_gpus=2)
+    cuda, other = gpus.process(), gpus.process()
+    for each in (cuda, other):
+        each.init(0)
+    stream = cuda.stream(1)
+    with cuda.on(stream):
+        event = cuda.record(1)
+        with pytest.raises(CudaMisuse, match="recorded on GPU 0 while GPU 1 is the current one"):
+            cuda.record(0)
+    with pytest.raises(CudaMisuse, match="waited for on GPU 1 while GPU 0"):
+        event.synchronize()
+    with pytest.raises(CudaMisuse, match="of another process"):
+        other.on(stream)
+    with pytest.raises(CudaMisuse, match="before CUDA was initialised"):
+        gpus.process().stream(0)

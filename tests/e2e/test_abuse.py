@@ -181,7 +181,9 @@ def test_a_client_that_reads_late_gets_everything(expected: tuple[int, ...]) -> 
             assert messages[-1].completion.attempts > 1, "it was paused"
         assert len(tokens) == 1900
         assert tuple(tokens[:TOKENS]) == expected
-        undisturbed = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, temperature=1.0, seed=7).result()
+        undisturbed = client.generate(
+            PROMPT, max_tokens=1900, ignore_eos=True, temperature=1.0, seed=7, mode="pd"
+        ).result()
         assert tuple(tokens) == undisturbed.token_ids
 
 

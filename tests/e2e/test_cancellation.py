@@ -55,11 +55,11 @@ async def assert_idle(cluster: LocalCluster) -> None:
 
 
 def start(client: Client) -> Stream:
-    return client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)
+    return client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, mode="pd")
 
 
 def async_start(client: AsyncClient) -> AsyncStream:
-    return client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)
+    return client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, mode="pd")
 
 
 def break_out(client: Client) -> object:
@@ -249,7 +249,7 @@ def interrupt_in_result(thread=threading.get_ident()):
     os.kill(os.getpid(), signal.SIGINT)
 
 client = Client(sys.argv[1])
-stream = client.generate([5, 6, 7] * 10, max_tokens=100_000, ignore_eos=True)
+stream = client.generate([5, 6, 7] * 10, max_tokens=100_000, ignore_eos=True, mode="pd")
 try:
     if sys.argv[2] == "loop":
         for token in stream:
@@ -313,7 +313,7 @@ def test_ctrl_c_in_bench_gives_every_block_back(cluster: LocalCluster) -> None:
 def test_a_stream_read_piece_by_piece_goes_on(cluster: LocalCluster) -> None:
     """`next` is not a loop: nothing is cancelled in between."""
     with Client(cluster.target) as client:
-        stream = client.generate(PROMPT, max_tokens=20, ignore_eos=True)
+        stream = client.generate(PROMPT, max_tokens=20, ignore_eos=True, mode="pd")
         assert [next(stream).index, next(stream).index] == [0, 1]
         time.sleep(0.2)
         assert [token.index for token in stream] == list(range(2, 20))

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker that share one GPU: KV goes over CUDA IPC, or by way of the host."""
+"""A prefill and a decode worker that share one GPU (over CUDA IPC, or by way of the host), or have one each (NCCL)."""
 
 from __future__ import annotations
 
@@ -45,4 +45,27 @@ def test_tokens_over_a_shared_gpu(tmp_path: Path, transport: str, taken: str, ov
         assert result.kv_bytes == result.kv_bytes_expected > 0
         assert result.transfer.checksum == ("off" if taken == "cuda_ipc" else "xxh3-64 verified")
         assert result.transfer.ceiling_gbs > 0
+        assert leaked_blocks(cluster.wait_idle()) == 0
+
+
+@pytest.mark.cuda2
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"torch sees {torch.cuda.device_count()} GPUs, NCCL needs two"
+)
+@pytest.mark.parametrize("overlap", ["layer", "none"])
+def test_tokens_over_two_gpus(tmp_path: Path, overlap: str) -> None:
+    model = save_random_model(tmp_path, "gqa")
+    settings = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "engine": {"num_blocks": 64, "max_num_batched_tokens": 64},
+        "transfer": {"overlap": overlap},
+    }
+    gpus = {"prefill-0": 0, "decode-0": 1}
+    with local_cluster(settings, device="cuda", gpus=gpus) as cluster, Client(cluster.target) as client:
+        for _ in range(3):
+            result = client.generate(PROMPT, max_tokens=8, mode="pd").result()
+            assert list(result.token_ids) == greedy_tokens(model, PROMPT, 8)
+            assert result.transport == "torch_dist"
+            assert result.kv_bytes == result.kv_bytes_expected > 0
+        assert result.transfer.ceiling_gbs > 0.1
         assert leaked_blocks(cluster.wait_idle()) == 0

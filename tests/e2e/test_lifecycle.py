@@ -110,6 +110,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
         shutil.rmtree(Path(state.socket).parent, ignore_errors=True)
 
 
+@pytest.mark.cluster
 def test_up_that_is_told_to_stop_leaves_nothing(host: Host) -> None:
     """Told by SIGTERM to the command while Ray comes up, and by `down` while workers are placed, which never ends."""
     host.config.write_text("gateway: {host: 127.0.0.1}\ncluster: {autoscale: true, prefill_resources: {nothing: 1}}\n")

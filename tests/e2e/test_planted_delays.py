@@ -14,7 +14,8 @@ from tests.planted.late_wire import late_wire
 from tests.random_models import save_random_model
 
 HANDOFF = ("kv_exposed", "decode_queue", "first_decode")
-IN_TTFT = [stage.name for stage in STAGES[Figure.TTFT] if stage.name not in HANDOFF]
+FETCHED = "prefix_fetch"  # only of requests whose prefix is fetched: tests.e2e.test_prefix_fetch
+IN_TTFT = [stage.name for stage in STAGES[Figure.TTFT] if stage.name not in (*HANDOFF, FETCHED)]
 DELAYS_MS = {stage: 50.0 + 10 * i for i, stage in enumerate(("network", *IN_TTFT, *HANDOFF))}
 SLACK_MS = 25.0  # half of the shortest: one that leaks into another stage makes it too long
 REQUESTS = 4

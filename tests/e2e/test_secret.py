@@ -76,8 +76,8 @@ async def test_what_strangers_did_before_there_was_a_secret(cluster: LocalCluste
         beat = encode(Beat(fake_info("decode-9", Role.DECODE), WorkerLoad()))
         # A refusal that arrives while messages are being written may look like a broken stream to the one who writes.
         assert await attack(decode.address, CONTROL, *reserve, crash) in (UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
-        assert await attack(cluster.registry, REGISTRY, beat, beat) in (UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
-        for service, address in ((CONTROL, decode.address), (REGISTRY, cluster.registry)):
+        assert await attack(cluster.registries[0], REGISTRY, beat, beat) in (UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
+        for service, address in ((CONTROL, decode.address), (REGISTRY, cluster.registries[0])):
             async with stream_channel(address, MAX_CONTROL_BYTES) as channel:
                 with pytest.raises(PdserveError, match="does not know the service's secret"):
                     await open_stream(channel, service, OTHER, address)
@@ -109,20 +109,21 @@ async def test_what_strangers_did_before_there_was_a_secret(cluster: LocalCluste
 
 
 def test_floods_of_strangers_are_not_held(cluster: LocalCluster) -> None:
-    """gRPC knows no limit for a message that is being read, so nothing of theirs is read."""
+    """gRPC knows no limit for a message that is being read, so nothing of theirs is kept. A single read by gRPC may
+    take some MiB."""
     with Client(cluster.target) as client:
         status = cluster.inside()
         (decode,) = (worker for worker in status.workers if worker.worker_id == "decode-0")
         for pid, address, service in (
             (decode.pid, decode.address, CONTROL),
-            (status.pid, cluster.registry, REGISTRY),
+            (status.pid, cluster.registries[0], REGISTRY),
         ):
             methods = [f"/{service.name}/{method}" for method in (service.method, "Meet")]
             flood(address, methods[0], 2**16)
             peak = PeakMemory(pid)
             for method in methods * 2:
                 flood(address, method, 64 * 2**20)
-            assert peak.growth_bytes() < 16 * 2**20
+            assert peak.growth_bytes() < 40 * 2**20
         assert client.generate(PROMPT, max_tokens=4, mode="pd").result().attempts == 1
 
 
@@ -136,7 +137,7 @@ def test_the_secret_is_in_no_command_line_and_its_variable_is_not_inherited(clus
             assert SECRET_VARIABLE not in engine.environ()
 
 
-@pytest.mark.parametrize("module", ["gateway", "prefill_worker", "decode_worker"])
+@pytest.mark.parametrize("module", ["gateway", "ops.launch.worker"])
 def test_without_a_secret_no_process_starts(module: str) -> None:
     config = PdserveConfig.parse(SETTINGS).model_dump_json()
     command = [sys.executable, "-P", "-m", module, config, f"127.0.0.1:{free_port()}"]
@@ -162,6 +163,7 @@ def _holds(path: Path, needles: list[bytes]) -> bool:
     return any(needle in content for needle in needles)
 
 
+@pytest.mark.cluster
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_service_on_ray_shows_its_secret_nowhere() -> None:

@@ -129,15 +129,17 @@ def test_many_requests_at_once(service: RunningService) -> None:
 
 
 def test_generate_prints_one_json_object(service: RunningService) -> None:
-    answer = service.cli.run("generate", "def add(a, b):", "--target", service.target, "--max-tokens", "5", "--json")
+    request = ("generate", "def add(a, b):", "--mode", "pd", "--max-tokens", "5", "--json")
+    answer = service.cli.run(*request, "--target", service.target)
     assert answer.returncode == 0, answer.stderr
     (line,) = answer.stdout.splitlines()
     result = json.loads(line)
     assert set(result) == {
         "request_id", "text", "token_ids", "finish_reason", "mode", "prefill_worker", "decode_worker", "transport",
         "block_size", "kv_bytes", "kv_bytes_expected", "kv_blocks_sent", "kv_blocks_skipped", "ttft_ms",
-        "prefill_cached_tokens", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms",
-        "transfer", "prompt_tokens", "attempts", "tpot_ms", "total_ms", "tokens", "events", "clocks",
+        "prefill_cached_tokens", "prefix_fetch", "ttft_decode_ms", "breakdown_ms", "clock_error_ms", "itl_ms",
+        "transfer", "prompt_tokens", "attempts", "resumes", "placements", "tpot_ms", "total_ms", "tokens", "events",
+        "clocks",
     }  # fmt: skip
     assert result["mode"] == "pd"
     assert result["transport"] == "shm"

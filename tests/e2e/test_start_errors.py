@@ -52,6 +52,7 @@ def test_more_workers_than_slots(cli: Cli) -> None:
     check(cli, "--oversubscribe", "--prefill", "40", "--decode", "40")
 
 
+@pytest.mark.cluster
 def test_no_ray_at_the_address(cli: Cli) -> None:
     address = f"127.0.0.1:{free_port()}"
     check(cli, f"cluster.address: cannot join Ray at '{address}': ", "--address", address)

@@ -203,6 +203,7 @@ def test_a_storm_costs_hardly_a_request(tmp_path: Path, kind: str, transport: st
     assert kind == "kill" or outcomes.worst_gap_s <= 20.0, outcomes
 
 
+@pytest.mark.soak
 def test_a_short_storm(tmp_path: Path) -> None:
     """Long enough for a few deaths; how many requests must be served is the long one's to say."""
     run(tmp_path, "kill", "auto", 10.0)

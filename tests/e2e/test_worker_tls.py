@@ -67,7 +67,7 @@ async def test_a_service_serves_and_others_are_refused(
     assert "encrypted (TLS)" in link.reason
     tls = tls_of(**certificates.of_plane())
     strange = tls_of(**certificates.of_plane(certificates.strange_worker, certificates.stranger.cert))
-    for service, address in ((CONTROL, workers["decode-0"].address), (REGISTRY, cluster.registry)):
+    for service, address in ((CONTROL, workers["decode-0"].address), (REGISTRY, cluster.registries[0])):
         for mine, refused in ((None, True), (strange, True), (tls, False)):
             async with stream_channel(address, MAX_CONTROL_BYTES, mine) as channel:
                 opening = open_stream(channel, service, cluster.secret, address)
@@ -80,7 +80,7 @@ async def test_a_service_serves_and_others_are_refused(
     assert leaked_blocks(cluster.wait_idle()) == 0
 
 
-@pytest.mark.parametrize("module", ["gateway", "prefill_worker"])
+@pytest.mark.parametrize("module", ["gateway", "ops.launch.worker"])
 def test_a_process_does_not_start_with_files_that_do_not_fit(
     cluster: LocalCluster, certificates: Certificates, module: str, tmp_path: Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_process_does_not_start_with_files_that_do_not_fit(
         config = PdserveConfig.parse({**cluster.config.model_dump(mode="json"), "cluster": section})
         registry = f"127.0.0.1:{free_port()}"
         spec = WorkerSpec(
-            "prefill-9", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", registry, "test", config=config, num_slots=3
+            "prefill-9", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", (registry,), "test", config=config, num_slots=3
         )
         arguments = [json.dumps(spec.to_wire())] if module != "gateway" else [config.model_dump_json(), registry]
         done = subprocess.run(

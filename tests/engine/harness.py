@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from engine.kernels.cpu_attention import CPUAttention
-from engine.messages import KVRole, Submit
-from engine.model.decoder import LlamaDecoder, ModelStep
+from engine.messages import EngineEvent, KVEvent, KVRole, Step, Submit, TokenOut
+from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import TORCH_DTYPES, KVPool
 from engine.model.loader import load_weights
 from engine.model.runner import ModelRunner
@@ -39,15 +39,23 @@ def submit(
     *,
     outputs: Sequence[int] = (),
     salt: str = "",
+    priority: int = 0,
+    prefix_tokens: int = 0,
     **sampling: Any,
 ) -> Submit:
     """A request as the engine gets it: greedy unless ``sampling`` says otherwise, and ``max_tokens`` still wanted after
     the ``outputs`` of earlier attempts."""
     params = SamplingParams(max_tokens=max_tokens + len(outputs), **{"seed": 0, **sampling})
     request = Request(
-        attempt_id, tuple(prompt), params, salt=salt, attempt_id=attempt_id, output_token_ids=tuple(outputs)
+        attempt_id,
+        tuple(prompt),
+        params,
+        salt=salt,
+        attempt_id=attempt_id,
+        output_token_ids=tuple(outputs),
+        priority=priority,
     )
-    return Submit(request, kv_role)
+    return Submit(request, kv_role, prefix_tokens)
 
 
 def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> ModelRunner:
@@ -62,7 +70,7 @@ def make_runner(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> 
     os.close(fd)
     weights = load_weights(source, torch.float32, torch.device("cpu"))
     long_rope = shape.uses_long_rope(shape.max_position_embeddings)
-    model = LlamaDecoder(weights, shape.max_position_embeddings, long_rope=long_rope)
+    model = Decoder(weights, shape.max_position_embeddings, long_rope=long_rope)
     return ModelRunner(model, CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap), pool)
 
 
@@ -79,7 +87,7 @@ def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -
     device = torch.device("cpu")
     weights = load_weights(source, TORCH_DTYPES[dtype], device)
     long_rope = shape.uses_long_rope(shape.max_position_embeddings)
-    model = LlamaDecoder(weights, len(prompt), long_rope=long_rope)
+    model = Decoder(weights, len(prompt), long_rope=long_rope)
     attention = CPUAttention(pool, shape.num_heads, model.windows, shape.attention_softcap)
     logits: list[torch.Tensor] = []
     for start in range(0, len(prompt), chunk):
@@ -90,6 +98,25 @@ def prompt_logits(folder: Path, prompt: Sequence[int], dtype: str, chunk: int) -
         with torch.inference_mode():
             logits.append(model.logits(model.forward(step, pool)))
     return torch.cat(logits)
+
+
+@dataclass
+class Outbox:
+    """Keeps what an engine tells."""
+
+    tokens: dict[str, list[TokenOut]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+    def send(self, *events: EngineEvent) -> None:
+        """Note the tokens."""
+        for event in events:
+            if isinstance(event, Step):
+                self.steps.append(event)
+                for token in event.tokens:
+                    self.tokens.setdefault(token.attempt_id, []).append(token)
+
+    def send_kv(self, *events: KVEvent) -> None:
+        """Nothing."""
 
 
 @dataclass

@@ -42,11 +42,14 @@ def check_blocks(manager: BlockManager) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """AssertionError unless every block is free or owned by a request that lives or whose step still runs."""
+    """AssertionError unless every block is free, owned by a request that lives or whose step still runs, or pinned for
+    another engine."""
     manager = scheduler.blocks
     check_blocks(manager)
-    owners = {seq.arrival: seq for seq in (*scheduler._seqs.values(), *scheduler._in_step)}
-    owned = len({block for arrival in owners for block in manager.blocks(arrival)})
+    in_flight = [seq for _, seqs in scheduler._in_flight for seq in seqs]
+    owners = {seq.arrival: seq for seq in (*scheduler._seqs.values(), *in_flight)}
+    pins = [owner for owner in manager._owned if isinstance(owner, str)]
+    owned = len({block for owner in (*owners, *pins) for block in manager.blocks(owner)})
     if owned + manager.free_blocks != manager.num_blocks:
         raise AssertionError(f"{manager.num_blocks - manager.free_blocks - owned} blocks have no request")
     for seq in owners.values():

@@ -10,11 +10,11 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core import EngineCore
+from engine.core import ComputedStep, EngineCore
 from engine.messages import EngineEvent, KVEvent, KVReady, KVRole, Release, Reserved, Step, Submit
 from engine.scheduling.baselines import scheduler_class
 from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
@@ -36,11 +36,11 @@ class ModelledRunner:
     clock: FakeClock
     num_steps: int = 0
 
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
         """Token 1, for each request that wants any."""
         self.num_steps += 1
         self.clock.advance(STEP_S + sum(len(seq.token_ids) - 1 for seq in seqs) * PREFILL_TOKEN_S)
-        return {seq.attempt_id: [SampledToken(1)] for seq in seqs if seq.sample}
+        return ComputedStep({seq.attempt_id: [SampledToken(1)] for seq in seqs if seq.sample})
 
 
 @dataclass

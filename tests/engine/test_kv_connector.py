@@ -24,7 +24,7 @@ class HostMemory(NoTransfer):
         self.reading: dict[str, list[int]] = {}
         self.writing: dict[str, list[int]] = {}
 
-    def remote_tokens(self, seq: Sequence) -> int:
+    def remote_tokens(self, seq: Sequence, num_cached_blocks: int) -> int:
         return min(self.num_stored_tokens, (seq.num_prompt_tokens - 1) // 4 * 4)
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> bool:

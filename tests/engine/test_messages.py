@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.messages import (
     Abort,
+    CacheChanged,
     Command,
     Computed,
     EngineEvent,
@@ -23,12 +24,14 @@ from engine.messages import (
     KVRole,
     Load,
     Ping,
+    PinPrefix,
     Pong,
     Progress,
     Ready,
     Rejected,
     Release,
     Reserved,
+    SetTokenBudget,
     Shutdown,
     Step,
     TokenOut,
@@ -72,8 +75,12 @@ MESSAGES: list[Command | EngineEvent | KVEvent] = [
         logprobs=0,
     ),
     KVReady("r1", 42),
+    KVReady("r1", None, 64),
+    submit("r5", KVRole.PUSH, list(range(40)), 1, prefix_tokens=32),
+    PinPrefix("r5/prefix", "tenant ü", tuple(range(32))),
     Release("r1"),
     Abort("r1"),
+    SetTokenBudget(2048),
     Ping(),
     Pong(),
     Shutdown(),
@@ -95,6 +102,7 @@ MESSAGES: list[Command | EngineEvent | KVEvent] = [
     Computed([Progress("r3", 64, [0, 1]), Progress("r4", 1, [9], first_token=FirstToken(7, ends_here=True))]),
     Computed([Progress("r3", 64, [], num_layers=8)]),
     Load(10, 2, 3, 1, 2**40, 2**39, 5),
+    CacheChanged(bytes(range(16)), b""),
 ]
 
 
@@ -154,7 +162,7 @@ def test_an_unknown_kv_role_is_refused() -> None:
         read(framed("Submit", request, "sideways"))
 
 
-@pytest.mark.parametrize("fields", [(), ("r1",), ("r1", "42"), ("r1", 42, 1)])
+@pytest.mark.parametrize("fields", [(), ("r1",), ("r1", "42"), ("r1", 42, 1, 1)])
 def test_missing_wrong_and_further_fields_are_refused(fields: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match="invalid engine message"):
         read(framed("KVReady", *fields))

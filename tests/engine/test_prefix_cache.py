@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.prefix_cache import PrefixCache, PrefixDigests
+from engine.scheduling.prefix_cache import PrefixCache
+from pdserve.core.prefix_digests import PrefixDigests, block_hash
 from tests.engine.integrity import check_cache
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
@@ -30,6 +31,36 @@ def test_digests_go_on_as_the_tokens_grow() -> None:
     assert growing.first(0, []) == []
 
 
+def test_hashes_are_those_of_the_digests_and_go_on_as_the_tokens_grow() -> None:
+    digests = PrefixDigests("s", 2)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    assert list(digests.hashes(tokens[:5])) == [block_hash(each) for each in PrefixDigests("s", 2).first(2, tokens)]
+    assert list(digests.hashes(tokens)) == [block_hash(each) for each in PrefixDigests("s", 2).first(3, tokens)]
+
+
+def test_only_what_is_asked_for_is_hashed() -> None:
+    digests = PrefixDigests("s", 2)
+    assert next(digests.hashes(range(1000)))
+    assert len(digests._digests) == 1
+
+
+def test_changes_are_told_once_and_as_they_ended() -> None:
+    cache = PrefixCache()
+    cache.publish(0, b"a")
+    cache.publish(1, b"a")
+    cache.publish(2, b"b")
+    assert cache.take_changes() == {b"a": True, b"b": True}
+    assert cache.take_changes() == {}
+    cache.retire(0)
+    cache.evict()
+    cache.publish(3, b"a")
+    cache.publish(4, b"c")
+    cache.retire(4)
+    cache.retire(2)
+    cache.evict()
+    assert cache.take_changes() == {b"a": True, b"c": False}
+
+
 def test_the_least_recently_used_is_forgotten_first() -> None:
     cache = PrefixCache()
     for block in range(3):
@@ -38,7 +69,7 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
     cache.revive(0)
     assert cache.retire(0)
     assert list(cache._idle) == [1, 2, 0]
-    assert [cache.evict() for _ in range(3)] == [1, 2, 0]
+    assert [cache.evict() for _ in range(3)] == [(1, b"1"), (2, b"2"), (0, b"0")]
     assert cache.find([b"0"]) == []
     assert len(cache) == 0
     with pytest.raises(KeyError, match="no block is idle"):

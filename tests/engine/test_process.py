@@ -160,11 +160,14 @@ def _submit(attempt_id: str, role: KVRole, max_tokens: int = TOKENS, **changes: 
     return submit(attempt_id, role, **{"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, **changes})
 
 
-async def test_local_generation_equals_transformers(folder: Path, expected: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("run_ahead", [None, True])
+async def test_local_generation_equals_transformers(
+    folder: Path, expected: list[int], tmp_path: Path, run_ahead: bool | None
+) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise AssertionError('imported from the current directory')")
     with contextlib.chdir(tmp_path):
-        async with _engine(_spec(folder)) as engine:
+        async with _engine(_spec(folder, run_ahead=run_ahead)) as engine:
             for i in range(3):
                 engine.client.send(_submit(f"r{i}", KVRole.LOCAL))
             for i in range(3):
@@ -187,7 +190,7 @@ async def test_local_generation_equals_transformers(folder: Path, expected: list
     ids=str,
 )
 async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, sampling: dict[str, Any]) -> None:
-    async with _engine(_spec(folder)) as here, _engine(_spec(folder)) as there:
+    async with _engine(_spec(folder)) as here, _engine(_spec(folder, run_ahead=True)) as there:
         here.client.send(_submit("local", KVRole.LOCAL, **sampling))
         wanted = await here.finished("local")
         assert all((token.logprobs is not None) == ("logprobs" in sampling) for token in here.tokens("local"))
@@ -220,8 +223,9 @@ async def test_prefill_here_and_decode_there_give_the_same_tokens(folder: Path, 
         await there.until(lambda: there.idle(64))
 
 
-async def test_abort_frees_blocks_in_every_state(folder: Path) -> None:
-    async with _engine(_spec(folder, max_num_seqs=1)) as engine:
+@pytest.mark.parametrize("run_ahead", [None, True])
+async def test_abort_frees_blocks_in_every_state(folder: Path, run_ahead: bool | None) -> None:
+    async with _engine(_spec(folder, max_num_seqs=1, run_ahead=run_ahead)) as engine:
         engine.client.send(_submit("running", KVRole.LOCAL, max_tokens=400))
         engine.client.send(_submit("waiting", KVRole.LOCAL, max_tokens=400))
         engine.client.send(_submit("receiving", KVRole.RECEIVE))

@@ -66,6 +66,8 @@ class Rig:
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
         salt: str = "",
+        priority: int = 0,
+        prefix_tokens: int = 0,
     ) -> list[SchedulerEvent | KVEvent]:
         """Submit ``prompt`` tokens 1000, 1001, …, and tell what events that made."""
         tokens = list(range(1000, 1000 + prompt))
@@ -82,6 +84,8 @@ class Rig:
                 stop_token_ids=stop,
                 ignore_eos=ignore_eos,
                 salt=salt,
+                priority=priority,
+                prefix_tokens=prefix_tokens,
             )
         )
         return self.take_events()
@@ -101,6 +105,8 @@ class Rig:
     def finish(self, output: SchedulerOutput, token: int | None = None) -> StepResult:
         """Bring a step to its end; all its parts sample ``token``."""
         self.clock.advance(1.0)
+        if not output.seqs:
+            return StepResult(self.clock.now(), output.started_s)
         sampled_token = SampledToken(self.next_token if token is None else token)
         sampled = {part.attempt_id: [sampled_token] for part in output.seqs if part.sample}
         self.next_token += 1
@@ -229,6 +235,18 @@ def test_a_decode_that_joined_after_a_prefill_is_not_held_up_by_its_chunks() -> 
     rig.submit("r", 4, 5, RECEIVE)
     rig.scheduler.kv_ready("r", 50)
     assert rig.step()[0] == {"long": 7, "r": 1}
+
+
+def test_the_budget_may_change_between_steps_but_not_beyond_that_of_the_start() -> None:
+    rig = Rig(budget=8)
+    rig.submit("a", 40, 2)
+    assert rig.step()[0] == {"a": 8}
+    rig.scheduler.set_token_budget(3)
+    assert rig.step()[0] == {"a": 3}
+    rig.scheduler.set_token_budget(100)
+    assert rig.step()[0] == {"a": 8}
+    rig.scheduler.set_token_budget(0)
+    assert rig.step()[0] == {"a": 1}
 
 
 def test_a_senior_prefill_gets_a_token_even_if_decodes_fill_the_budget() -> None:
@@ -535,6 +553,42 @@ def test_growth_preempts_the_last_that_came_and_it_computes_its_own_tokens_anew(
     assert (part.attempt_id, part.token_ids, part.start) == ("c", [77], 5)
 
 
+def test_growth_preempts_the_lowest_priority_first_though_it_came_first() -> None:
+    rig = Rig(block_size=2, num_blocks=7)
+    for name, priority in (("a", 1), ("b", 0), ("c", 0)):
+        rig.submit(name, 3, 8, priority=priority)
+    assert rig.step()[0] == {"a": 3, "b": 3, "c": 3}
+    assert rig.step()[0] == {"a": 1, "b": 1, "c": 1}
+    output, parts = rig.schedule()
+    assert parts == {"b": 1, "c": 1}
+    assert output.preempted == ["a"]
+    rig.finish(output)
+    # A request that came later, of a higher priority, is admitted before the preempted one.
+    rig.submit("d", 1, 1, priority=-1)
+    rig.scheduler.abort("c")
+    output, parts = rig.schedule()
+    assert list(parts) == ["b", "d"]
+    rig.finish(output)
+    assert rig.scheduler.load().preemptions == 1
+
+
+def test_waiting_requests_are_admitted_by_priority_then_by_arrival() -> None:
+    rig = Rig(max_seqs=1)
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -3), ("e", 5), ("f", 0)):
+        rig.submit(name, 2, 1, priority=priority)
+    assert [list(rig.step()[0]) for _ in range(6)] == [["d"], ["a"], ["c"], ["f"], ["b"], ["e"]]
+
+
+def test_room_for_received_kv_is_made_by_priority() -> None:
+    rig = Rig(block_size=2, num_blocks=4)
+    rig.submit("a", 6, 2)
+    rig.step()
+    assert rig.submit("low", 4, 3, RECEIVE, priority=1) == []
+    assert rig.submit("high", 4, 3, RECEIVE) == []
+    rig.scheduler.abort("a")
+    assert [event.attempt_id for event in rig.take_events() if isinstance(event, Reserved)] == ["high"]
+
+
 def test_a_preempted_request_keeps_its_first_scheduled_time() -> None:
     rig = Rig(block_size=2, num_blocks=4)
     rig.submit("a", 3, 5)
@@ -682,12 +736,17 @@ def test_the_same_id_again_is_not_taken_for_the_aborted_one() -> None:
 # --- the contract of schedule and update -----------------------------------------------------------------------------
 
 
-def test_schedule_twice_is_a_bug_and_says_so() -> None:
+def test_too_many_steps_in_flight_are_a_bug_and_say_so() -> None:
     rig = Rig()
     rig.submit("a", 4, 4)
+    rig.submit("b", 4, 4)
     rig.schedule()
-    with pytest.raises(AssertionError, match="while a step runs"):
+    second, parts = rig.schedule()
+    assert parts == {"a": 1, "b": 1}
+    with pytest.raises(AssertionError, match="while 2 steps are in flight"):
         rig.scheduler.schedule()
+    with pytest.raises(AssertionError, match="another step than the oldest"):
+        rig.scheduler.update(second, {}, 1.0)
 
 
 def test_a_missing_sample_is_a_bug_and_says_so() -> None:

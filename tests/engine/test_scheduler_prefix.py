@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages import Computed, Finished, KVRole, Progress, Reserved
+from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
 from pdserve.core.handoff import FirstToken
 from tests.engine.test_scheduler import EOS, Rig
 
@@ -189,3 +189,101 @@ def test_nobody_is_preempted_who_has_no_block_to_give() -> None:
     assert not rig.busy()
     rig.scheduler.release("x")
     assert rig.step()[0] == {"r": 1, "s": 1}
+
+
+# --- prefixes that come from another engine, or go to one ------------------------------------------------------------
+
+
+def test_a_prefix_is_awaited_and_the_rest_is_computed() -> None:
+    rig = Rig(prefix_caching=True)
+    assert rig.submit("a", 15, 4, prefix_tokens=12) == [Reserved("a/prefix", [0, 1, 2, 3], 0, rig.clock.now())]
+    rig.submit("b", 3, 4)
+    assert rig.step()[0] == {"b": 3}, "others run meanwhile"
+    rig.scheduler.kv_ready("a", None, 12)
+    assert rig.scheduler.load().cached_blocks == 3
+    output, parts = rig.schedule()
+    assert parts == {"a": 3, "b": 1}
+    (token, _) = rig.finish(output).tokens
+    assert (token.attempt_id, token.cached_tokens) == ("a", 12)
+    load = rig.scheduler.load()
+    assert (load.prompt_tokens_looked_up, load.prompt_tokens_cached) == (18, 12)
+
+
+def test_of_a_prefix_less_may_come_than_was_hoped_for() -> None:
+    for arrived, computed in ((12, 3), (8, 7), (0, 15)):
+        rig = Rig(prefix_caching=True)
+        rig.submit("a", 15, 4, prefix_tokens=12)
+        rig.scheduler.kv_ready("a", None, arrived)
+        assert rig.step()[0] == {"a": computed}
+
+
+def test_a_prefix_that_is_cached_here_is_not_forgotten_if_nothing_comes() -> None:
+    rig = warm()
+    assert rig.submit("a", 15, 4, prefix_tokens=12) == [Reserved("a/prefix", [0, 1, 2, 3], 2, rig.clock.now())]
+    rig.scheduler.kv_ready("a", None, 0)
+    assert rig.step()[0] == {"a": 7}
+
+
+def test_a_prefix_is_pushed_on_as_soon_as_it_is_there() -> None:
+    rig = warm()
+    reserved, found = rig.submit("p", 15, 4, PUSH, prefix_tokens=12)
+    assert reserved == Reserved("p/prefix", [0, 1, 2, 3], 2, rig.clock.now())
+    assert found == Computed([Progress("p", 8, [0, 1])])
+    rig.scheduler.kv_ready("p", None, 12)
+    assert rig.take_events() == [Computed([Progress("p", 12, [0, 1, 2, 3])])]
+    rig.step()
+    assert [(told.num_computed_tokens, told.first_token is None) for told in rig.progress] == [(15, False)]
+    rig.scheduler.release("p")
+    assert rig.free == 32
+
+
+def test_a_request_may_be_aborted_while_it_awaits_its_prefix() -> None:
+    rig = Rig(prefix_caching=True)
+    rig.submit("a", 15, 4, PUSH, prefix_tokens=12)
+    rig.scheduler.abort("a")
+    rig.scheduler.kv_ready("a", None, 12)
+    assert (rig.free, rig.busy(), rig.scheduler.load().cached_blocks) == (32, False, 0)
+
+
+def test_a_prefix_of_no_whole_blocks_or_all_tokens_is_refused() -> None:
+    for prefix_tokens in (-4, 6, 8, 12):
+        (event,) = Rig(prefix_caching=True).submit("a", 8, 4, prefix_tokens=prefix_tokens)
+        assert isinstance(event, Rejected)
+        assert "whole blocks of 4 tokens below 8" in event.message
+
+
+def test_a_pinned_prefix_is_not_evicted() -> None:
+    rig = warm()
+    rig.scheduler.pin_prefix("x/prefix", "", range(1000, 1012))
+    assert rig.take_events() == [Reserved("x/prefix", [0, 1], 2, rig.clock.now())], "the third block was never cached"
+    assert rig.free == 30
+    rig.submit("big", 120, 1, salt="other")
+    while rig.busy():
+        rig.step(EOS)
+    rig.scheduler.pin_prefix("y/prefix", "", range(1000, 1008))
+    assert rig.take_events() == [Reserved("y/prefix", [0, 1], 2, rig.clock.now())]
+    rig.scheduler.release("x/prefix")
+    assert rig.free == 30
+    rig.scheduler.abort("y/prefix")
+    rig.scheduler.release("y/prefix")
+    assert rig.free == 32
+    assert rig.scheduler.load().cached_blocks == 32, "they are cached as before"
+
+
+def test_a_request_that_waits_for_pinned_blocks_gets_them_when_they_are_released() -> None:
+    rig = warm()
+    rig.scheduler.pin_prefix("x/prefix", "", range(1000, 1008))
+    assert rig.take_events()
+    assert rig.submit("r", 124, 2, RECEIVE, salt="other") == []
+    rig.scheduler.release("x/prefix")
+    (reserved,) = rig.take_events()
+    assert isinstance(reserved, Reserved)
+    assert len(reserved.block_ids) == 31
+
+
+def test_what_is_not_cached_is_not_pinned() -> None:
+    for rig in (Rig(prefix_caching=True), Rig(prefix_caching=False)):
+        rig.scheduler.pin_prefix("x/prefix", "", range(1000, 1008))
+        assert rig.take_events() == [Reserved("x/prefix", [], 0, rig.clock.now())]
+        rig.scheduler.release("x/prefix")
+        assert rig.free == 32

@@ -1,27 +1,30 @@
 """Whatever arrives, in whatever order: every request gets exactly its tokens, and no block is lost.
 
 The engine around the scheduler is played by a `World`: a pool that remembers which token's KV lies in which slot, a
-sampler whose draw is a function of all tokens before it, and two peers that fill RECEIVE requests' blocks and take
-PUSH requests' blocks away. What a slot holds is a token, all tokens before it and the salt it was computed under, so a
-request that attends to anything but its own beginning, or to another tenant's, is noticed at once.
+sampler whose draw is a function of all tokens before it, and peers that fill the blocks of RECEIVE requests and of
+others' prefixes, and take blocks of PUSH requests and of cached prefixes away. What a slot holds is a token, all tokens
+before it and the salt it was computed under, so a request that attends to anything but its own beginning, or to another
+tenant's, is noticed at once.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import Computed, Finished, KVRole, Progress, Rejected, Reserved
 from engine.scheduling.baselines import StaticBatching, StaticWholePrompts, WholePrompts
-from engine.scheduling.batch import SampledToken, ScheduledSeq
-from engine.scheduling.prefix_cache import PrefixDigests
+from engine.scheduling.batch import PENDING, SampledToken, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from engine.scheduling.transfer_connector import TransferConnector
 from pdserve.core.clock import FakeClock
+from pdserve.core.prefix_digests import PrefixDigests
 from tests.engine.harness import submit
 from tests.engine.integrity import check_scheduler
 
@@ -40,7 +43,8 @@ def draw(seed: int, tokens: Sequence[int]) -> int:
 @dataclass(frozen=True)
 class Plan:
     """A request and how its peers will treat it; ``patience`` is how many ticks they take. Requests of one ``topic``
-    have the same tokens as far as they go."""
+    have the same tokens as far as they go. KV of its first ``prefix_blocks`` is promised, and that of ``came_blocks``
+    comes, if it computes its prompt. When it comes, what is cached of its first ``pin_blocks`` is pinned for others."""
 
     role: KVRole
     prompt_tokens: int
@@ -51,6 +55,10 @@ class Plan:
     abort_after: int | None
     topic: int = 0
     salt: str = ""
+    priority: int = 0
+    prefix_blocks: int = 0
+    came_blocks: int = 0
+    pin_blocks: int = 0
 
     @property
     def prompt(self) -> list[int]:
@@ -74,18 +82,22 @@ class Live:
     plan: Plan
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
+    unseen: list[int] = field(default_factory=list)  # sampled by steps in flight
     finish_reason: str = ""
     reserved: list[int] | None = None
     num_cached_blocks: int = 0
     held: list[int] | None = None
     due: int = 0
     computed: int = 0  # told of, of a PUSH request
+    prefix_tokens: int = 0
+    came_tokens: int = 0
     over: bool = False
 
 
 class World:
     """A scheduler with everything around it, one tick at a time; a step makes ``burst`` tokens per request. With
     ``guesses``, requests get drafts that are wrong now and then, and the runner confirms some of those that are right.
+    With ``run_ahead`` a step is scheduled before the tokens of the one before are told.
     """
 
     def __init__(
@@ -94,8 +106,13 @@ class World:
         burst: int = 1,
         kind: type[Scheduler] = Scheduler,
         guesses: random.Random | None = None,
+        run_ahead: bool = False,
     ) -> None:
         self.config = config
+        self.run_ahead = run_ahead
+        self.in_flight: deque[tuple[SchedulerOutput, dict[str, list[SampledToken]], set[int]]] = deque()
+        self.num_ahead = self.num_dropped = 0
+        self._told_s = 0.0
         self.burst = burst
         self.guesses = guesses
         self.num_drafts = self.num_confirmed = 0
@@ -106,13 +123,20 @@ class World:
         self.live: dict[str, Live] = {}
         self.rejected: dict[str, str] = {}
         self.reserved_order: list[str] = []
+        self.pins: dict[str, tuple[Plan, list[int], int]] = {}  # blocks, and the tick from which they are released
+        self.num_pinned = self.num_came = 0
         self.ticks = 0
-        self.in_step: set[int] = set()  # blocks that the step which runs just now may write to
 
     def submit(self, plan: Plan) -> None:
+        size = self.config.block_size
         request = Live(plan, plan.prompt)
         attempt_id = f"r{len(self.live)}"
         self.live[attempt_id] = request
+        if plan.role is not KVRole.RECEIVE:
+            request.prefix_tokens = min(plan.prefix_blocks, max(0, plan.prompt_tokens - 1) // size) * size
+            request.came_tokens = min(plan.came_blocks * size, request.prefix_tokens)
+        if plan.pin_blocks:
+            self.scheduler.pin_prefix(f"pin-{attempt_id}", plan.salt, plan.prompt[: plan.pin_blocks * size])
         self.scheduler.submit(
             submit(
                 attempt_id,
@@ -123,6 +147,8 @@ class World:
                 stop_token_ids=plan.stop_token_ids,
                 ignore_eos=plan.ignore_eos,
                 salt=plan.salt,
+                priority=plan.priority,
+                prefix_tokens=request.prefix_tokens,
             )
         )
         self._hear()
@@ -130,8 +156,7 @@ class World:
     def abort(self, attempt_id: str) -> None:
         request = self.live[attempt_id]
         if request.reserved is not None:  # the transfer breaks off half way: what came is garbage
-            for block in request.reserved[request.num_cached_blocks :]:
-                self._put(block, 0, ("garbage", ()))
+            self._leave_garbage(request, request.num_cached_blocks)
             request.reserved = None
         self.scheduler.abort(attempt_id)
         request.over = True
@@ -145,25 +170,44 @@ class World:
         if self.guesses is not None:
             self._propose(self.guesses)
         had_work = self.scheduler.has_work
+        if self.in_flight and not had_work:
+            for attempt_id in abort_in_step:
+                self.abort(attempt_id)
+            self._finish_step()
+            return True
         output = self.scheduler.schedule()
         self._hear()
         # After several tokens at once, more blocks may be wanted than there are: then a step may be foretold in vain.
-        assert bool(output.seqs) == had_work or (had_work and self.burst > 1), "has_work must foretell schedule()"
+        vainly = self.burst > 1 or self.in_flight
+        assert bool(output.seqs) == had_work or (had_work and vainly), "has_work must foretell schedule()"
+        assert not (output.preempted and self.in_flight)
         self._check_limits(output)
+        self.num_ahead += bool(self.in_flight and output.seqs)
         sampled = {part.attempt_id: self._compute(part) for part in output.seqs if part.sample}
         for part in output.seqs:
             if not part.sample:
                 self._compute(part)
-        self.in_step = {block for part in output.seqs for block in part.block_ids}
+        if output.seqs:
+            self.in_flight.append((output, sampled, {block for part in output.seqs for block in part.block_ids}))
         for attempt_id in abort_in_step:
             self.abort(attempt_id)
             check_scheduler(self.scheduler)
-        self.in_step = set()
-        if not output.seqs:
+        if not output.seqs and not self.in_flight:
             return acted
         self.clock.advance(0.25)
+        if len(self.in_flight) > (self.run_ahead and bool(output.seqs)):
+            self._finish_step()
+        return True
+
+    def _finish_step(self) -> None:
+        """Tell the tokens of the oldest step in flight."""
+        output, sampled, _ = self.in_flight.popleft()
+        for name, tokens in sampled.items():
+            del self.live[name].unseen[: len(tokens)]
         step = self.scheduler.update(output, sampled, self.clock.now())
-        assert step.sampled_s - step.started_s == 0.25
+        assert step.started_s == max(output.started_s, self._told_s)
+        self._told_s = step.sampled_s
+        self.num_dropped += len(set(sampled) - {token.attempt_id for token in step.tokens})
         for token in step.tokens:
             request = self.live[token.attempt_id]
             assert not request.over, "no token after the end"
@@ -175,7 +219,6 @@ class World:
         self._hear()
         check_scheduler(self.scheduler)
         self._check_findable()
-        return True
 
     def _propose(self, guesses: random.Random) -> None:
         for attempt_id, request in self.live.items():
@@ -202,6 +245,9 @@ class World:
             if request.plan.abort_after is not None and self.ticks >= request.plan.abort_after:
                 self.abort(attempt_id)
                 acted = True
+            elif request.reserved is not None and request.prefix_tokens and self.ticks >= request.due:
+                self._prefix_comes(attempt_id, request)
+                acted = True
             elif request.reserved is not None and self.ticks >= request.due:
                 start = request.num_cached_blocks * self.config.block_size
                 self._check_content(request.plan, request.prompt[:start], request.reserved)
@@ -222,8 +268,34 @@ class World:
             elif request.reserved is not None or request.held is not None:
                 acted = True  # it will be, in bounded time
             self._hear()
+        for name, (plan, blocks, due) in list(self.pins.items()):
+            acted = True
+            if self.ticks >= due:
+                self._check_content(plan, plan.prompt[: len(blocks) * self.config.block_size], blocks)
+                del self.pins[name]
+                self.scheduler.release(name)
+                self._hear()
         check_scheduler(self.scheduler)
         return acted
+
+    def _prefix_comes(self, attempt_id: str, request: Live) -> None:
+        """Some or all blocks of a prefix have come, or none; what did not come may be half written."""
+        blocks, size = request.reserved, self.config.block_size
+        assert blocks is not None
+        start = request.num_cached_blocks * size
+        self._check_content(request.plan, request.prompt[:start], blocks)
+        arrived = max(start, request.came_tokens)
+        self._write(request.plan, start, request.prompt[:arrived], blocks)
+        self._leave_garbage(request, arrived // size)
+        self.num_came += arrived > start
+        request.reserved = None
+        self.scheduler.kv_ready(attempt_id, None, request.came_tokens)
+
+    def _leave_garbage(self, request: Live, from_block: int) -> None:
+        blocks = request.reserved or []
+        end = request.prefix_tokens // self.config.block_size or len(blocks)
+        for block in blocks[from_block:end]:
+            self._put(block, 0, ("garbage", ()))
 
     def _hear_progress(self, progress: Progress) -> None:
         """Blocks of a prompt to be pushed were in the cache, or have been computed."""
@@ -245,7 +317,14 @@ class World:
                 for progress in event.progress:
                     self._hear_progress(progress)
                 continue
-            request = self.live[event.attempt_id]
+            if event.attempt_id.startswith("pin-"):
+                assert isinstance(event, Reserved)
+                assert len(event.block_ids) == event.num_cached_blocks
+                plan = self.live[event.attempt_id.removeprefix("pin-")].plan
+                self.pins[event.attempt_id] = plan, event.block_ids, self.ticks + plan.patience
+                self.num_pinned += bool(event.block_ids)
+                continue
+            request = self.live[event.attempt_id.removesuffix("/prefix")]
             if isinstance(event, Rejected):
                 self.rejected[event.attempt_id] = event.kind
                 request.over = True
@@ -255,15 +334,17 @@ class World:
                 request.finish_reason, request.over = event.finish_reason, True
             else:
                 assert isinstance(event, Reserved)
-                assert request.plan.role is KVRole.RECEIVE
+                assert (request.plan.role is KVRole.RECEIVE) == (not event.attempt_id.endswith("/prefix"))
                 written = event.block_ids[event.num_cached_blocks :]
-                assert not self.in_step & set(written), "a peer would write where a step still writes"
+                for _, _, blocks in self.in_flight:
+                    assert not blocks & set(written), "a peer would write where a step still writes"
                 assert event.num_cached_blocks * self.config.block_size <= len(request.prompt)
                 request.num_cached_blocks = event.num_cached_blocks
                 assert len(event.block_ids) == -(-len(request.prompt) // self.config.block_size)
                 request.reserved = event.block_ids
                 request.due = self.ticks + request.plan.patience
-                self.reserved_order.append(event.attempt_id)
+                if request.plan.role is KVRole.RECEIVE:
+                    self.reserved_order.append(event.attempt_id)
 
     def _check_limits(self, output: SchedulerOutput) -> None:
         config = self.config
@@ -291,10 +372,12 @@ class World:
 
     def _compute(self, part: ScheduledSeq) -> list[SampledToken]:
         request = self.live[part.attempt_id]
-        known = request.prompt + request.tokens
+        told = request.prompt + request.tokens
+        known = told + request.unseen
         end = part.end - part.num_drafts
         drafts = list(part.token_ids[end - part.start :])
-        assert list(part.token_ids) == known[part.start : end] + drafts
+        pending = [PENDING] * (end - max(part.start, len(told)))
+        assert list(part.token_ids) == told[part.start : end] + pending + drafts
         assert part.sample == (end == len(known))
         self._write(request.plan, part.start, known[:end] + drafts, part.block_ids)
         self._check_content(request.plan, known[:end], part.block_ids)
@@ -311,6 +394,7 @@ class World:
                 self.num_confirmed += 1
         for _ in range(self.burst):
             tokens.append(draw(request.plan.topic, tokens))
+        request.unseen += tokens[end:] if part.sample else []
         return [SampledToken(token) for token in tokens[end:]]
 
     def _write(self, plan: Plan, start: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
@@ -345,6 +429,10 @@ PLANS = st.builds(
     abort_after=st.sampled_from([None] * 5 + [3, 7, 12, 20]),
     topic=st.sampled_from([0, 0, 0, 1]),
     salt=st.sampled_from(["", "", "", "other"]),
+    priority=st.sampled_from([0, 0, 0, 0, 1, -1]),
+    prefix_blocks=st.sampled_from([0, 0, 1, 2, 8]),
+    came_blocks=st.sampled_from([0, 1, 8]),
+    pin_blocks=st.sampled_from([0, 0, 0, 1, 8]),
 )
 CONFIGS = st.builds(
     SchedulerConfig,
@@ -367,14 +455,15 @@ def most_ticks(world: World) -> int:
         2 * (r.plan.prompt_tokens + r.plan.max_tokens) + r.plan.patience + (r.plan.abort_after or 0) + 4
         for r in world.live.values()
     ]
-    return 2 * sum(alone) * (len(alone) + 1) + 10  # twice: every second step may be a long prompt's own
+    # Twice: every second step may be a long prompt's own. Twice again: a step is scheduled and told in two ticks.
+    return 2 * sum(alone) * (len(alone) + 1) * (1 + world.run_ahead) + 10
 
 
 def drain(world: World) -> None:
     """Tick until all is over; it must be within the bound, and no tick before may pass without anything happening
     unless an abort is planned."""
     bound = world.ticks + most_ticks(world)
-    while not all(request.over for request in world.live.values()):
+    while world.in_flight or world.pins or not all(request.over for request in world.live.values()):
         happened = world.tick()
         planned = any(r.plan.abort_after is not None and not r.over for r in world.live.values())
         assert happened or planned, "standstill: nothing runs and nobody is awaited"
@@ -403,9 +492,9 @@ def check_end(world: World) -> None:
     assert not world.scheduler.has_work
     assert not world.scheduler.schedule().seqs
     check_scheduler(world.scheduler)
-    assert world.reserved_order == sorted(world.reserved_order, key=lambda name: int(name[1:])), (
-        "first come first served"
-    )
+    for priority in {request.plan.priority for request in world.live.values()}:
+        order = [int(name[1:]) for name in world.reserved_order if world.live[name].plan.priority == priority]
+        assert order == sorted(order), "first come first served"
 
 
 @settings(max_examples=400, deadline=None)
@@ -420,6 +509,61 @@ def test_everyone_finishes_with_exactly_their_tokens(
             world.tick()
     drain(world)
     check_end(world)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    CONFIGS,
+    st.lists(st.tuples(PLANS, st.integers(0, 3)), min_size=4, max_size=12),
+    KINDS,
+    st.lists(st.integers(0, 9), max_size=6),
+    st.one_of(st.none(), st.randoms(use_true_random=False)),
+)
+def test_steps_that_run_ahead_change_no_token(
+    config: SchedulerConfig,
+    arrivals: list[tuple[Plan, int]],
+    kind: type[Scheduler],
+    victims: list[int],
+    guesses: random.Random | None,
+) -> None:
+    world = World(config, kind=kind, guesses=guesses, run_ahead=True)
+    for plan, pause in arrivals:
+        world.submit(plan)
+        for _ in range(pause):
+            world.tick()
+    for name in (f"r{victim}" for victim in victims):
+        aborted = name in world.live and not world.live[name].over
+        if aborted:
+            world.live[name].plan = Plan(**{**vars(world.live[name].plan), "abort_after": 10_000})
+        world.tick([name] if aborted else [])
+    drain(world)
+    check_end(world)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("kind", [StaticBatching, StaticWholePrompts])
+def test_a_static_batch_gives_way_to_prompts_that_have_its_blocks(kind: type[Scheduler], run_ahead: bool) -> None:
+    """The prompts to be pushed got their blocks before the batch needed them, because KV was fetched into them."""
+    world = World(SchedulerConfig(8, 1, 12, 1, 6, (EOS,)), kind=kind, run_ahead=run_ahead)
+    world.submit(Plan(KVRole.LOCAL, 1, 4, True, (), 0, None))
+    world.tick()
+    for topic in range(2):
+        world.submit(Plan(KVRole.PUSH, 2, 1, True, (), 0, None, topic, prefix_blocks=1))
+    drain(world)
+    check_end(world)
+    assert world.scheduler.load().preemptions == 0
+
+
+def test_steps_do_run_ahead_and_drop_what_is_beyond_the_end() -> None:
+    """Else the test above would show nothing."""
+    world = World(SchedulerConfig(32, 4, 64, 4, 32, (EOS,)), run_ahead=True)
+    for topic in range(4):
+        world.submit(Plan(KVRole.LOCAL, 5, 40, False, (), 0, None, topic))
+    drain(world)
+    check_end(world)
+    ended = sum(request.finish_reason == "stop" for request in world.live.values())
+    assert world.num_dropped == ended > 0
+    assert world.num_ahead == world.ticks - 2, "all but the first step; the last tick only tells"
 
 
 @settings(max_examples=300, deadline=None)
@@ -523,3 +667,15 @@ def test_the_most_senior_running_request_is_never_preempted(kinds: list[tuple[KV
     scheduler.schedule = watched  # type: ignore[method-assign]
     drain(world)
     check_end(world)
+
+
+def test_prefixes_do_come_and_are_pinned() -> None:
+    """Else the tests above would show nothing of either."""
+    world = World(SchedulerConfig(32, 4, 64, 4, 32, (EOS,)))
+    for role in (KVRole.LOCAL, KVRole.PUSH):
+        world.submit(Plan(role, 15, 4, True, (), 3, None, prefix_blocks=3, came_blocks=2))
+        drain(world)
+        world.submit(Plan(KVRole.LOCAL, 15, 4, True, (), 3, None, pin_blocks=2))
+        drain(world)
+    check_end(world)
+    assert (world.num_came, world.num_pinned) == (1, 2)

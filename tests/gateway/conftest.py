@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from gateway.gateway import Gateway
 from gateway.tokenizer import Tokenizer
+from pdserve.core.block_update import BlockUpdate
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import WorkerLost
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
@@ -101,16 +102,16 @@ class Service:
         self.links[worker] = LinkKeeper(worker.connect_peer, worker.open_links, beat_at_once)
         return worker
 
-    async def beat(self, worker_id: str, **changes: Any) -> BeatAnswer:
+    async def beat(self, worker_id: str, blocks: BlockUpdate | None = None, **changes: Any) -> BeatAnswer:
         """One heartbeat, and the links that its answer wants. When they are there, or the gateway asks for it, another
         follows at once."""
         info = replace(self.infos[worker_id], **changes)
         links = self.links[self.fleet[worker_id]] if worker_id in self.fleet else None
         load = WorkerLoad(free_blocks=info.num_blocks)
-        beat = Beat(info, load, [] if links is None else links.states())
+        beat = Beat(info, load, [] if links is None else links.states(), blocks)
         answer = BEAT_ANSWERS.decode(await self.report(encode(beat)))
         if links is not None:
-            links.want(answer.peers)
+            links.want("", answer.peers)
         return answer
 
     async def report(self, data: bytes) -> bytes:

@@ -59,7 +59,7 @@ def ends_soon(service: Service) -> None:
 
     for worker in service.fleet.values():
         worker._next_token = next_token
-        worker._eos_token_id = END_TOKEN
+        worker.eos_token_id = END_TOKEN
 
 
 async def check_alive(service: Service) -> None:
@@ -73,7 +73,7 @@ async def check_alive(service: Service) -> None:
     )
     service.check_idle()
     assert service.gateway._inference._being_read == 0
-    assert not service.gateway._inference._in_use
+    assert not service.gateway._inference._ids.running
     tokens, completion = await service.generate(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(max_tokens=3))
     assert [token.token_id for token in tokens] == list(completion.token_ids) == [8, 9, 10]
     await service.until(lambda: service.is_idle)

@@ -192,6 +192,7 @@ def valid_requests(draw: st.DrawFn) -> pb.GenerateRequest:
         sampling=draw(samplings),
         mode=draw(st.sampled_from([pb.MODE_UNSPECIFIED, pb.MODE_AUTO, pb.MODE_PD, pb.MODE_COLOCATED])),
         salt=draw(st.text(max_size=256)),
+        session_id=draw(st.text(max_size=256)),
     )
 
 
@@ -213,6 +214,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(21, 2**32 - 1),
     "request_id": st.sampled_from(["a b", "é", "x" * 129, "\x00", "a\nb", "../x"]),
     "salt": st.integers(257, 5000).map(lambda length: "é" * length),
+    "session_id": st.integers(257, 5000).map(lambda length: "é" * length),
     "mode": st.sampled_from([4, 99, -1, 2**31 - 1, -(2**31)]),
     "prompt": st.lists(st.integers(1000, 2**32 - 1), min_size=1, max_size=5)
     | st.sampled_from([[], [1] * 256, [1] * 5000, "", "x " * 5000, None]),
@@ -282,7 +284,7 @@ async def test_built_requests(start_service: StartService, draws: Draws) -> None
 @pytest.mark.parametrize(
     ("data", "field"),
     [
-        (varint(7 << 3) + b"\x01" + VALID, "message"),
+        (varint(50 << 3) + b"\x01" + VALID, "message"),
         (VALID + varint(1 << 3) + b"\x01", "request_id"),
         (VALID + varint(4 << 3 | 2) + of_length(varint(1 << 3 | 2) + of_length(b"9")), "max_tokens"),
         (VALID + varint(4 << 3 | 2) + of_length(varint(99 << 3) + b"\x01"), "message"),

@@ -16,6 +16,7 @@ from gateway.grpc_api.inference_servicer import SERVICE
 from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb
+from router.cost_model import MIN_SAMPLES
 from tests.loopback import SECRET
 
 if TYPE_CHECKING:
@@ -132,6 +133,18 @@ async def test_reflection_is_all_that_a_call_needs(start_service: StartService) 
     assert (status.ready, status.model) == (True, "fake")
     assert [worker.worker_id for worker in status.workers] == ["d0", "p0"]
     assert fields == [field.name for field in pb.GetStatusResponse.DESCRIPTOR.fields]
+
+
+async def test_status_says_what_completed_requests_have_taught(start_service: StartService) -> None:
+    service = await start_service("p0", "d0")
+    for count in range(MIN_SAMPLES):
+        assert not (await service.stub.GetStatus(pb.GetStatusRequest())).costs, count
+        await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=5), mode=pb.MODE_PD)
+    prefill, handoff, decode = (await service.stub.GetStatus(pb.GetStatusRequest())).costs
+    assert prefill.startswith("prefill on a prefill cpu worker: ")
+    assert handoff.startswith("hand-off within a host: ")
+    assert decode.startswith("decode on a decode cpu worker: ")
+    assert all(f"(from {MIN_SAMPLES} requests)" in line for line in (prefill, handoff, decode))
 
 
 async def test_status_has_workers_and_model(start_service: StartService) -> None:

@@ -17,7 +17,7 @@ from pdserve.pb import inference_pb2 as pb
 from pdserve.pb import inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Sequence
 
     from gateway.tokenizer import Tokenizer
     from pdserve.core.worker import TokenOutput
@@ -42,6 +42,23 @@ async def refused(service: Service, code: grpc.StatusCode, **fields: Any) -> tup
     return caught.value.details() or "", dict(metadata)["pdserve-error"]
 
 
+async def test_requests_of_a_session_run_on_the_same_workers(start_service: StartService) -> None:
+    names = ("p0", "p1", "p2", "d0", "d1", "d2")
+    service = await start_service(*names, router={"policy": "session"})
+    await service.until(lambda: all(len(service.peers_of(f"p{number}")) == 3 for number in range(3)))
+    homes: dict[str, tuple[str, str]] = {}
+    for session_id in [f"session ü {number}" for number in range(8)] * 2:
+        _, completion = await service.generate(
+            token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), mode=pb.MODE_PD, session_id=session_id
+        )
+        pair = completion.prefill_worker, completion.decode_worker
+        assert homes.setdefault(session_id, pair) == pair
+    assert len({prefill for prefill, _ in homes.values()}) > 1
+    assert len({decode for _, decode in homes.values()}) > 1
+    message, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, token_ids=PROMPT, session_id="x" * 257)
+    assert message.startswith("session_id: 257 characters are more than 256")
+
+
 async def test_the_salt_reaches_the_workers_and_their_finds_the_client(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
     service.fleet["p0"].cached_tokens = 4
@@ -58,6 +75,8 @@ async def test_tokens_then_one_complete_account(start_service: StartService) -> 
         request_id="mine", token_ids=PROMPT, sampling=pb.Sampling(max_tokens=4), mode=pb.MODE_PD
     )
     assert [(token.token_id, token.index) for token in tokens] == [(6, 0), (7, 1), (8, 2), (9, 3)]
+    (placement,) = completion.placements
+    assert placement.startswith("prefill on p0: the only one free; decode on d0: the only one free")
     assert completion.text == "".join(token.text for token in tokens)
     assert list(completion.token_ids) == [6, 7, 8, 9]
     assert (completion.request_id, completion.finish_reason, completion.mode) == ("mine", "length", pb.MODE_PD)
@@ -67,7 +86,8 @@ async def test_tokens_then_one_complete_account(start_service: StartService) -> 
     assert transfer.kv_bytes == transfer.kv_bytes_expected == 1024
     assert (transfer.transport, transfer.block_size, transfer.blocks_sent, transfer.messages) == ("loopback", 4, 2, 1)
     assert transfer.request_to_ready_ms > 0
-    expected = set(EventKind) - {EventKind.DECODE_READY}  # only of tokens that were held back
+    # Only of tokens that were held back, and of prompts of which KV was fetched.
+    expected = set(EventKind) - {EventKind.DECODE_READY, EventKind.PREFIX_AWAITED, EventKind.PREFIX_READY}
     assert {event.kind for event in completion.events} == {str(kind) for kind in expected}
     assert {clock.worker for clock in completion.clocks} == {"p0", "d0"}
     assert 0 <= transfer.room_wait_ms <= transfer.exposed_ms
@@ -165,7 +185,7 @@ async def test_a_stop_string_within_token_1_calls_the_hand_off_off(
 
 async def test_a_hand_off_that_fails_behind_the_last_token_shows(start_service: StartService) -> None:
     service = await start_service("p0", "d0")
-    service.fleet["p0"]._eos_token_id = 6
+    service.fleet["p0"].eos_token_id = 6
     service.fleet["d0"].fail("decode", TransferError("broken"))
     _, completion = await service.generate(token_ids=PROMPT)
     assert (completion.finish_reason, completion.output_tokens) == ("stop", 1)
@@ -250,11 +270,11 @@ async def test_a_bug_is_internal_and_the_service_lives_on(
     start_service: StartService, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = await start_service("p0", "d0")
-    service.fleet["p0"]._next_token = lambda tokens: 1 // 0
+    setattr(service.fleet["p0"], "push", lambda *_: 1 // 0)  # noqa: B010 - a method
     details, kind = await refused(service, grpc.StatusCode.INTERNAL, token_ids=PROMPT)
     assert (details, kind) == ("ZeroDivisionError: integer division or modulo by zero", "PdserveError")
     assert "unexpected error in a request" in caplog.text
-    service.fleet["p0"]._next_token = service.fleet["d0"]._next_token
+    delattr(service.fleet["p0"], "push")
     await service.generate(token_ids=PROMPT)
 
 
@@ -285,9 +305,44 @@ async def test_a_request_id_in_use_is_refused(start_service: StartService) -> No
     service.fleet["p0"].hangs = {"prefill"}
     call = service.stub.Generate(pb.GenerateRequest(request_id="a", token_ids=PROMPT))
     await service.until(lambda: service.fleet["p0"].requests)
-    details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", token_ids=PROMPT)
+    other = pb.TokenIds(ids=[5])
+    details, _ = await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", token_ids=other)
     assert "in use" in details
+    more = pb.Sampling(max_tokens=3)
+    await refused(service, grpc.StatusCode.INVALID_ARGUMENT, request_id="a", token_ids=PROMPT, sampling=more)
     call.cancel()
+
+
+@pytest.mark.parametrize("point", ["room", "decode", "decode_more"])
+async def test_a_call_that_repeats_a_running_one_takes_it_over(start_service: StartService, point: Point) -> None:
+    """A client whose connection broke does not wait until the gateway has noticed."""
+    service = await start_service("p0", "d0")
+    service.fleet["d0"].hangs = {point}
+    fields: dict[str, Any] = {
+        "request_id": "a",
+        "token_ids": PROMPT,
+        "sampling": pb.Sampling(max_tokens=4, temperature=1.0),
+    }
+    first = service.stub.Generate(pb.GenerateRequest(**fields), timeout=60)
+    await service.until(lambda: service.fleet["d0"].requests)
+    await asyncio.sleep(0.05)
+    service.fleet["d0"].hangs = set()
+    tokens, completion = await service.generate(**fields)
+    assert [token.token_id for token in tokens] == [6, 7, 8, 9]
+    assert completion.request_id == "a"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in first:
+            pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "a later call has 'a' and asks for the same; it gets the answer" in (caught.value.details() or "")
+    seeds = {request.sampling.seed for worker in service.fleet.values() for _, request in worker.requests}
+    assert len(seeds) == 1, "the same draws"
+    await service.until(lambda: service.is_idle)
+    # Many at once: the last one gets the answer.
+    service.fleet["d0"].delay_s = {"decode": 0.05}
+    answers = await asyncio.gather(*(service.generate(**fields) for _ in range(8)), return_exceptions=True)
+    assert sum(isinstance(answer, tuple) for answer in answers) == 1
+    await service.until(lambda: service.is_idle)
 
 
 async def test_models_without_a_tokenizer_take_token_ids_only(start_service: StartService) -> None:
@@ -302,17 +357,12 @@ async def test_models_without_a_tokenizer_take_token_ids_only(start_service: Sta
 def tells_logprobs(worker: FakeWorker) -> None:
     """Have a worker report a high log-probability for each token, and a lower one for token 0."""
 
-    def told(outputs: Callable[..., AsyncIterator[TokenOutput]]) -> Callable[..., AsyncIterator[TokenOutput]]:
-        async def tell(*arguments: Any) -> AsyncIterator[TokenOutput]:
-            async for output in outputs(*arguments):
-                token_id = output.token_id
-                top = None if token_id is None else TokenLogprobs(-0.25, ((token_id, -0.25), (0, -2.0)))
-                yield msgspec.structs.replace(output, logprobs=top)
+    def tell(output: TokenOutput) -> TokenOutput:
+        token_id = output.token_id
+        top = None if token_id is None else TokenLogprobs(-0.25, ((token_id, -0.25), (0, -2.0)))
+        return msgspec.structs.replace(output, logprobs=top)
 
-        return tell
-
-    for name in ("push", "receive", "run"):
-        setattr(worker, name, told(getattr(worker, name)))
+    worker.change_output = tell
 
 
 @pytest.mark.parametrize("mode", [pb.MODE_PD, pb.MODE_COLOCATED])

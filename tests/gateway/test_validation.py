@@ -13,11 +13,12 @@ from gateway.validation import (
     check_logit_bias,
     check_salt,
     check_sampling,
+    check_session_id,
     check_stop_token_ids,
     fit_max_tokens,
     max_message_bytes,
+    new_request_id,
     prompt_of,
-    request_id_of,
     seeded,
 )
 from pdserve.core.errors import CapacityExceeded, InvalidRequest
@@ -38,26 +39,28 @@ def submission(**fields: Any) -> Submission:
 
 def read_sampling(asked: Submission, tokenizer: Tokenizer | None) -> SamplingParams:
     check_sampling(asked.sampling, tokenizer)
-    return seeded(asked.sampling)
+    return seeded(asked.sampling, new_request_id(asked.request_id))
 
 
 def test_request_id_is_taken_or_made() -> None:
-    assert request_id_of("a.b_c:d-9", ()) == "a.b_c:d-9"
-    made = {request_id_of("", ()) for _ in range(10)}
+    assert new_request_id("a.b_c:d-9") == "a.b_c:d-9"
+    made = {new_request_id("") for _ in range(10)}
     assert len(made) == 10
     for name in made:
-        assert request_id_of(name, ()) == name
+        assert new_request_id(name) == name
 
 
 @pytest.mark.parametrize("name", ["a b", "é", "a#2", "x" * 129, "a\n", "/"])
 def test_bad_request_ids(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^request_id: .*; leave it out"):
-        request_id_of(name, ())
+        new_request_id(name)
 
 
-def test_request_id_in_use() -> None:
-    with pytest.raises(InvalidRequest, match=r"^request_id: 'a' is in use"):
-        request_id_of("a", {"a"})
+def test_session_ids() -> None:
+    for session_id in ("", "user ü/chat 1", "x" * 256):
+        check_session_id(session_id)
+    with pytest.raises(InvalidRequest, match=r"^session_id: 257 characters are more than 256; send a digest"):
+        check_session_id("x" * 257)
 
 
 def test_salts() -> None:
@@ -81,6 +84,8 @@ def test_sampling_defaults_and_a_seed_of_its_own(tokenizer: Tokenizer) -> None:
     assert first.seed is not None
     assert second.seed is not None
     assert first.seed != second.seed
+    again = [read_sampling(submission(request_id=name), tokenizer).seed for name in ("a", "a", "b")]
+    assert again[0] == again[1] != again[2], "a request that is sent again gets the same tokens"
     assert 0 <= first.seed < 2**63
     assert (first.min_p, first.repetition_penalty, first.presence_penalty, first.frequency_penalty) == (0, 1, 0, 0)
     assert (first.logit_bias, first.logprobs) == ({}, None)

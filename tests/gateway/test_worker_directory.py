@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
 import pytest
 
+from pdserve.core.block_update import SNAPSHOT, BlockUpdate, pack
 from pdserve.core.errors import LayoutMismatch, TransferTimeout
 from pdserve.core.kv_layout import KVLayout
+from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import FakeWorker, fake_info
@@ -33,6 +37,12 @@ async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.generate(token_ids=PROMPT, mode=mode)
     return caught.value
+
+
+async def retire(service: Service, worker_ids: list[str], drain_s: float) -> None:
+    """What a service does with workers that it no longer wants."""
+    await service.gateway.retire(worker_ids, drain_s)
+    await service.gateway.dismiss(worker_ids)
 
 
 async def test_a_worker_that_cannot_be_reached_is_tried_with_every_heartbeat(
@@ -202,6 +212,43 @@ async def test_a_superseded_incarnation_is_told_to_end(start_service: StartServi
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
 
 
+async def test_announced_blocks_lead_requests_to_the_workers_that_have_them(start_service: StartService) -> None:
+    service = await start_service("p0", "p1", "d0", "d1", router={"policy": "prefix_affinity"})
+    await service.until(lambda: all(len(service.peers_of(name)) == 2 for name in ("p0", "p1")))
+    prompt = list(range(13))
+    hashes = list(PrefixDigests("s", 4).hashes(prompt))
+
+    async def ran_on() -> tuple[str, str]:
+        _, done = await service.generate(
+            token_ids=pb.TokenIds(ids=prompt), sampling=pb.Sampling(max_tokens=2), mode=pb.MODE_PD, salt="s"
+        )
+        return done.prefill_worker, done.decode_worker
+
+    for prefill, decode in (("p0", "d1"), ("p1", "d0")):
+        for name in (prefill, decode):
+            assert (await service.beat(name)).blocks_after == SNAPSHOT
+            answer = await service.beat(name, BlockUpdate(SNAPSHOT, 5, pack(hashes[:2])))
+            assert answer.blocks_after == 5
+        assert [await ran_on() for _ in range(3)] == [(prefill, decode)] * 3
+        for name in (prefill, decode):
+            assert (await service.beat(name, BlockUpdate(5, 7, b"", pack(hashes[:2])))).blocks_after == 7
+            service.make(name, epoch="2", life=f"{name}/2")
+            await service.beat(name)
+            await service.until(functools.partial(service.connects.__contains__, f"{name}/2"))
+            assert (await service.beat(name)).blocks_after == SNAPSHOT, "another incarnation, another cache"
+    index = service.gateway.registry.prefixes
+    assert index is not None
+    assert len(index) == 0
+
+
+async def test_no_worker_announces_blocks_that_nothing_reads(start_service: StartService) -> None:
+    policies = {"prefill": "session", "decode": "least_tokens"}
+    service = await start_service("p0", "d0", router={"policy": policies, "prefix_fetch": "off"})
+    assert (await service.beat("p0")).blocks_after is None
+    assert (await service.beat("p0", BlockUpdate(SNAPSHOT, 1, pack([7])))).blocks_after is None
+    assert service.gateway.registry.prefixes is None
+
+
 async def test_a_retiring_worker_finishes_first(start_service: StartService) -> None:
     service = await start_service("p0", "d0", "d1", router={"policy": "round_robin"})
     await settle()
@@ -213,7 +260,7 @@ async def test_a_retiring_worker_finishes_first(start_service: StartService) -> 
     gate = service.fleet["d0"].hangs = {"decode"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3)))
     await service.until(lambda: service.fleet["d0"].held)
-    retiring = asyncio.create_task(service.gateway.retire(["d0"], 5.0))
+    retiring = asyncio.create_task(retire(service, ["d0"], 5.0))
     await service.until(lambda: next(w for w in service.gateway.registry.workers if w.worker_id == "d0").retiring)
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))
     assert [point for point, _ in service.fleet["d1"].requests] == ["receive"], "nothing more goes to d0"
@@ -236,10 +283,50 @@ async def test_requests_of_a_worker_that_retires_too_slowly_continue_elsewhere(s
     await service.until(lambda: service.fleet["d0"].held)
     await service.bring_up("d1")
     await settle()
-    await asyncio.wait_for(service.gateway.retire(["d0", "nobody"], 0.05), 3.0)
+    await asyncio.wait_for(retire(service, ["d0", "nobody"], 0.05), 3.0)
     tokens, completion = await asyncio.wait_for(running, 30.0)
     assert len(tokens) == 4
     assert completion.decode_worker == "d1"
+
+
+async def test_workers_get_the_role_that_the_service_wants(start_service: StartService) -> None:
+    """With the version of the members, by the answers to heartbeats, which are requested; links follow the roles."""
+    service = await start_service("p0", "d0", "d1")
+    await settle()
+    answer = await service.beat("d1")
+    assert (answer.role, answer.version) == (None, 0), "it has not been told"
+    members = {"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.PREFILL}
+    asked: list[str] = []
+    for name in members:
+        service.fleet[name].on_beat_now = functools.partial(asked.append, name)
+    service.gateway.expect(members, version=2)
+    assert asked == ["d1"]
+    service.gateway.expect({name: Role.DECODE for name in members}, version=1)  # it was overtaken
+    answer = await service.beat("d1")
+    assert (answer.role, answer.version, answer.peers) == (Role.PREFILL, 2, [])
+    assert await service.gateway.wait_roles(["d1"], 0.05) == ["d1"]
+
+    service.infos["d1"] = replace(service.infos["d1"], role=Role.PREFILL)
+    waiting = asyncio.create_task(service.gateway.wait_roles(["d1", "p0"], 30.0))
+    assert [peer.worker_id for peer in (await service.beat("d1")).peers] == ["d0"]
+    assert await waiting == [], "with the link that it opens then"
+    assert service.peers_of("d1") == {"d0"}
+    _, done = await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2), mode=pb.MODE_PD)
+    assert done.decode_worker == "d0"
+
+    # The other way: the prefill workers are asked for a heartbeat, whose answer names it.
+    asked.clear()
+    service.infos["p0"] = replace(service.infos["p0"], role=Role.DECODE)
+    service.fleet["d1"].on_beat_now = functools.partial(asked.append, "d1")
+    service.gateway.expect({**members, "p0": Role.DECODE}, version=3)
+    await service.beat("p0")
+    assert asked == ["p0", "d1"]
+    assert {peer.worker_id for peer in (await service.beat("d1")).peers} == {"d0", "p0"}
+    await settle()
+    await service.beat("d1")
+    assert await service.gateway.wait_roles(["p0"], 30.0) == []
+    status = await service.stub.GetStatus(pb.GetStatusRequest())
+    assert {w.worker_id: w.role for w in status.workers} == {"p0": "decode", "d0": "decode", "d1": "prefill"}
 
 
 async def test_a_worker_of_another_service_is_told_to_end(start_service: StartService) -> None:

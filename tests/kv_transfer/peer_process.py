@@ -44,9 +44,9 @@ async def echo(name: str) -> None:
         await link.send(message.header, await link.payload(whole))
 
 
-async def receive_many(name: str, blocks: int) -> None:
+async def receive_many(name: str, blocks: int, device: str = "cpu") -> None:
     """Receive one hand-off of all blocks per line of the input, and say its proof."""
-    pool, clock = Pool.create(LARGE, blocks, probe_bytes=MAX_PROBE_AREA_BYTES), MonotonicClock()
+    pool, clock = Pool.create(LARGE, blocks, device, MAX_PROBE_AREA_BYTES), MonotonicClock()
     receiver = KVReceiver(
         pool,
         [create_transport(name, pool.memory)],
@@ -88,5 +88,7 @@ if __name__ == "__main__":
     role, transport_name, *rest = sys.argv[1:]
     if role == "echo":
         asyncio.run(echo(transport_name))
+    elif role == "receive":
+        asyncio.run(receive(transport_name, int(rest[0])))
     else:
-        asyncio.run((receive if role == "receive" else receive_many)(transport_name, int(rest[0])))
+        asyncio.run(receive_many(transport_name, int(rest[0]), *rest[1:]))

@@ -1,100 +1,107 @@
-"""How NCCL's communicators are made, with a stand-in for torch's process groups: this machine has no GPU."""
+"""NCCL's communicators and their streams, with strict stand-ins for NCCL and CUDA: this machine has no GPU."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from devices.strict_cuda import StrictCuda, StrictGpus
 from kv_transfer.factory import offered_transports
 from kv_transfer.memory import DeviceMemory
-from kv_transfer.transports import nccl, torch_dist, torch_groups
+from kv_transfer.pool import Pool
+from kv_transfer.transports import nccl, torch_dist, torch_groups, torch_link
 from kv_transfer.transports.nccl import Communicators
 from kv_transfer.transports.torch_dist import TorchDistTransport
-from pdserve.core.errors import ConfigError, TransferTimeout
+from pdserve.core.errors import ConfigError, PeerLost, TransferTimeout
+from pdserve.core.kv_layout import Region, probe_area
+from tests.kv_transfer.conftest import LAYOUT
+from tests.kv_transfer.strict_nccl import StrictNccl, communicators
 from tests.loopback import SECRET
 
 
-class FakeGroup:
-    """A `ProcessGroupNCCL` that notes its calls."""
-
-    made: list[FakeGroup]
-    current = -1  # GPU
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.prefix, self.rank, self.options = store, rank, options
-        self.calls: list[tuple[Any, ...]] = []
-        FakeGroup.made.append(self)
-
-    Options = SimpleNamespace
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        """Noted, with the current GPU."""
-        self.calls.append(("connect", str(device), FakeGroup.current))
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeGroup:
-        """Noted."""
-        self.calls.append(("send", tensors[0].numel(), peer, FakeGroup.current))
-        return self
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeGroup:
-        """Noted."""
-        self.calls.append(("recv", tensors[0].numel(), peer, FakeGroup.current))
-        return self
-
-    def wait(self) -> None:
-        """At once."""
-
-
 @pytest.fixture
-def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeGroup.made = []
-
-    @contextlib.contextmanager
-    def device(index: int) -> Iterator[None]:
-        FakeGroup.current, before = index, FakeGroup.current
-        yield
-        FakeGroup.current = before
-
-    class Options(SimpleNamespace):
-        def __init__(self) -> None:
-            super().__init__(config=SimpleNamespace())
-
-    monkeypatch.setattr(FakeGroup, "Options", Options)
-    stream = SimpleNamespace(synchronize=lambda: None)
-    cuda = SimpleNamespace(
-        device=device, Stream=lambda _: stream, stream=lambda _: contextlib.nullcontext(), current_stream=lambda: stream
-    )
-    fake = SimpleNamespace(
-        cuda=cuda,
-        device=torch.device,
-        uint8=torch.uint8,
-        zeros=lambda n, **_: torch.zeros(n),
-        distributed=SimpleNamespace(ProcessGroupNCCL=FakeGroup, PrefixStore=lambda prefix, store: prefix),
-    )
-    monkeypatch.setattr(nccl, "torch", fake)
+def strict_nccl(monkeypatch: pytest.MonkeyPatch) -> StrictNccl:
+    """NCCL without GPUs."""
+    installed = StrictNccl()
+    installed.install(monkeypatch)
+    return installed
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_communicators_are_connected_before_any_payload_on_the_pools_gpu(fake_nccl: None, rank: int) -> None:
+def test_communicators_are_connected_before_any_payload_on_the_pools_gpu(strict_nccl: StrictNccl, rank: int) -> None:
     """Otherwise the first probe pays for the connection, and the link is rated by it for good."""
-    communicators = Communicators(None, rank, 3, 10.0)
-    assert [group.calls for group in FakeGroup.made] == [[], []]
-    communicators.connect()
-    ours, theirs = communicators.by_sender[rank], communicators.by_sender[1 - rank]
-    assert ours.calls == [("connect", "cuda:3", 3), ("send", 1, 1 - rank, 3)]
-    assert theirs.calls == [("connect", "cuda:3", 3), ("recv", 1, 1 - rank, 3)]
-    for group in FakeGroup.made:
+    gpus = StrictGpus(num_gpus=4)
+    here, there = (communicators(each, 3, gpus.process()) for each in (rank, 1 - rank))
+    groups = strict_nccl.made[:2]
+    assert [group.calls for group in groups] == [[], []]
+    joining = threading.Thread(target=there.connect)
+    joining.start()
+    here.connect()
+    joining.join(10)
+    ours, theirs = groups[rank], groups[1 - rank]
+    assert ours.calls == [("connect", 3), ("send", 1, 1 - rank, 3)]
+    assert theirs.calls == [("connect", 3), ("recv", 1, 1 - rank, 3)]
+    for group in groups:
         assert group.options.config.blocking == 0, "a blocking connection cannot be aborted"
-        assert group.options._timeout.total_seconds() == 10.0
+        assert group.options._timeout.total_seconds() == 3600.0, "the link is first to give up"
+
+
+class GpuPool(Pool):
+    """A pool of one process on a GPU that is none."""
+
+    def __init__(self, cuda: StrictCuda, num_blocks: int) -> None:
+        self.gpu = DeviceMemory.create(sum(probe_area(LAYOUT.block_bytes * num_blocks)), "cuda:0", cuda)
+        super().__init__(LAYOUT, num_blocks, self.gpu)
+        self.data: memoryview = self.gpu.view(Region(0, LAYOUT.block_bytes * num_blocks)).numpy().data
+
+    def bytes_of(self, block_ids: Sequence[int]) -> bytes:
+        """What blocks hold."""
+        return b"".join(bytes(self.data[start : start + size]) for start, size in self.regions(block_ids))
+
+
+async def test_hand_offs_over_nccl_wait_for_their_streams_and_for_nothing_else(
+    make_ends: Callable[..., Awaitable[Any]], strict_nccl: StrictNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathers, sends and receives run on streams whose work is done as late as possible: what is used too early is
+    poison. While one payload is sent, the next one is enqueued behind it."""
+    gpus = StrictGpus()
+    source, target = GpuPool(gpus.process(), 256), GpuPool(gpus.process(), 256)
+    cudas = {id(pool.gpu): pool.gpu.cuda for pool in (source, target)}
+
+    def create(backend: str, store: Any, rank: int, *_: object, on_device: bool, index: int) -> Communicators:
+        pool = source if rank else target  # the sender connects
+        return communicators(rank, index, cudas[id(pool.gpu)])
+
+    monkeypatch.setattr(torch_groups, "create_groups", create)
+    monkeypatch.setattr(torch_link, "DEVICE_MESSAGE_BYTES", 8 * LAYOUT.block_bytes)
+    sending, receiving = (
+        TorchDistTransport(pool.gpu, SECRET, backend="nccl", timeout_s=10.0) for pool in (source, target)
+    )
+    ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving, message_bytes=1)
+    for name, shift in (("first", 1), ("second", 57)):
+        ids = [(number * 7 + shift) % 256 for number in range(200)]
+        ends.start(name, ids)
+        ends.sender.send_blocks(name, 0, list(range(200)), last=True, trailer=b"token 1")
+        received, sent = await asyncio.gather(ends.receiver.wait(name), ends.sender.wait(name))
+        assert target.bytes_of(ids) == source.bytes_of(range(200))
+        assert received.proof.kv_bytes == sent.bytes == 200 * LAYOUT.block_bytes
+        assert sent.messages < 30, "messages have at least the size that fills the link"
+    assert strict_nccl.largest == torch_link.IN_FLIGHT
+    await ends.sender.aclose()
+    await ends.receiver.aclose()
+    async with asyncio.timeout(10):  # both ends abort their communicators
+        while not all(group.wire.aborted for group in strict_nccl.made):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def test_ncclss_defaults_are_ours_unless_the_user_has_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +143,7 @@ class JoiningGroups:
 async def test_a_join_whose_peer_died_ends_at_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the limit of connecting, and by an abort: else its thread stays for ever."""
     JoiningGroups.made = []
-    monkeypatch.setattr(torch_groups, "Groups", JoiningGroups)
+    monkeypatch.setattr(torch_groups, "create_groups", JoiningGroups)
     monkeypatch.setattr(torch_dist, "_NCCL_JOIN_S", 0.6)
     memory = DeviceMemory([], torch.zeros(64, dtype=torch.uint8), index=2)
     here, there = (TorchDistTransport(memory, SECRET, backend="nccl", timeout_s=5.0) for _ in range(2))
@@ -148,6 +155,45 @@ async def test_a_join_whose_peer_died_ends_at_its_own_limit(monkeypatch: pytest.
     assert JoiningGroups.made[0].index == 2
     await here.aclose()
     await there.aclose()
+    for groups in JoiningGroups.made:
+        assert await asyncio.to_thread(groups.ended.wait, 5)
+
+
+@pytest.mark.parametrize("how", ["closes", "resets"])
+async def test_a_connection_that_its_peer_leaves_is_noticed(how: str) -> None:
+    """A peer that dies with unread bytes resets the connection."""
+
+    async def leave(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if how == "resets":
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.close()
+
+    async with await asyncio.start_server(leave, "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        await asyncio.wait_for(torch_dist._left(reader), 5)
+        assert (reader.exception() is not None) == (how == "resets")
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_a_peer_that_dies_during_the_join_is_noticed_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    JoiningGroups.made = []
+    monkeypatch.setattr(torch_groups, "create_groups", JoiningGroups)
+    memory = DeviceMemory([], torch.zeros(64, dtype=torch.uint8), index=0)
+    here, there = (TorchDistTransport(memory, SECRET, backend="nccl", timeout_s=5.0) for _ in range(2))
+    endpoint = await there.listen("127.0.0.1")
+    connecting = asyncio.create_task(here.connect(endpoint, 0.2))
+    async with asyncio.timeout(20):
+        while len(JoiningGroups.made) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    started_s = time.monotonic()
+    await there.aclose()
+    with pytest.raises(PeerLost, match="the peer left while the two joined"):
+        await connecting
+    assert time.monotonic() - started_s < nccl.JOIN_S / 4
+    await here.aclose()
     for groups in JoiningGroups.made:
         assert await asyncio.to_thread(groups.ended.wait, 5)
 

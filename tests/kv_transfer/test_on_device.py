@@ -21,7 +21,7 @@ from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch_dist import TorchDistTransport
-from kv_transfer.transports.torch_groups import Groups
+from kv_transfer.transports.torch_groups import GlooGroups
 from pdserve.core.errors import PeerLost, TransferRefused
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.kv_layout import KVLayout, probe_area
@@ -212,15 +212,15 @@ async def test_a_slow_first_payload_does_not_rate_the_link_for_good(
     make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a library connects at the first payload: the handshake goes on to larger ones."""
-    whole, sizes = Groups.recv, []
+    whole, sizes = GlooGroups.recv, []
 
-    def recv(self: Groups, size: int) -> Any:
+    def recv(self: GlooGroups, size: int) -> Any:
         sizes.append(size)
         if len([each for each in sizes if each >= 2**16]) == 1:
             time.sleep(0.3)
         return whole(self, size)
 
-    monkeypatch.setattr(Groups, "recv", recv)
+    monkeypatch.setattr(GlooGroups, "recv", recv)
     source, target = DevicePool("p", 8192), DevicePool("d", 8192)
     sending, receiving = pair("torch_dist", source, target)
     ends = await make_ends(source=source, target=target, sending=sending, receiving=receiving)

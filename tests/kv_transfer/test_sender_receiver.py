@@ -14,6 +14,7 @@ import pytest
 import kv_transfer.receiver
 import kv_transfer.send_link
 import kv_transfer.sender
+from kv_transfer import protocol
 from kv_transfer import sender as sender_module
 from kv_transfer.handshake import measure
 from kv_transfer.transfer import TransferEnded
@@ -987,3 +988,62 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+# --- the prefix of a prompt, of which the sender may have less than is wanted ----------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("sent", "skipped"), [(6, 0), (4, 0), (4, 2), (0, 0), (2, 3)])
+async def test_a_partial_hand_off_brings_what_the_sender_has(
+    make_ends: MakeEnds, layout: KVLayout, transport: str, sent: int, skipped: int
+) -> None:
+    ends = await make_ends(transport)
+    target_ids, source_ids = [40, 3, 17, 18, 19, 60], [5, 6, 7, 20, 21, 9][:sent]
+    before = bytes(ends.target.data)
+    ends.sender.push("r", ends.peer, sent, ends.in_s(10), partial=True)
+    ends.receiver.announce("r", "p", target_ids, skipped, ends.in_s(10), partial=True)
+    ends.sender.send_blocks("r", 0, source_ids, layout.all_layers, last=True)
+    received, _ = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    moved = max(0, sent - skipped)
+    assert received.num_blocks == skipped + moved
+    assert (received.proof.blocks_received, received.proof.blocks_skipped) == (moved, skipped)
+    assert received.proof.kv_bytes == moved * layout.block_bytes
+    written = target_ids[skipped : skipped + moved]
+    assert ends.blocks_of(ends.target, written) == ends.blocks_of(ends.source, source_ids[skipped:])
+    others = [i for i in range(64) if i not in written]
+    assert all(ends.target.data[i * 1024 : (i + 1) * 1024] == before[i * 1024 : (i + 1) * 1024] for i in others)
+
+
+@pytest.mark.parametrize("sender_is_partial", [True, False])
+async def test_only_a_partial_hand_off_may_end_early(make_ends: MakeEnds, sender_is_partial: bool) -> None:
+    """The one that is not announced as partial is refused by the receiver, the one that is not begun as such by the
+    sender."""
+    ends = await make_ends()
+    ends.sender.push("r", ends.peer, 2, ends.in_s(10), partial=sender_is_partial)
+    ends.receiver.announce("r", "p", [1, 2, 3], 0, ends.in_s(10), partial=not sender_is_partial)
+    ends.sender.send_blocks("r", 0, [5, 6], last=True)
+    for end in (ends.sender, ends.receiver):
+        with pytest.raises(TransferRefused):
+            await asyncio.wait_for(end.wait("r"), 5)
+
+
+async def test_a_changed_message_of_a_partial_hand_off_is_sent_again(
+    make_ends: MakeEnds, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is not the last one, and the last one comes first."""
+    ends = await make_ends(message_bytes=layout.block_bytes)
+    real, calls = protocol.checksum, 0
+
+    def wrong_once(payload: Any, trailer: bytes) -> int:
+        nonlocal calls
+        calls += 1
+        return real(payload, trailer) ^ (calls == 2)
+
+    monkeypatch.setattr(kv_transfer.send_link, "checksum", wrong_once)
+    ends.sender.push("r", ends.peer, 3, ends.in_s(10), partial=True)
+    ends.receiver.announce("r", "p", [1, 2, 3, 4], 0, ends.in_s(10), partial=True)
+    ends.sender.send_blocks("r", 0, [5, 6, 7], last=True)
+    received, sent = await asyncio.gather(ends.receiver.wait("r"), ends.sender.wait("r"))
+    assert (received.num_blocks, sent.retries) == (3, 1)
+    assert ends.blocks_of(ends.target, [1, 2, 3]) == ends.blocks_of(ends.source, [5, 6, 7])

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from devices.strict_cuda import StrictGpus
 from kv_transfer import sender as sender_module
 from kv_transfer.base import NOTHING, KVLink
 from kv_transfer.fetch import Payload
@@ -21,11 +23,12 @@ from kv_transfer.transfer import TransferEnded
 from kv_transfer.transports import torch_link
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from kv_transfer.transports.torch_groups import Groups
-from kv_transfer.transports.torch_link import TorchDistLink
+from kv_transfer.transports.torch_link import IN_FLIGHT, TorchDistLink
 from pdserve.core.errors import PeerLost, TransferError, TransferTimeout
 from tests.host_pool import HostPool, inline
 from tests.kv_transfer.conftest import LAYOUT
 from tests.kv_transfer.status import status_of
+from tests.kv_transfer.strict_nccl import StrictGroup, StrictNccl, communicators
 from tests.loopback import SECRET
 
 MakeEnds = Callable[..., Awaitable[Any]]
@@ -42,20 +45,26 @@ class StuckGroups:
         self.begun, self.aborted = threading.Event(), threading.Event()
         self._aborts, self._over = aborts, threading.Event()
 
-    def joined(self, payload: object, memory: object) -> object:
+    def connect(self) -> None:
+        """Connected already."""
+
+    def gather(self, payload: object, memory: object) -> Any:
         """As it is: nothing is sent."""
         return payload
 
-    def send(self, payload: object) -> None:
-        """Stuck, whatever the payload."""
+    def send(self, gathered: object) -> StuckGroups:
+        """Begun."""
         self.begun.set()
+        return self
+
+    def recv(self, size: int) -> StuckGroups:
+        """The same the other way."""
+        return self.send(size)
+
+    def wait(self) -> bytes:
+        """Stuck."""
         self._over.wait()
         raise RuntimeError("the group was aborted")
-
-    def recv(self, size: int) -> bytes:
-        """The same the other way."""
-        self.send(size)
-        return b""
 
     def abort(self) -> None:
         """End them, if that works here."""
@@ -73,7 +82,7 @@ def stick(link: KVLink, *, aborts: bool = True) -> StuckGroups:
     """Give a link groups that are stuck."""
     assert isinstance(link, TorchDistLink)
     groups = StuckGroups(link._groups, aborts=aborts)
-    link._groups = groups  # type: ignore[assignment]
+    link._groups = groups
     return groups
 
 
@@ -113,13 +122,26 @@ async def begun(groups: StuckGroups) -> None:
     assert await asyncio.to_thread(groups.begun.wait, 30)
 
 
+async def flood(link: KVLink, size: int = 1000) -> None:
+    """Send until it fails. The first payloads are on their way when this waits."""
+    for _ in range(4 * IN_FLIGHT):
+        await link.send(b"h", inline(bytes(size)))
+    raise AssertionError("more payloads than may be on their way")
+
+
+async def busy(link: KVLink, peer: KVLink, doing: str) -> asyncio.Task[Any]:
+    """A task that sends or receives a payload, and is stuck."""
+    if doing == "receiving":
+        await announce(peer, 1000)
+        return asyncio.create_task(link.recv())
+    return asyncio.create_task(flood(link))
+
+
 @pytest.mark.parametrize("doing", ["sending", "receiving"])
 async def test_a_peer_that_dies_in_mid_payload_is_noticed_at_once(doing: str) -> None:
     async with linked(30.0) as (link, peer):
         groups = stick(link)
-        if doing == "receiving":
-            await announce(peer, 1000)
-        work = asyncio.create_task(link.send(b"h", inline(bytes(1000))) if doing == "sending" else link.recv())
+        work = await busy(link, peer, doing)
         await begun(groups)
         with within(8):
             await peer.aclose()
@@ -132,10 +154,9 @@ async def test_a_peer_that_dies_in_mid_payload_is_noticed_at_once(doing: str) ->
 async def test_a_peer_that_hangs_in_mid_payload_is_given_up_after_the_timeout(doing: str) -> None:
     async with linked(TIMEOUT_S) as (link, peer):
         groups = stick(link)
-        if doing == "receiving":
-            await announce(peer, 1000)
+        work = await busy(link, peer, doing)
         with within(TIMEOUT_S + 8), pytest.raises(TransferTimeout, match="a payload timed out"):
-            await (link.send(b"h", inline(bytes(1000))) if doing == "sending" else link.recv())
+            await work
         assert groups.aborted.is_set()
         with pytest.raises(TransferError):
             await link.send(b"h")
@@ -143,35 +164,112 @@ async def test_a_peer_that_hangs_in_mid_payload_is_given_up_after_the_timeout(do
             await peer.recv()
 
 
-@pytest.mark.parametrize("ending", ["timeout", "cancelled"])
-async def test_a_send_ends_even_if_the_abort_does_not_end_it(
-    ending: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_link_fails_when_a_payload_cannot_be_sent_although_nothing_sends() -> None:
+    async with linked(TIMEOUT_S) as (link, _):
+        stick(link)
+        await link.send(b"h", inline(bytes(1000)))
+        with within(TIMEOUT_S + 8), pytest.raises(TransferTimeout, match="a payload timed out"):
+            await link.recv()
+
+
+async def test_a_link_ends_even_if_the_abort_does_not_end_its_send(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch_link, "_GRACE_S", 0.1)
     async with linked(TIMEOUT_S) as (link, _):
         groups = stick(link, aborts=False)
-        work = asyncio.create_task(link.send(b"h", inline(bytes(1000))))
-        await begun(groups)
-        with within(2 * TIMEOUT_S + 8):
-            if ending == "cancelled":
-                work.cancel()
-            with pytest.raises(asyncio.CancelledError if ending == "cancelled" else TransferTimeout):
-                await work
+        with within(2 * TIMEOUT_S + 8), pytest.raises(TransferTimeout):
+            await flood(link)
         async with asyncio.timeout(30):
             while "does not end" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         groups.release()
 
 
+@pytest.mark.parametrize("waits", ["for room", "for its copy"])
+async def test_a_send_may_be_cancelled(waits: str) -> None:
+    """The link goes on, and the payload is read no more once it is drained."""
+    async with linked(30.0) as (link, _):
+        groups = stick(link)
+        copying, copied = threading.Event(), threading.Event()
+
+        def gather(payload: object, memory: object) -> Any:
+            copying.set()
+            assert copied.wait(10)
+            return payload
+
+        if waits == "for its copy":
+            groups.gather = gather  # type: ignore[method-assign]
+        work = asyncio.create_task(flood(link))
+        reached = copying if waits == "for its copy" else groups.begun
+        assert await asyncio.to_thread(reached.wait, 10)
+        await asyncio.sleep(0.05)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        draining = asyncio.create_task(link.drained())
+        await asyncio.sleep(0.05)
+        assert draining.done() == (waits == "for room")
+        copied.set()
+        with within(8):
+            await draining
+            await link.send(b"h")
+
+
 async def test_closing_ends_a_stuck_send() -> None:
     async with linked(30.0) as (link, _):
         groups = stick(link)
-        work = asyncio.create_task(link.send(b"h", inline(bytes(1000))))
+        work = asyncio.create_task(flood(link))
         await begun(groups)
         with within(8):
             await link.aclose()
             with pytest.raises(PeerLost):
                 await work
+
+
+def held() -> tuple[int, int]:
+    """Threads (of Gloo as well) and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    "ending", ["sender cuts", "receiver cuts", "sender closes", "receiver closes", "announced only"]
+)
+async def test_a_link_that_ends_in_mid_payload_keeps_no_thread_and_no_socket(ending: str) -> None:
+    """Over Gloo, with payloads on their way in both directions, which the other end does not take."""
+    size = 8 * 2**20
+    client, listener = (TorchDistTransport(HostMemory.create(size), SECRET, timeout_s=10.0) for _ in range(2))
+    endpoint = await listener.listen("127.0.0.1")
+
+    async def end() -> None:
+        sender, receiver = await client.connect(endpoint, 10.0), await listener.accept()
+        receiver.introduced()
+        flooding = [asyncio.create_task(flood(link, size)) for link in (sender, receiver)]
+        assert (await receiver.recv()).size == size
+        if ending == "announced only":
+            await announce(sender, size)
+            sender.cut("the payload does not come")
+        elif "cuts" in ending:
+            (sender if "sender" in ending else receiver).cut("in mid-payload")
+        await (sender if "sender" in ending else receiver).aclose()
+        outcomes = await asyncio.gather(*flooding, return_exceptions=True)
+        assert all(isinstance(each, PeerLost) for each in outcomes), outcomes
+        await asyncio.gather(sender.aclose(), receiver.aclose())
+
+    await end()
+    await asyncio.sleep(0.5)
+    before = held()
+    for _ in range(3):
+        await end()
+    try:
+        async with asyncio.timeout(30):  # at once as a rule, by Gloo's own timeout of 10 s at the latest
+            while any(now > then for now, then in zip(held(), before, strict=True)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"threads and descriptors: {held()}, before {before}") from None
+    finally:
+        await client.aclose()
+        await listener.aclose()
 
 
 @pytest.mark.parametrize("giving_up", ["the peer dies", "abort"])
@@ -185,9 +283,10 @@ async def test_a_stuck_hand_off_lets_go_of_its_blocks(make_ends: MakeEnds, givin
     ends.start("r", [1, 2], for_s=30)
     ends.sender.send_blocks("r", 0, [1, 2], last=True)
     await begun(groups)
-    if giving_up == "abort":  # the send goes on until the transport's timeout
+    if giving_up == "abort":  # its blocks are copied; the link fails at the transport's timeout
         with within(timeout_s + 8):
             await ends.sender.abort("r")
+            assert await asyncio.to_thread(groups.aborted.wait, timeout_s + 8)
     else:
         with within(8):
             await ends.receiver.aclose()
@@ -228,68 +327,41 @@ async def test_a_transport_that_never_lets_go_does_not_keep_the_blocks(
     over.set()
 
 
-class Communicator:
-    """A process group of NCCL, one of two: neither abort returns before the other has begun."""
-
-    def __init__(self, together: threading.Barrier, kernel: threading.Event) -> None:
-        self._together, self._kernel = together, kernel
-        self.begun = threading.Event()
-
-    def send(self, *_: object) -> Communicator:
-        """Only enqueues, and so does waiting for it."""
-        self.begun.set()
-        return self
-
-    recv = send
-
-    def wait(self) -> None:
-        """Enqueued."""
-
-    def abort(self) -> None:
-        """Ends the kernel, which to the stream is a kernel that has ended."""
-        self._together.wait(5)
-        self._kernel.set()
-
-
 @pytest.mark.parametrize("way", ["send", "recv"])
 def test_an_aborted_operation_of_nccl_is_no_complete_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, together = threading.Event(), threading.Barrier(2)
-    groups = Groups.__new__(Groups)
-    tensor: Any = SimpleNamespace()
-    stream = SimpleNamespace(synchronize=lambda: kernel.wait(5))
-    communicators = [Communicator(together, kernel), Communicator(together, kernel)]
-    vars(groups).update(
-        _rank=1,
-        _peer_rank=0,
-        _index=0,
-        _aborted=False,
-        _on_device=True,
-        _by_sender=communicators,
-        _streams=[stream, stream],
-    )
-    torch = SimpleNamespace(
-        uint8=0,
-        empty=lambda *_, **__: tensor,
-        cuda=SimpleNamespace(stream=lambda _: contextlib.nullcontext(), device=lambda _: contextlib.nullcontext()),
-    )
-    monkeypatch.setattr("kv_transfer.transports.torch_groups.torch", torch)
+    """To the stream it looks complete. Neither abort of a link returns before the other has begun."""
+    nccl, together = StrictNccl(), threading.Barrier(2)
+    nccl.install(monkeypatch)
+    whole = StrictGroup.abort
+
+    def abort(group: StrictGroup) -> None:
+        together.wait(5)
+        whole(group)
+
+    monkeypatch.setattr(StrictGroup, "abort", abort)
+    cudas = [StrictGpus().process() for _ in range(2)]
+    ours, theirs = (communicators(rank, 0, cuda) for rank, cuda in enumerate(cudas))
+    joining = threading.Thread(target=theirs.connect)
+    joining.start()
+    ours.connect()
+    joining.join(10)
     outcome: list[object] = []
+    begun = threading.Event()
 
     def operate() -> None:
         try:
-            if way == "send":
-                groups.send(tensor)
-            else:
-                groups.recv(7)
+            operation = ours.send(torch.zeros(7, dtype=torch.uint8)) if way == "send" else ours.recv(7)
+            begun.set()
+            operation.wait()
             outcome.append("complete")
         except RuntimeError as error:
             outcome.append(str(error))
 
     thread = threading.Thread(target=operate)
     thread.start()
-    assert communicators[way == "send"].begun.wait(5)
+    assert begun.wait(5)
     with within(4):
-        groups.abort()
+        ours.abort()
     thread.join(5)
     assert outcome == ["the group was aborted"]
     operate()

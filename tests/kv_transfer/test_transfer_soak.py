@@ -134,7 +134,9 @@ class Churn:
             time.sleep(hand_off.pause_s)
             self._strike(hand_off, request, sender, receiver)
         except EndGone:
-            pass
+            if start > 0 and sending < 0:  # the receiver was killed; the sender still holds the blocks until it waits
+                with contextlib.suppress(EndGone):
+                    sending = sender.begin("wait", request=request)
         return _result(sender, sending), _result(receiver, receiving), _result(sender, start).get("content")
 
     def _push(self, hand_off: Draw, request: str, sender: End, receiver: End) -> int:

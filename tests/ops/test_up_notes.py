@@ -65,7 +65,9 @@ def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folde
     """`up` and the status show all notes, and token ids are served."""
     (folder / "tokenizer.json").unlink()
     other = PdserveConfig.parse({"cluster": {"cores_per_worker": os.cpu_count()}, "gateway": {"port": free_port()}})
-    spec = WorkerSpec("prefill-0", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", "127.0.0.1:1", "test", config=other)
+    spec = WorkerSpec(
+        "prefill-0", Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", ("127.0.0.1:1",), "test", config=other
+    )
     _, claim = claim_cores(spec)
     ports.append(free_port())
     arguments = ("--model", str(folder), "--oversubscribe", "--port", str(ports[0]), "--detach")
@@ -105,6 +107,7 @@ def test_a_missing_shard_is_refused_before_anything_starts(cli: Cli, folder: Pat
     assert "starting Ray" not in up.stderr
 
 
+@pytest.mark.cluster
 @pytest.mark.ray
 def test_workers_of_unlike_hosts_agree_before_they_load(cli: Cli, tmp_path: Path, ports: list[int]) -> None:
     """One node has bfloat16 instructions (as far as this machine has), the other is kept from using them."""

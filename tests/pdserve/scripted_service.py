@@ -168,6 +168,7 @@ class ScriptedServicer(pb_grpc.InferenceServicer):
             dtype="float32",
             checkpoint_dtype="bfloat16",
             notes=["decode-0: core 3 is shared [with another]"],
+            costs=["hand-off within a host: 1 ms + 0.4 ms/MB (from 20 requests)"],
             workers=[
                 pb.WorkerStatus(
                     worker_id=f"{role}-0",

@@ -1,7 +1,7 @@
 """Delays that tests plant in stages, to prove that a breakdown shows each where it is, or to hold a request in a state.
 
 The product's code knows nothing of them. Processes that a test starts run a module of this folder in place of the
-product's, and read the delays from the environment: `tests.planted.engine`, `tests.planted.decode_worker`,
+product's, and read the delays from the environment: `tests.planted.engine`, `tests.planted.worker`,
 `tests.planted.gateway`. The stage ``network`` is planted between processes: `tests.planted.late_wire`.
 """
 

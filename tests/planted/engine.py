@@ -8,12 +8,12 @@ that step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from engine.core import EngineCore, Outbox, RequestCommand, Runner
+from engine.core import ComputedStep, CoreCommand, EngineCore, Outbox, Runner
 from engine.messages import Abort, KVReady, KVRole, Submit
 from engine.process.loop import main
-from engine.scheduling.batch import LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.batch import LayerHook, ScheduledSeq
 from engine.scheduling.scheduler import Scheduler
 from pdserve.core.clock import Clock
 from tests.planted.delays import planted_delays_s
@@ -23,13 +23,15 @@ class DelayedCore(EngineCore):
     """An engine core with the delays of this process. It follows requests from submission to their second token and
     sleeps where told."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox) -> None:
-        super().__init__(scheduler, _DelayedRunner(runner, self), clock, outbox)
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, clock: Clock, outbox: Outbox, run_ahead: bool = False
+    ) -> None:
+        super().__init__(scheduler, _DelayedRunner(runner, self), clock, outbox, run_ahead)
         self._delay_s = planted_delays_s()
         self._stage: dict[str, str] = {}
         self._roles: dict[str, KVRole] = {}
 
-    def take(self, command: RequestCommand) -> None:
+    def take(self, command: CoreCommand) -> None:
         """Apply a command, and note what it means for its request's stage."""
         if isinstance(command, Submit):
             self._roles[command.attempt_id] = command.kv_role
@@ -75,10 +77,12 @@ class _DelayedRunner:
         self._runner = runner
         self._core = core
 
-    def execute(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> Mapping[str, list[SampledToken]]:
-        sampled = self._runner.execute(seqs, hook)
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> ComputedStep:
+        step = self._runner.launch(seqs, hook)
+        step.sample()
+        sampled = step.tokens()
         self._core.in_step(seqs)
-        return sampled
+        return ComputedStep(sampled)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import gateway.gateway_thread
@@ -16,7 +15,7 @@ from gateway.__main__ import main
 from gateway.gateway import Gateway
 from gateway.worker_directory import Connect
 from pdserve.core.config import PdserveConfig
-from pdserve.core.worker import TokenOutput, WorkerInfo
+from pdserve.core.worker import WorkerInfo
 from router.handles import WorkerHandle
 from router.router import Router
 from tests.planted.delays import planted_delays_s
@@ -64,14 +63,9 @@ def _delay(owner: object, method: str, delay_s: float) -> None:
     setattr(owner, method, late)
 
 
-def _late(
-    on_time: Callable[..., AsyncGenerator[TokenOutput, None]], delay_s: float
-) -> Callable[..., AsyncGenerator[TokenOutput, None]]:
-    async def late(*arguments: object) -> AsyncGenerator[TokenOutput, None]:
-        await asyncio.sleep(delay_s)
-        async with aclosing(on_time(*arguments)) as outputs:
-            async for output in outputs:
-                yield output
+def _late(on_time: Callable[..., None], delay_s: float) -> Callable[..., None]:
+    def late(*arguments: object) -> None:
+        asyncio.get_running_loop().call_later(delay_s, on_time, *arguments)
 
     return late
 

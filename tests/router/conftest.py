@@ -13,7 +13,7 @@ from pdserve.core.request import Mode, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.timeline import EventKind
 from pdserve.core.worker import Links, Role, WorkerLoad
-from router.placement import WaitMode
+from router.needs import WaitMode
 from router.registry import WorkerRegistry
 from router.request_record import Deadline, RequestRecord
 from router.router import Router
@@ -44,10 +44,14 @@ class Cluster:
         mode: Mode = Mode.PD,
         timeout_s: float = 5.0,
         salt: str = "",
+        client: str = "",
+        priority: int = 0,
     ) -> RequestRecord:
         """A request as the gateway hands it to the router."""
-        request = Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1), mode, salt=salt)
-        record = RequestRecord(request, Deadline(self.clock.now() + timeout_s, self.clock))
+        request = Request(
+            name, prompt, SamplingParams(max_tokens=max_tokens, seed=1), mode, salt=salt, priority=priority
+        )
+        record = RequestRecord(request, Deadline(self.clock.now() + timeout_s, self.clock), client=client)
         record.timeline.record(EventKind.RECEIVED, "gateway", self.clock.now())
         record.timeline.record(EventKind.TOKENIZED, "gateway", self.clock.now())
         return record

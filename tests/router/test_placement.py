@@ -9,19 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.core.config import RouterConfig
 from pdserve.core.errors import CapacityExceeded, LayoutMismatch, NotReady, PeerLost
 from pdserve.core.request import Mode
 from pdserve.core.worker import Role
-from router.placement import ClusterView, Decision, Needs, Never, Placed, Wait, WaitMode, WorkerView, place, unavailable
+from router.needs import Needs, WaitMode
+from router.placement import ClusterView, Decision, Never, Placed, Wait, place, unavailable
+from router.policies.catalogue import POLICIES, Policies
+from router.worker_view import WorkerView
 
 PROMPT, OUTPUT = 20, 10
-ALL = frozenset({"d0", "d1", "d2"})
+ALL = dict.fromkeys(["d0", "d1", "d2"], 0.0)
 
 
 def worker(worker_id: str, **changes: Any) -> WorkerView:
     """A prefill worker (p...) linked to all, or a decode worker (d...): idle, of 32 blocks of 4 tokens."""
     is_prefill = worker_id.startswith("p")
-    values = {"role": Role.PREFILL if is_prefill else Role.DECODE, "linked": ALL if is_prefill else frozenset()}
+    values = {"role": Role.PREFILL if is_prefill else Role.DECODE, "linked": ALL if is_prefill else {}}
     capacity = {"block_size": 4, "num_blocks": 32, "max_tokens": 128, "free_blocks": 32}
     return WorkerView(worker_id, **{**values, **capacity, **changes})
 
@@ -31,8 +35,13 @@ def busy(worker_id: str, tokens: int, **changes: Any) -> WorkerView:
     return worker(worker_id, outstanding_tokens=tokens, outstanding_requests=1, **changes)
 
 
-def view(*workers: WorkerView, policy: str = "least_outstanding_tokens", backlog: int = 100) -> ClusterView:
-    return ClusterView(workers, policy, backlog)
+def view(*workers: WorkerView, policy: str = "least_tokens", backlog: int = 100, gateways: int = 1) -> ClusterView:
+    return ClusterView(workers, policies(policy), backlog, gateways)
+
+
+def policies(name: str) -> Policies:
+    """One policy for both roles."""
+    return Policies.of(RouterConfig.model_validate({"policy": name, "slo": {"ttft_ms": 100, "itl_ms": 10}}))
 
 
 def needs(mode: WaitMode = Mode.PD, **changes: Any) -> Needs:
@@ -83,7 +92,7 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
     ),
     "only linked pairs": (
         needs(),
-        view(worker("p0", linked=frozenset()), busy("p1", 9, linked=frozenset({"d1"})), worker("d0"), busy("d1", 9)),
+        view(worker("p0", linked={}), busy("p1", 9, linked={"d1": 0.0}), worker("d0"), busy("d1", 9)),
         ("p1", "d1"),
         "prefill on p1: the only one free; decode on d1: the only one free",
     ),
@@ -113,7 +122,7 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
     ),
     "by a prefill worker with a peer that did not fail it": (
         needs(avoid=frozenset({"d0"})),
-        view(worker("p0", linked=frozenset({"d0"})), busy("p1", 50), worker("d0"), worker("d1")),
+        view(worker("p0", linked={"d0": 0.0}), busy("p1", 50), worker("d0"), worker("d1")),
         ("p1", "d1"),
         "prefill on p1: the only one free",
     ),
@@ -135,13 +144,24 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
         ("p0", "d0"),
         "the only one free",
     ),
-    "colocated, the least loaded of all, whatever the policy": (
+    "colocated, the least loaded of all": (
         needs(Mode.COLOCATED),
-        view(busy("p0", 9, last_used=1), busy("d0", 3, last_used=2), policy="round_robin"),
+        view(busy("p0", 9, last_used=1), busy("d0", 3, last_used=2)),
         ("d0", None),
         "mode colocated; both on d0: 3 outstanding tokens, the fewest of 2",
     ),
-    "auto is a pair": (needs(Mode.AUTO), view(worker("p0"), worker("d0")), ("p0", "d0"), "prefill on p0"),
+    "colocated, by the policy for prefill": (
+        needs(Mode.COLOCATED),
+        view(busy("p0", 9, last_used=1), busy("d0", 3, last_used=2), policy="round_robin"),
+        ("p0", None),
+        "mode colocated; both on p0: its turn among 2",
+    ),
+    "auto is a pair": (
+        needs(Mode.AUTO),
+        view(worker("p0"), worker("d0")),
+        ("p0", "d0"),
+        "mode auto: too few hand-offs are measured to compare; prefill on p0",
+    ),
     "auto without a decode worker": (
         needs(Mode.AUTO),
         view(worker("p0"), worker("d0", ready=False)),
@@ -150,9 +170,7 @@ PLACED: dict[str, tuple[Needs, ClusterView, tuple[str, str | None], str]] = {
     ),
     "auto without links": (
         needs(Mode.AUTO),
-        view(
-            worker("p0", linked=frozenset(), link_errors=(PeerLost("d0 hung up"),)), worker("d0", outstanding_tokens=1)
-        ),
+        view(worker("p0", linked={}, link_errors=(PeerLost("d0 hung up"),)), worker("d0", outstanding_tokens=1)),
         ("p0", None),
         "mode auto: workers are ready, but no prefill worker is connected to a decode worker: d0 hung up; both on p0",
     ),
@@ -173,6 +191,19 @@ def test_placed(wanted: Needs, cluster: ClusterView, where: tuple[str, str | Non
     assert why in decision.reason
 
 
+def test_each_gateway_may_use_its_share_of_a_backlog_that_others_fill() -> None:
+    """With a backlog of 100 tokens and two gateways."""
+    for total, others, is_free in (
+        (300, 300, True),
+        (300, 251, True),
+        (300, 250, False),
+        (99, 0, True),
+        (100, 0, False),
+    ):
+        each = worker("p0", prompt_tokens=total, others_prompt_tokens=others)
+        assert view(each, gateways=2).is_free(each) == is_free, (total, others)
+
+
 WAITS: dict[str, tuple[Needs, ClusterView, str, type[Exception] | None]] = {
     "no prefill worker is free": (
         needs(),
@@ -189,7 +220,7 @@ WAITS: dict[str, tuple[Needs, ClusterView, str, type[Exception] | None]] = {
     ),
     "the one with room is linked to another": (
         needs(),
-        view(worker("p0", linked=frozenset({"d0"})), busy("d0", 1, free_blocks=0), worker("d1")),
+        view(worker("p0", linked={"d0": 0.0}), busy("d0", 1, free_blocks=0), worker("d1")),
         "no free prefill worker is linked to a decode worker with room",
         None,
     ),
@@ -209,7 +240,7 @@ WAITS: dict[str, tuple[Needs, ClusterView, str, type[Exception] | None]] = {
     "auto, both there and full": (
         needs(Mode.AUTO),
         view(busy("p0", 200, prompt_tokens=200), worker("d0")),
-        "no prefill worker is free: p0 has 200 prompt tokens to compute",
+        "mode auto: too few hand-offs are measured to compare; no prefill worker is free: p0 has 200 prompt tokens to",
         None,
     ),
     "nothing there": (
@@ -221,13 +252,13 @@ WAITS: dict[str, tuple[Needs, ClusterView, str, type[Exception] | None]] = {
     "no decode worker": (needs(), view(worker("p0")), "no decode worker is ready (1 prefill registered, 0", NotReady),
     "not linked": (
         needs(),
-        view(worker("p0", linked=frozenset(), link_errors=(PeerLost("d0 hung up"),)), worker("d0")),
+        view(worker("p0", linked={}, link_errors=(PeerLost("d0 hung up"),)), worker("d0")),
         "workers are ready, but no prefill worker is connected to a decode worker: d0 hung up",
         NotReady,
     ),
     "unlike workers, which would answer differently": (
         needs(Mode.AUTO),
-        view(worker("p0", linked=frozenset(), link_errors=(LayoutMismatch("dtype differs"),)), worker("d0")),
+        view(worker("p0", linked={}, link_errors=(LayoutMismatch("dtype differs"),)), worker("d0")),
         "workers are ready, but no prefill worker is connected to a decode worker: dtype differs",
         LayoutMismatch,
     ),
@@ -252,7 +283,7 @@ def test_what_no_worker_could_hold_is_never_placed(mode: WaitMode) -> None:
     assert isinstance(place(needs(mode), view(worker("p0", live=False, ready=False, max_tokens=1))), Wait)
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "least_outstanding_tokens"])
+@pytest.mark.parametrize("policy", ["round_robin", "least_tokens"])
 def test_equal_workers_take_turns_and_one_that_comes_back_is_next(policy: str) -> None:
     last_used = dict.fromkeys(["p0", "p1", "p2"], 0)
     order = []
@@ -273,7 +304,8 @@ def clusters(draw: st.DrawFn) -> ClusterView:
     workers = []
     for name in [f"p{i}" for i in range(draw(few))] + [f"d{i}" for i in range(draw(few))]:
         live = draw(st.booleans()) or draw(st.booleans())
-        linked = draw(st.frozensets(st.sampled_from(["d0", "d1", "d2"]))) if name.startswith("p") else frozenset()
+        rates = st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.sampled_from([0.0, 1.0, 4.0]))
+        linked = draw(rates) if name.startswith("p") else {}
         requests = draw(few)
         workers.append(
             worker(
@@ -287,14 +319,15 @@ def clusters(draw: st.DrawFn) -> ClusterView:
                 live=live,
                 ready=live and (draw(st.booleans()) or draw(st.booleans())),
                 late=draw(st.integers(0, 3)) == 0,
+                node=draw(st.sampled_from(["a", "b"])),
                 linked=linked,
                 link_errors=(LayoutMismatch("dtype differs"),) * (draw(st.integers(0, 9)) == 0),
                 last_used=draw(few),
             )
         )
     draw(st.randoms(use_true_random=False)).shuffle(workers)
-    policy = draw(st.sampled_from(["round_robin", "least_outstanding_tokens"]))
-    return ClusterView(tuple(workers), policy, draw(st.sampled_from([1, 100])))
+    policy = draw(st.sampled_from(sorted(POLICIES)))
+    return ClusterView(tuple(workers), policies(policy), draw(st.sampled_from([1, 100])))
 
 
 NAMES = ["p0", "p1", "p2", "d0", "d1", "d2"]
@@ -305,6 +338,7 @@ WANTED = st.builds(
     output_tokens=st.integers(1, 40),
     avoid=st.frozensets(st.sampled_from(NAMES), max_size=3),
     prefer=st.sampled_from(["", *NAMES]),
+    ticket=st.integers(0, 2**32),
 )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,12 @@ import pytest
 from pdserve.core.clock import FakeClock
 from pdserve.core.config import RouterConfig
 from pdserve.core.errors import LayoutMismatch, NotReady, TransferTimeout
+from pdserve.core.handoff import PeerLink
 from pdserve.core.request import Mode
-from pdserve.core.worker import Role, WorkerLoad
+from pdserve.core.worker import Links, Role, WorkerLoad
+from router.needs import Needs
+from router.placement import Placed
+from router.registered_worker import Share
 from router.registry import WorkerRegistry
 from tests.fake_worker import FakeWorker, fake_info, fake_links
 
@@ -110,12 +115,115 @@ async def test_listeners_hear_of_every_change(registry: WorkerRegistry, clock: F
     assert len(heard) == 4, "it was lost already"
 
 
+async def test_changes_of_the_load_are_not_changes_of_workers(registry: WorkerRegistry, clock: FakeClock) -> None:
+    registry.add(worker("d0"))
+    entry = registry.add(worker("p0"), links=fake_links("d0"))
+    heard: list[str] = []
+    unsubscribe = registry.subscribe_workers(lambda: heard.append(entry.state))
+    share = registry.begin("p0", 9, 9)
+    for change in (share.prefilled, share.token_made, share.end):
+        change()
+    registry.heartbeat("p0", WorkerLoad(free_blocks=3, running=2), entry.info, fake_links("d0"))
+    (link,) = fake_links("d0").values()
+    assert isinstance(link, PeerLink)
+    registry.heartbeat("p0", WorkerLoad(), entry.info, {("d0", "1"): replace(link, ceiling_gbs=7.0)})
+    assert heard == [], "a faster link is still the same link"
+    assert registry.links(entry)[0].ceiling_gbs == 7.0
+    registry.heartbeat("p0", WorkerLoad(), entry.info, {("d0", "1"): TransferTimeout("it is silent")})
+    registry.heartbeat("p0", WorkerLoad(), entry.info, fake_links("d0"))
+    assert heard == ["ready"] * 2, "a link went and came"
+    registry.suspect(entry)
+    registry.heartbeat("p0", WorkerLoad(), entry.info, fake_links("d0"))
+    registry.heartbeat("p0", WorkerLoad(), replace(entry.info, ready=False), fake_links("d0"))
+    registry.retire("p0")
+    registry.lost("p0")
+    assert heard[2:] == ["suspect", "ready", "starting", "retiring", "lost"]
+    registry.add(worker("p1"))
+    assert len(heard) == 8
+    unsubscribe()
+    registry.lost("p1")
+    assert len(heard) == 8
+
+
+def expected_view(registry: WorkerRegistry, now_s: float, timeout_s: float) -> list[tuple[object, ...]]:
+    """What `place` has to see of each worker, computed from the registered workers alone."""
+    live = {(each.worker_id, each.info.epoch) for each in registry.workers if not each.lost}
+    return [
+        (
+            each.worker_id,
+            each.outstanding_tokens + each.others_tokens,
+            each.outstanding_requests,
+            each.prompt_tokens + each.others_prompt_tokens,
+            each.held_blocks - each.held_at_beat,
+            each.load.free_blocks,
+            each.last_used,
+            not each.lost,
+            each.is_ready,
+            each.heartbeat_s < now_s - timeout_s / 2,
+            {peer for peer, epoch in each.linked if (peer, epoch) in live},
+            {str(error) for key, error in each.failed.items() if key in live},
+        )
+        for each in registry.workers
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_view_is_up_to_date_after_whatever_happened(seed: int) -> None:
+    draw, clock = random.Random(seed), FakeClock(100.0)
+    registry = WorkerRegistry(clock, RouterConfig(heartbeat_timeout_s=3.0, forget_s=10.0))
+    shares: list[Share] = []
+    for _ in range(400):
+        name, decode = draw.choice(["p0", "p1", "d0", "d1"]), draw.choice(["d0", "d1"])
+        entry = registry.get(name)
+        links: Links = draw.choice([{}, fake_links("d0"), fake_links("d0", "d1"), {(decode, "1"): NotReady("not yet")}])
+        match draw.choice(
+            ["add", "begin", "begin", "token", "prefilled", "end", "beat", "beat", "suspect", "lost", "wait"]
+        ):
+            case "add":
+                registry.add(worker(name, epoch=draw.choice("12")), WorkerLoad(free_blocks=draw.randrange(9)), links)
+            case "begin" if entry is not None:
+                shares.append(registry.begin(name, 20, draw.choice([0, 5]), draw.randrange(9)))
+            case "token" if shares:
+                draw.choice(shares).token_made()
+            case "prefilled" if shares:
+                draw.choice(shares).prefilled()
+            case "end" if shares:
+                draw.choice(shares).end()
+            case "beat" if entry is not None:
+                registry.heartbeat(name, WorkerLoad(free_blocks=draw.randrange(9)), entry.info, links)
+            case "suspect" if entry is not None:
+                registry.suspect(entry)
+            case "lost":
+                draw.choice([registry.lost, registry.retire, registry.dismiss])(name)
+            case "wait":
+                clock.advance(draw.random() * 2)
+                registry.expire()
+        seen = [
+            (
+                each.worker_id,
+                each.outstanding_tokens,
+                each.outstanding_requests,
+                each.prompt_tokens,
+                each.blocks_placed,
+                each.free_blocks,
+                each.last_used,
+                each.live,
+                each.ready,
+                each.late,
+                set(each.linked),
+                {str(error) for error in each.link_errors},
+            )
+            for each in sorted(registry.view().workers, key=lambda each: each.worker_id)
+        ]
+        assert seen == expected_view(registry, clock.now(), 3.0)
+
+
 def linked(registry: WorkerRegistry, worker_id: str = "p0") -> set[str]:
     """The workers that one can send KV to, for placements and in the status alike."""
     (seen,) = [each for each in registry.view().workers if each.worker_id == worker_id]
     entry = registry.get(worker_id)
     assert entry is not None
-    assert {link.worker_id for link in registry.links(entry)} == seen.linked
+    assert {link.worker_id for link in registry.links(entry)} == set(seen.linked)
     return set(seen.linked)
 
 
@@ -234,3 +342,60 @@ async def test_an_engine_that_starts_anew_is_the_same_worker(registry: WorkerReg
     again = registry.add(FakeWorker(replace(first, epoch="2"), {}))
     assert not registry.is_superseded(first.life)
     assert again.retiring, "it gets nothing more, whatever its engine does"
+
+
+async def test_cached_tokens_of_a_prompt_are_no_load_of_this_router_nor_of_others(registry: WorkerRegistry) -> None:
+    registry.add(worker("p0"))
+    placed = Placed("p0", None, "")
+    shares = [registry.assign(Needs(Mode.COLOCATED, 100, 50, cached={"p0": 80, "p1": 96}), placed) for _ in range(2)]
+    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=300, prompt_tokens=200))
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (140, 40, 0)
+    shares[0].prefill.prefilled()
+    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=200, prompt_tokens=100))
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (120, 20, 0)
+    for share in shares:
+        share.end()
+    entry = registry.get("p0")
+    assert entry is not None
+    assert (entry.outstanding_tokens, entry.prompt_tokens, entry.spared_tokens) == (0, 0, 0)
+
+
+async def test_the_load_is_this_routers_own_and_what_the_worker_reports_of_others(registry: WorkerRegistry) -> None:
+    registry.add(worker("p0"))
+    own = registry.begin("p0", tokens=150, prompt_tokens=100)
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (150, 100, 0)
+    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=450, prompt_tokens=160))
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.prompt_tokens, view.others_prompt_tokens) == (450, 160, 60)
+    own.prefilled()
+    own.token_made()
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.prompt_tokens) == (450 - 101, 60), "own progress counts at once"
+    registry.begin("p0", tokens=30, prompt_tokens=20)
+    registry.heartbeat("p0", WorkerLoad(outstanding_tokens=49))
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.prompt_tokens) == (79, 20), "what is under way is not missing"
+    registry.heartbeat("p0", WorkerLoad())
+    own.end()
+    (view,) = registry.view().workers
+    assert (view.outstanding_tokens, view.others_prompt_tokens) == (30, 0)
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+async def test_requests_of_other_gateways_fill_a_worker(clock: FakeClock, gateways: int) -> None:
+    registry = WorkerRegistry(clock, RouterConfig(), gateways=gateways)
+    fake = worker("d0")
+    fake.info = replace(fake.info, max_num_seqs=4)
+    registry.add(fake)
+    own = registry.begin("d0", tokens=5, kv_tokens=5)
+    registry.heartbeat("d0", WorkerLoad(free_blocks=64, running=4, waiting=1))
+    (view,) = registry.view().workers
+    shared = gateways > 1  # else they are its own, which have ended since
+    assert (view.others_requests, view.batch, view.is_full) == ((4, 5, True) if shared else (0, 1, False))
+    assert view.has_room(5) == (not shared)
+    own.end()
+    (view,) = registry.view().workers
+    assert view.has_room(5), "no gateway is kept from a worker by the others"

@@ -22,6 +22,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.request import Mode, RequestStatus
 from pdserve.core.timeline import EventKind, Figure
+from router.attempt import ABORT_TIMEOUT_S, PROOF_TIMEOUT_S
 from router.request_record import Deadline
 from router.retries import MIN_RETRIES
 from tests.fake_worker import Point, fake_links
@@ -373,7 +374,7 @@ async def test_load_is_what_is_still_to_be_computed(make_cluster: MakeCluster) -
 
 async def test_a_bug_in_a_handle_fails_the_request_and_leaks_nothing(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    cluster.fleet["p0"]._next_token = lambda tokens: tokens[10**6]
+    cluster.fleet["p0"].push = lambda *_: [][1]  # type: ignore[method-assign]
     record = cluster.record()
     with pytest.raises(IndexError):
         await cluster.tokens(record)
@@ -390,6 +391,62 @@ async def test_a_dying_decode_worker_ends_a_prefill_that_has_no_use_any_more(mak
     await asyncio.sleep(0.03)
     assert cluster.aborted("p0") == ["r"]
     assert await task == ALL
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+async def test_a_prefill_worker_that_is_lost_in_the_transfer_is_noticed_at_once(
+    make_cluster: MakeCluster, first_token: str
+) -> None:
+    """The decode worker would wait for the KV until its lease ends."""
+    cluster = make_cluster(prefill=2, first_token=first_token)
+    cluster.fleet["d0"].delay_s = {"room": 0.2}
+    record = cluster.record()
+    task = asyncio.create_task(cluster.tokens(record))
+    await cluster.until(lambda: bool(cluster.fleet["p0"].requests))
+    await asyncio.sleep(0.05)  # token 1 is computed at once
+    cluster.fleet["p0"].crash()
+    cluster.registry.lost("p0")
+    assert await asyncio.wait_for(task, 5.0) == ALL
+    assert (record.attempts, len(cluster.fleet["p1"].requests)) == (2, 1)
+    cluster.check_idle()
+
+
+async def test_a_prefill_worker_that_is_lost_after_the_last_token_delays_no_completion(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"].eos_token_id = 6
+    cluster.fleet["d0"].hangs = {"room"}
+    record = cluster.record(max_tokens=9)
+    tokens = aiter(cluster.router.generate(record))
+    assert (await anext(tokens)).finish_reason is not None
+    rest = asyncio.create_task(anext(tokens, None))
+    await asyncio.sleep(0.01)
+    cluster.fleet["p0"].crash()
+    assert await asyncio.wait_for(rest, PROOF_TIMEOUT_S / 2) is None
+    cluster.fleet["d0"].hangs = set()
+    cluster.check_idle()
+
+
+async def test_a_deadline_waits_for_no_worker_that_does_not_answer(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["d0"].hangs = {"decode_more", "abort"}
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(cluster.tokens(cluster.record(timeout_s=0.1)), ABORT_TIMEOUT_S / 2)
+    cluster.fleet["d0"].hangs = set()
+
+
+async def test_a_prefill_worker_that_is_lost_after_the_transfer_costs_nothing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["d0"].delay_s = {"decode_more": 0.05}
+    record = cluster.record()
+    task = asyncio.create_task(cluster.tokens(record))
+    await cluster.until(lambda: len(record.output_token_ids) == 2)
+    cluster.fleet["p0"].crash()
+    cluster.registry.lost("p0")
+    assert await task == ALL
+    assert record.attempts == 1
     cluster.check_idle()
 
 

@@ -233,7 +233,7 @@ async def test_what_must_travel_is_all_until_decode_has_said_what_it_held_alread
 
 async def test_a_last_token_1_does_not_wait_for_room_and_its_proof_not_for_ever(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    cluster.fleet["p0"]._eos_token_id = 6
+    cluster.fleet["p0"].eos_token_id = 6
     cluster.fleet["d0"].hangs = {"room"}
     record = cluster.record(timeout_s=60.0)
     generation = cluster.router.generate(record)
@@ -251,7 +251,7 @@ async def test_a_last_token_1_does_not_wait_for_room_and_its_proof_not_for_ever(
 
 async def test_room_that_comes_late_proves_a_last_token_1(make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
-    cluster.fleet["p0"]._eos_token_id = 6
+    cluster.fleet["p0"].eos_token_id = 6
     cluster.fleet["d0"].delay_s = {"room": 0.5}
     times, result = await arrivals_ms(cluster, record := cluster.record())
     assert (times, record.output_token_ids) == ([0], [6])

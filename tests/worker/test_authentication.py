@@ -18,6 +18,7 @@ from pdserve.core.secret import ServiceSecret
 from pdserve.core.stream_proof import MEET, StreamDialler, StreamListener
 from pdserve.core.worker import Role, WorkerInfo
 from tests.loopback import SECRET
+from tests.output_stream import sent
 from tests.random_models import save_random_model
 from tests.worker.test_heartbeat import registry_at
 from tests.worker.test_requests import check_idle, outputs, request_for, running
@@ -25,7 +26,7 @@ from worker.authentication import CONTROL, REGISTRY, Context, StreamService, ope
 from worker.client import WorkerClient
 from worker.messages import Ping, Run, encode
 
-DECODE = decode_worker.receive.ROLES
+DECODE = decode_worker.receive.HANDLERS
 OTHER = ServiceSecret.new()
 SOON_S = 15.0
 
@@ -127,21 +128,21 @@ async def test_a_gateway_of_another_service_controls_no_worker(model: Path) -> N
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "bad" not in worker._table
         await check_idle(worker)
-        assert len(await outputs(client.run(request_for("good")))) == 4
+        assert len(await outputs(sent(client.run, request_for("good")))) == 4
 
 
 async def test_a_worker_reports_to_its_own_gateway_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One of another service, or a stranger, that has taken the registry's port learns nothing of it."""
     often = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
-    async with running(model, Role.PREFILL, prefill_worker.push.ROLES, router=often) as (prefill, _):
-        address = prefill.spec.registry_address
+    async with running(model, Role.PREFILL, prefill_worker.push.HANDLERS, router=often) as (prefill, _):
+        address = prefill.spec.registry_addresses[0]
         async with registry_at(address, OTHER) as rogue:
             async with asyncio.timeout(SOON_S):
                 while "does not know the service's secret" not in caplog.text:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
             assert rogue.beats.empty()
-        assert caplog.text.count("prefill-0: the gateway does not answer: ") == 1
+        assert caplog.text.count(f"prefill-0: the gateway at {address} does not answer: ") == 1
         async with registry_at(address) as registry:
             beat = await registry.next()
             assert isinstance(beat.info, WorkerInfo)

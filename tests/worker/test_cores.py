@@ -40,7 +40,9 @@ def make_spec(
 ) -> WorkerSpec:
     cluster = {"cores_per_worker": width, "oversubscribe": oversubscribe}
     config = PdserveConfig.parse({"cluster": cluster, "gateway": {"port": port}})
-    return WorkerSpec(worker_id, Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", "127.0.0.1:1", "0.1.0", config=config)
+    return WorkerSpec(
+        worker_id, Role.PREFILL, "127.0.0.1", "127.0.0.1", "cpu", ("127.0.0.1:1",), "0.1.0", config=config
+    )
 
 
 Claim = Callable[..., tuple[WorkerSpec, CoreClaim]]
@@ -165,9 +167,9 @@ def test_a_second_service_on_the_same_core_says_so(tmp_path: Path) -> None:
             config = PdserveConfig.parse({
                 "model": {"path": str(model)}, "gateway": {"port": port}, "engine": {"kv_memory_mb": 8},
             })  # fmt: skip
-            spec = replace(make_spec(), config=config, registry_address=f"127.0.0.1:{free_port()}")
+            spec = replace(make_spec(), config=config, registry_addresses=(f"127.0.0.1:{free_port()}",))
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "prefill_worker", json.dumps(spec.to_wire())],
+                [sys.executable, "-P", "-m", "ops.launch.worker", json.dumps(spec.to_wire())],
                 env={**os.environ, **ServiceSecret.new().environment(), "PYTHONPATH": str(ROOT)},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -15,7 +15,7 @@ from engine.core import EngineCore
 from engine.kernels.cpu_attention import CPUAttention
 from engine.messages import KVRole
 from engine.model.attention import Attention
-from engine.model.decoder import LlamaDecoder
+from engine.model.decoder import Decoder
 from engine.model.kv_pool import KVPool
 from engine.model.weights import ModelWeights
 from engine.process.build import BuiltEngine, build_engine
@@ -54,7 +54,7 @@ class Graphs:
         """Never."""
         return False
 
-    def logits(self, seqs: object) -> torch.Tensor:
+    def logits(self, seqs: object, before: object) -> torch.Tensor:
         """Never called."""
         raise AssertionError
 
@@ -67,7 +67,7 @@ class Engine:
         self.graphs = Graphs(self.cuda)
         fields: dict[str, object] = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "dtype": "float32"}
         self.spec = EngineSpec(TINY, device="cuda", device_share=share, **(fields | spec))  # type: ignore[arg-type]
-        self.built: BuiltEngine = build_engine(self.spec, -1, self.cuda, lambda: self._parts())
+        self.built: BuiltEngine = build_engine(self.spec, -1, self.cuda, lambda spec: self._parts())
 
     def _parts(self) -> CudaParts:
         cuda = self.cuda
@@ -79,11 +79,11 @@ class Engine:
                 cuda.computed(0, STEP_BYTES if any(len(s.token_ids) > 1 for s in seqs) else STEP_BYTES // 5)
                 super().prepare(seqs)
 
-        def attention(pool: KVPool, model: LlamaDecoder) -> Attention:
+        def attention(pool: KVPool, model: Decoder) -> Attention:
             return Attending(pool, model.shape.num_heads, model.windows)
 
-        def decoder(weights: ModelWeights, positions: int, long_rope: bool) -> LlamaDecoder:
-            return LlamaDecoder(weights, positions, long_rope=long_rope)
+        def decoder(weights: ModelWeights, positions: int, long_rope: bool) -> Decoder:
+            return Decoder(weights, positions, long_rope=long_rope)
 
         return CudaParts(decoder, attention, lambda *_: self.graphs)
 
@@ -191,6 +191,9 @@ def test_the_pool_is_what_the_rest_leaves() -> None:
     total = 2 * (half + 20 * gib + 2 * CONTEXT_BYTES)
     assert total < 80 * gib, "two engines with half a GPU each fit onto it"
     assert default_pool_bytes(16 * gib, 1.0, ProfiledMemory(16 * gib, gib)) == 0
+    limited = default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib), 40 * gib)
+    assert 0 < limited < 20 * gib
+    assert default_pool_bytes(80 * gib, 1.0, ProfiledMemory(16 * gib, 4 * gib), 100 * gib) == plain
 
 
 def test_a_gpu_that_is_too_small_or_missing_is_an_error_of_the_configuration() -> None:

@@ -14,20 +14,28 @@ import pytest
 
 import decode_worker.receive
 import prefill_worker.push
+from ops.launch.worker import HANDLERS
+from pdserve.core.block_update import SNAPSHOT, BlockUpdate, pack
 from pdserve.core.errors import LayoutMismatch, WorkerLost
 from pdserve.core.handoff import KVPeer, PeerLink
+from pdserve.core.prefix_digests import PrefixDigests
+from pdserve.core.request import Request
+from pdserve.core.sampling import SamplingParams
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.stream_proof import StreamListener
 from pdserve.core.worker import Role
 from tests.loopback import SECRET
+from tests.output_stream import sent
 from tests.random_models import save_random_model
-from tests.worker.test_requests import running
+from tests.worker.test_requests import PROMPT, outputs, request_for, running
 from worker.authentication import REGISTRY, Context, proven_server
+from worker.client import WorkerClient
 from worker.messages import BEATS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
-PREFILL, DECODE = prefill_worker.push.ROLES, decode_worker.receive.ROLES
+PREFILL, DECODE = prefill_worker.push.HANDLERS, decode_worker.receive.HANDLERS
 SELDOM = {"heartbeat_s": 60.0, "heartbeat_timeout_s": 600.0}
 """With these settings a worker sends heartbeats only after changes."""
+OFTEN = {"heartbeat_s": 0.05, "heartbeat_timeout_s": 600.0}
 SOON_S = 15.0
 
 
@@ -42,13 +50,16 @@ class Registry:
 
     wanted: list[KVPeer] = field(default_factory=list)
     superseded: bool = False
+    blocks_after: int | None = None
+    role: Role | None = None
+    version: int = 0
     beats: asyncio.Queue[Beat] = field(default_factory=asyncio.Queue)
 
     async def serve(self, requests: AsyncIterator[bytes], _: Context) -> AsyncGenerator[bytes, None]:
         """Answer one worker's heartbeats."""
         async for data in requests:
             await self.beats.put(BEATS.decode(data))
-            yield encode(BeatAnswer("g", self.superseded, self.wanted))
+            yield encode(BeatAnswer("g", self.superseded, self.wanted, self.blocks_after, self.role, self.version))
 
     async def next(self) -> Beat:
         """The next heartbeat, which must come soon."""
@@ -72,7 +83,7 @@ async def test_a_worker_reports_at_once_when_it_is_asked_to_and_when_its_links_h
         running(model, Role.PREFILL, PREFILL, router=SELDOM) as (prefill, client),
         running(model, Role.DECODE, DECODE, router=SELDOM) as (decode, _),
         running(model, Role.DECODE, DECODE, router=SELDOM, engine={"block_size": 32}) as (unlike, _),
-        registry_at(prefill.spec.registry_address) as registry,
+        registry_at(prefill.spec.registry_addresses[0]) as registry,
     ):
         assert (await registry.next()).links == {}
         peer, epoch = decode.info.peer, ("decode-0", decode.info.epoch)
@@ -117,7 +128,7 @@ async def test_a_new_engine_opens_its_links_anew(model: Path) -> None:
     async with (
         running(model, Role.PREFILL, PREFILL, router=SELDOM) as (prefill, _),
         running(model, Role.DECODE, DECODE, router=SELDOM) as (decode, _),
-        registry_at(prefill.spec.registry_address) as registry,
+        registry_at(prefill.spec.registry_addresses[0]) as registry,
     ):
         registry.wanted = [decode.info.peer]
         while not (before := await registry.next()).links:
@@ -129,10 +140,87 @@ async def test_a_new_engine_opens_its_links_anew(model: Path) -> None:
         assert isinstance(beat.links["decode-0", decode.info.epoch], PeerLink)
 
 
+async def test_each_gateway_hears_of_the_load_of_all(model: Path) -> None:
+    """Gateways come after the worker, in any order, and one of them goes."""
+    async with running(model, Role.PREFILL, PREFILL, gateways=2, router=OFTEN) as (prefill, client):
+        first, second = prefill.spec.registry_addresses
+        running_on = asyncio.create_task(outputs(sent(client.run, request_for("one", max_tokens=200))))
+        async with registry_at(second) as late:
+            beat = await late.next()
+            while not beat.load.running:
+                beat = await late.next()
+            assert 0 < beat.load.outstanding_tokens <= len(PROMPT) + 200
+            async with registry_at(first) as other:
+                assert (await other.next()).info == beat.info
+            for _ in range(3):
+                await late.next()
+            assert len(await running_on) == 200
+            while beat.load.outstanding_tokens or beat.load.running:
+                beat = await late.next()
+        assert prefill.load.outstanding_tokens == 0
+
+
+async def test_it_announces_the_blocks_of_its_prefix_cache_to_who_wants_them(model: Path) -> None:
+    async def answered(client: WorkerClient, prompt: tuple[int, ...], name: str) -> None:
+        request = Request(name, prompt, SamplingParams(max_tokens=1), timeout_s=60.0, attempt_id=name, salt="s")
+        async for _ in sent(client.run, request):
+            pass
+
+    engine = {"block_size": 4, "prefix_caching": True}
+    async with (
+        running(model, Role.PREFILL, PREFILL, router=SELDOM, engine=engine) as (worker, client),
+        registry_at(worker.spec.registry_addresses[0]) as registry,
+    ):
+        assert (await registry.next()).blocks is None
+        prompt = tuple(range(1, 14))
+        hashes = list(PrefixDigests("s", 4).hashes(prompt))
+
+        async def announced() -> BlockUpdate | None:
+            client.beat_now()
+            return (await registry.next()).blocks
+
+        async def until(ends: int) -> None:
+            """The worker has heard of so many changes from its engine."""
+            async with asyncio.timeout(SOON_S):
+                while worker.incarnation.cached_blocks.ends < ends:  # noqa: ASYNC110 - nobody is told
+                    await asyncio.sleep(0.01)
+
+        await answered(client, prompt, "one")
+        await until(3)
+        assert await announced() is None, "nobody has asked"
+        registry.blocks_after = SNAPSHOT
+        assert await announced() is None, "the answer asks"
+        update = await announced()
+        assert update == BlockUpdate(SNAPSHOT, 3, pack(hashes))
+        registry.blocks_after = 3
+        assert await announced() == update, "the answer before did not confirm it"
+        assert await announced() is None, "no news"
+        await answered(client, (*prompt, 99, 98, 97), "two")
+        await until(4)
+        longer = list(PrefixDigests("s", 4).hashes((*prompt, 99, 98, 97)))
+        assert await announced() == BlockUpdate(3, 4, pack(longer[3:]))
+
+
+async def test_without_a_prefix_cache_nothing_is_announced(model: Path) -> None:
+    engine = {"block_size": 4, "prefix_caching": False}
+    async with (
+        running(model, Role.PREFILL, PREFILL, router=SELDOM, engine=engine) as (worker, client),
+        registry_at(worker.spec.registry_addresses[0]) as registry,
+    ):
+        registry.blocks_after = SNAPSHOT
+        await registry.next()
+        request = Request("r", tuple(range(1, 14)), SamplingParams(max_tokens=1), timeout_s=60.0, attempt_id="r")
+        async for _ in sent(client.run, request):
+            pass
+        client.beat_now()
+        assert (await registry.next()).blocks == BlockUpdate(SNAPSHOT, 0)
+        assert worker.incarnation.cached_blocks.ends == 0
+
+
 async def test_a_superseded_worker_ends(model: Path) -> None:
     async with (
         running(model, Role.PREFILL, PREFILL, router=SELDOM) as (prefill, client),
-        registry_at(prefill.spec.registry_address) as registry,
+        registry_at(prefill.spec.registry_addresses[0]) as registry,
     ):
         await registry.next()
         registry.superseded = True
@@ -140,3 +228,30 @@ async def test_a_superseded_worker_ends(model: Path) -> None:
         with pytest.raises(WorkerLost, match="worker prefill-0 was replaced or retired, and ends"):
             await asyncio.wait_for(asyncio.shield(prefill._superseded), SOON_S)
         await asyncio.wait_for(client.wait_closed(), SOON_S)
+
+
+async def test_a_worker_takes_the_role_of_the_latest_version(model: Path) -> None:
+    """Gateways may lag behind each other. Requests of all kinds are served in either role."""
+    async with (
+        running(model, Role.DECODE, HANDLERS, router=SELDOM, gateways=2) as (worker, _),
+        registry_at(worker.spec.registry_addresses[0]) as first,
+        registry_at(worker.spec.registry_addresses[1]) as second,
+    ):
+        for registry in (first, second):
+            assert (await registry.next()).info.role is Role.DECODE
+        epoch = worker.info.epoch
+        first.role, first.version = Role.PREFILL, 2
+        second.role, second.version = Role.DECODE, 1
+        worker.beat_now()
+        for registry in (first, second):
+            beats = [await registry.next(), await registry.next()]
+            assert [beat.info.role for beat in beats] == [Role.DECODE, Role.PREFILL], "both are told at once"
+            assert {beat.info.epoch for beat in beats} == {epoch}
+        second.version = 3
+        worker.beat_now()
+        while (await first.next()).info.role is not Role.DECODE:
+            pass
+        assert worker.info.role is Role.DECODE
+        first.role, first.version = None, 0  # it has started anew and was not told yet
+        worker.beat_now()
+        assert (await first.next()).info.role is Role.DECODE

@@ -63,7 +63,7 @@ async def settle() -> None:
 async def test_a_wanted_link_is_opened_once_and_reported(ends: Ends, keeper: LinkKeeper) -> None:
     ends.gate.clear()
     for _ in range(3):
-        keeper.want([peer("d0"), peer("d1")])
+        keeper.want("a", [peer("d0"), peer("d1")])
         await settle()
     assert ends.asked == ["d0/1", "d1/1"]
     assert keeper.states() == []
@@ -71,7 +71,7 @@ async def test_a_wanted_link_is_opened_once_and_reported(ends: Ends, keeper: Lin
     await settle()
     assert keeper.states() == [LinkState("d0", "1", link("d0")), LinkState("d1", "1", link("d1"))]
     assert ends.news == 2
-    keeper.want([peer("d0"), peer("d1")])
+    keeper.want("a", [peer("d0"), peer("d1")])
     await settle()
     assert (len(ends.asked), ends.news) == (2, 2)
 
@@ -79,56 +79,56 @@ async def test_a_wanted_link_is_opened_once_and_reported(ends: Ends, keeper: Lin
 async def test_a_failed_link_is_retried_and_reported_once(ends: Ends, keeper: LinkKeeper) -> None:
     ends.errors = {"d0": TransferTimeout("no answer")}
     for turn in range(1, 4):
-        keeper.want([peer("d0"), peer("d1")])
+        keeper.want("a", [peer("d0"), peer("d1")])
         await settle()
         assert keeper.states()[0] == LinkState("d0", "1", Failure("TransferTimeout", "no answer"))
         assert ends.asked.count("d0/1") == turn
     assert ends.news == 2
     ends.errors = {"d0": LayoutMismatch("dtype differs")}
-    keeper.want([peer("d0"), peer("d1")])
+    keeper.want("a", [peer("d0"), peer("d1")])
     await settle()
     assert keeper.states()[0] == LinkState("d0", "1", Failure("LayoutMismatch", "dtype differs"))
     assert ends.news == 2, "the next heartbeat tells it soon enough"
     ends.errors = {}
-    keeper.want([peer("d0"), peer("d1")])
+    keeper.want("a", [peer("d0"), peer("d1")])
     await settle()
     assert keeper.states()[0] == LinkState("d0", "1", link("d0"))
     assert (ends.news, ends.asked.count("d1/1")) == (3, 1)
 
 
 async def test_a_link_that_is_no_longer_wanted_is_forgotten(ends: Ends, keeper: LinkKeeper) -> None:
-    keeper.want([peer("d0")])
+    keeper.want("a", [peer("d0")])
     await settle()
     ends.gate.clear()
-    keeper.want([peer("d1")])
+    keeper.want("a", [peer("d1")])
     await settle()
-    keeper.want([])
+    keeper.want("a", [])
     ends.gate.set()
     await settle()
     assert keeper.states() == []
     assert ends.news == 1
     assert set(ends.links) == {"d0"}, "d1 was given up"
-    keeper.want([peer("d0")])
+    keeper.want("a", [peer("d0")])
     await settle()
     assert keeper.states() == [LinkState("d0", "1", link("d0"))]
 
 
 async def test_a_broken_link_is_not_reported_and_opened_again(ends: Ends, keeper: LinkKeeper) -> None:
-    keeper.want([peer("d0")])
+    keeper.want("a", [peer("d0")])
     await settle()
     ends.links.clear()
     assert keeper.states() == []
-    keeper.want([peer("d0")])
+    keeper.want("a", [peer("d0")])
     await settle()
     assert ends.asked == ["d0/1"] * 2
     assert keeper.states() == [LinkState("d0", "1", link("d0"))]
 
 
 async def test_a_new_incarnation_is_linked_anew(ends: Ends, keeper: LinkKeeper) -> None:
-    keeper.want([peer("d0")])
+    keeper.want("a", [peer("d0")])
     await settle()
     ends.gate.clear()
-    keeper.want([peer("d0", "2")])
+    keeper.want("a", [peer("d0", "2")])
     await settle()
     assert keeper.states() == [], "the link to the earlier one is of no use"
     ends.gate.set()
@@ -143,7 +143,7 @@ async def test_an_unexpected_error_is_reported(
 ) -> None:
     caplog.set_level(logging.ERROR)
     ends.errors = {"d0": ZeroDivisionError("a bug")}
-    keeper.want([peer("d0")])
+    keeper.want("a", [peer("d0")])
     await settle()
     (state,) = keeper.states()
     assert isinstance(state.outcome, Failure)
@@ -154,10 +154,46 @@ async def test_an_unexpected_error_is_reported(
 
 async def test_closing_cancels_links_being_opened(ends: Ends, keeper: LinkKeeper) -> None:
     ends.gate.clear()
-    keeper.want([peer("d0")])
+    keeper.want("a", [peer("d0")])
     await settle()
     await keeper.aclose()
     ends.gate.set()
     await settle()
     assert (keeper.states(), ends.news, ends.links) == ([], 0, {})
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_what_any_gateway_wants_is_opened(ends: Ends, keeper: LinkKeeper) -> None:
+    keeper.want("a", [peer("d0")])
+    keeper.want("b", [peer("d1")])
+    await settle()
+    assert [state.worker_id for state in keeper.states()] == ["d0", "d1"]
+    keeper.want("b", [])
+    await settle()
+    assert [state.worker_id for state in keeper.states()] == ["d0"], "a still wants it"
+    assert ends.asked == ["d0/1", "d1/1"]
+
+
+async def test_the_latest_answer_counts_if_gateways_know_different_incarnations(ends: Ends, keeper: LinkKeeper) -> None:
+    keeper.want("a", [peer("d0", "1")])
+    await settle()
+    keeper.want("b", [peer("d0", "2")])
+    await settle()
+    assert [(state.worker_id, state.epoch) for state in keeper.states()] == [("d0", "2")]
+    keeper.want("a", [peer("d0", "2")])
+    await settle()
+    assert ends.asked == ["d0/1", "d0/2"]
+
+
+async def test_a_gateway_that_does_not_answer_is_forgotten_unless_it_is_the_only_one(
+    ends: Ends, keeper: LinkKeeper
+) -> None:
+    keeper.want("a", [peer("d0")])
+    keeper.forget("a")
+    keeper.forget("never heard of")
+    await settle()
+    assert [state.worker_id for state in keeper.states()] == ["d0"], "the links outlive the only gateway"
+    keeper.want("b", [peer("d1")])
+    keeper.forget("a")
+    await settle()
+    assert [state.worker_id for state in keeper.states()] == ["d1"]

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.core.block_update import MAX_UPDATE_BLOCKS, SNAPSHOT, BlockUpdate
 from pdserve.core.errors import LayoutMismatch, PdserveError, WorkerLost, from_wire
-from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, TransferProof
+from pdserve.core.handoff import KVEndpoint, KVPeer, PeerLink, PrefixFetch, PrefixSource, TransferProof
 from pdserve.core.kv_layout import KVLayout
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request import Mode, Request
@@ -38,6 +39,7 @@ from worker.messages import (
     Receive,
     Reply,
     Run,
+    SendPrefix,
     encode,
 )
 
@@ -49,7 +51,7 @@ INFO = WorkerInfo(
     "prefill-0", Role.PREFILL, "e1", "10.0.0.1:4", ENDPOINTS, "10.0.0.1", "cpu", 1, 2,
     LAYOUT, 100, 2048, 512, 4096, "0", "0,1", "0.1.0", 3, True, "clock", "life", "service",
 )  # fmt: skip
-LOAD = WorkerLoad(1, 2, 3, 4, 2**40, 2**39, 5, {"checksum": 2})
+LOAD = WorkerLoad(1, 2, 3, 4, 2**40, 2**39, 5, 6, {"checksum": 2})
 LINKS = [
     LinkState("decode-0", "e1", PeerLink("decode-0", "shm", "because", 9.5)),
     LinkState("decode-1", "e2", Failure("LayoutMismatch", "dtype differs")),
@@ -74,7 +76,10 @@ def check(decoder: MessageDecoder[Any], message: Message) -> None:
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
 def test_requests(request_: Request) -> None:
-    for message in (Run(request_), Push(request_, PEER), Receive(request_, PEER)):
+    for message in (Run(request_), Push(request_, PEER), Receive(request_, PEER), SendPrefix(request_, PEER)):
+        check(TO_WORKER, message)
+    source = PrefixSource(PEER, 640, 0.25)
+    for message in (Run(request_, source), Push(request_, PEER, source)):
         check(TO_WORKER, message)
 
 
@@ -99,6 +104,8 @@ OUTPUTS = [
     TokenOutput(5, logprobs=TokenLogprobs(-0.1, ((5, -0.1), (0, -3.25)))),
     TokenOutput(5, logprobs=TokenLogprobs(-math.inf)),
     TokenOutput(5, cached_tokens=128),
+    TokenOutput(5, cached_tokens=128, prefix_fetch=PrefixFetch("p1", 96, 112, 2.5, PROOF)),
+    TokenOutput(5, prefix_fetch=PrefixFetch("p1", 0, 112, 250.0, failure="it took too long")),
     TokenOutput(None, FinishReason.STOP, (Event(EventKind.KV_VERIFIED, "w", 1.25),), PROOF),
     TokenOutput(
         5, FinishReason.ABORT, (Event(EventKind.ROOM_MADE, "w", 1.0), Event(EventKind.KV_VERIFIED, "w", 1.25)), PROOF,
@@ -131,6 +138,8 @@ def test_errors_keep_their_class() -> None:
 def test_beats(load: WorkerLoad) -> None:
     check(BEATS, Beat(INFO, load))
     check(BEATS, Beat(INFO, load, LINKS))
+    check(BEATS, Beat(INFO, load, LINKS, BlockUpdate(SNAPSHOT, 7, bytes(16))))
+    check(BEATS, Beat(INFO, load, LINKS, BlockUpdate(3, 9, b"", bytes(8))))
     check(BEATS, Beat(replace(INFO, role=Role.DECODE, ready=False, kv_endpoints=()), load))
 
 
@@ -145,6 +154,16 @@ def test_links_keep_their_errors_classes() -> None:
 @pytest.mark.parametrize("peers", [[], [PEER, KVPeer("d", "", ())]])
 def test_beat_answers(superseded: bool, peers: list[KVPeer]) -> None:
     check(BEAT_ANSWERS, BeatAnswer("g1", superseded, peers))
+    check(BEAT_ANSWERS, BeatAnswer("g1", superseded, peers, blocks_after=-1))
+
+
+@pytest.mark.parametrize("added", [b"1234567", bytes(8 * MAX_UPDATE_BLOCKS + 8)])
+def test_an_update_of_no_whole_hashes_or_too_many_is_refused(added: bytes) -> None:
+    valid = encode(Beat(INFO, LOAD, [], BlockUpdate(0, 1, b"?" * 8)))
+    kind, info, load, links, (begins, ends, _, removed) = msgspec.msgpack.decode(valid)
+    broken = msgspec.msgpack.encode([kind, info, load, links, [begins, ends, added, removed]])
+    with pytest.raises(PdserveError, match="are not up to 65536 hashes of 8 bytes"):
+        BEATS.decode(broken)
 
 
 # --- what is no message ----------------------------------------------------------------------------------------------
@@ -236,6 +255,7 @@ ONE_OF_EACH: list[tuple[MessageDecoder[Any], Message]] = [
     (TO_WORKER, Run(REQUESTS["everything"])),
     (TO_WORKER, PUSH),
     (TO_WORKER, Receive(REQUESTS["greedy"], PEER)),
+    (TO_WORKER, SendPrefix(REQUESTS["greedy"], PEER)),
     (TO_WORKER, Abort(1, "r")),
     (TO_WORKER, BeatNow()),
     (TO_WORKER, Ping(1)),

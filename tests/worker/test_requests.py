@@ -45,12 +45,12 @@ from tests.host_pool import HostPool
 from tests.kv_transfer.status import status_of
 from tests.local_cluster import free_port
 from tests.loopback import SECRET, create_transport
+from tests.output_stream import sent
 from tests.planted import delays
 from tests.random_models import greedy_tokens, save_random_model
 from worker import messages
 from worker.client import WorkerClient
-from worker.request_table import Role as WayToServe
-from worker.request_table import ServedRequest
+from worker.request_table import Handler, ServedRequest
 from worker.spec import WorkerSpec
 from worker.worker import Worker
 
@@ -59,7 +59,7 @@ NUM_BLOCKS = 32
 TIMEOUT_S = 60.0
 AT_ONCE_S = 10.0
 TEST_PEER = KVPeer("test", "", ())  # all that a receiver has to know of the test's KV end is its name
-PREFILL, DECODE = prefill_worker.push.ROLES, decode_worker.receive.ROLES
+PREFILL, DECODE = prefill_worker.push.HANDLERS, decode_worker.receive.HANDLERS
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def running(
     model: Path,
     role: Role,
-    roles: Mapping[type[messages.Work], WayToServe],
+    handlers: Mapping[type[messages.Work], Handler],
     delays_ms: Mapping[str, float] | None = None,
+    gateways: int = 1,
     **settings: Mapping[str, Any],
 ) -> AsyncIterator[tuple[Worker, WorkerClient]]:
-    """A worker without a gateway, and a client of it. ``settings`` are sections of its configuration; ``delays_ms`` are
-    planted in its engine."""
+    """A worker of a service with ``gateways``, none of which is there, and a client of it. ``settings`` are sections of
+    its configuration; ``delays_ms`` are planted in its engine."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32"},
         "engine": {"block_size": 16, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16, "prefix_caching": False},
@@ -84,12 +85,12 @@ async def running(
     }
     for name, values in settings.items():
         sections.setdefault(name, {}).update(values)
-    registry = f"127.0.0.1:{free_port()}"
+    registries = tuple(f"127.0.0.1:{free_port()}" for _ in range(gateways))
     config = PdserveConfig.parse(sections)
-    spec = WorkerSpec(f"{role}-0", role, "127.0.0.1", "127.0.0.1", "cpu", registry, "test", config=config)
+    spec = WorkerSpec(f"{role}-0", role, "127.0.0.1", "127.0.0.1", "cpu", registries, "test", config=config)
     if delays_ms is not None:
         spec = replace(spec, engine_module=delays.ENGINE_MODULE)
-    worker = Worker(spec, roles, SECRET)
+    worker = Worker(spec, handlers, SECRET)
     serving = asyncio.create_task(worker.run())
     try:
         with delays.in_environment(delays_ms or {}):
@@ -213,7 +214,7 @@ async def test_decode_fails_a_request_that_only_its_engine_ended(model: Path) ->
     """Token 1 ends the request for the decode engine, but not for prefill. No step will have a token of the request."""
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         failed, _ = await asyncio.gather(
-            outputs(client.receive(request_for("a", stop_token_ids=(42,)), TEST_PEER)),
+            outputs(sent(client.receive, request_for("a", stop_token_ids=(42,)), TEST_PEER)),
             hand_over(sender, client.info, "a", FirstToken(42, ends_here=False)),
             return_exceptions=True,
         )
@@ -222,7 +223,7 @@ async def test_decode_fails_a_request_that_only_its_engine_ended(model: Path) ->
         assert "same eos_token_ids" in str(failed)
         await check_idle(worker)
         tokens, _ = await asyncio.gather(
-            outputs(client.receive(request_for("b", stop_token_ids=(42,)), TEST_PEER)),
+            outputs(sent(client.receive, request_for("b", stop_token_ids=(42,)), TEST_PEER)),
             hand_over(sender, client.info, "b", FirstToken(41, ends_here=False)),
         )
         assert len(tokens) == 3
@@ -240,7 +241,7 @@ async def test_a_token_that_no_model_has_ends_its_request_and_not_the_engine(mod
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         for i, trailer in enumerate(NO_TOKENS):
             failed, _ = await asyncio.gather(
-                outputs(client.receive(request_for(f"r{i}"), TEST_PEER)),
+                outputs(sent(client.receive, request_for(f"r{i}"), TEST_PEER)),
                 hand_over(sender, client.info, f"r{i}", trailer),
                 return_exceptions=True,
             )
@@ -256,7 +257,7 @@ async def test_token_1_that_ends_a_request_for_prefill_alone_ends_it_in_decodes_
     told = spy_on_engine(monkeypatch)
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         (output,), _ = await asyncio.gather(
-            outputs(client.receive(request_for("r", max_tokens=400), TEST_PEER)),
+            outputs(sent(client.receive, request_for("r", max_tokens=400), TEST_PEER)),
             hand_over(sender, client.info, "r", FirstToken(42, ends_here=True)),
         )
         assert (output.token_id, output.finish_reason) == (None, FinishReason.STOP)
@@ -287,8 +288,8 @@ async def test_prefill_fails_a_request_at_once_if_its_blocks_cannot_be_sent(mode
         decode.announce("good", range(4), client.info)
         decode.announce("bad", range(4, 6), client.info)
         bad, good = await asyncio.gather(
-            outputs(client.push(request_for("bad"), decode.peer)),
-            outputs(client.push(request_for("good"), decode.peer)),
+            outputs(sent(client.push, request_for("bad"), decode.peer)),
+            outputs(sent(client.push, request_for("good"), decode.peer)),
             return_exceptions=True,
         )
         why = "test wants 2 blocks of bad less 0; 4 are to be sent"
@@ -318,8 +319,8 @@ async def test_a_bug_in_a_hand_off_fails_its_request_at_once(model: Path, monkey
         decode.announce("good", range(4), client.info)
         decode.announce("bad", range(4, 8), client.info)
         bad, good = await asyncio.gather(
-            outputs(client.push(request_for("bad"), decode.peer)),
-            outputs(client.push(request_for("good"), decode.peer)),
+            outputs(sent(client.push, request_for("bad"), decode.peer)),
+            outputs(sent(client.push, request_for("good"), decode.peer)),
             return_exceptions=True,
         )
         why = "the KV hand-off of bad failed: ZeroDivisionError: a bug"
@@ -335,7 +336,7 @@ async def test_a_bug_in_a_hand_off_fails_its_request_at_once(model: Path, monkey
 async def test_prefill_holds_unannounced_blocks_until_the_deadline(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         started_s = time.monotonic()
-        (output,) = await outputs(client.push(request_for("r", timeout_s=2.0), decode.peer))
+        (output,) = await outputs(sent(client.push, request_for("r", timeout_s=2.0), decode.peer))
         assert [output.token_id] == greedy_tokens(model, PROMPT, 1)
         await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 4)
         await check_idle(worker)
@@ -350,7 +351,7 @@ async def test_prefill_holds_unannounced_blocks_until_the_deadline(model: Path) 
 async def test_prefill_holds_unannounced_blocks_until_an_abort(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         for name in ("a", "b"):
-            await outputs(client.push(request_for(name), decode.peer))
+            await outputs(sent(client.push, request_for(name), decode.peer))
         await until(lambda: worker.load.free_blocks == NUM_BLOCKS - 8)
         await asyncio.sleep(0.3)
         assert worker.load.free_blocks == NUM_BLOCKS - 8
@@ -373,7 +374,8 @@ async def test_prefill_gives_up_while_it_computes(model: Path) -> None:
     ):
         decode.announce("told", range(4), client.info)
         streams = [
-            asyncio.create_task(outputs(client.push(request_for(name), decode.peer))) for name in ("told", "untold")
+            asyncio.create_task(outputs(sent(client.push, request_for(name), decode.peer)))
+            for name in ("told", "untold")
         ]
         await until(lambda: worker.load.free_blocks < NUM_BLOCKS)
         async with asyncio.timeout(AT_ONCE_S):
@@ -392,7 +394,7 @@ async def test_prefill_fails_at_once_if_its_peer_is_unreachable(model: Path) -> 
         async with receiving_for(client.info) as decode:
             peer = decode.peer
         with pytest.raises(PeerLost):
-            await outputs(client.push(request_for("r"), peer))
+            await outputs(sent(client.push, request_for("r"), peer))
         await check_idle(worker)
 
 
@@ -402,7 +404,7 @@ async def test_prefill_releases_blocks_that_its_receiver_gives_up(model: Path, b
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         await worker.incarnation.kv.connect(decode.peer)
         decode.announce("r", range(4), client.info)
-        stream = outputs(client.push(request_for("r"), decode.peer))
+        stream = outputs(sent(client.push, request_for("r"), decode.peer))
         if begun:
             pushing = asyncio.create_task(stream)
             await until(lambda: status_of(decode.receiver, "r") != "bootstrapping")
@@ -424,7 +426,7 @@ async def test_decode_fails_a_transfer_that_never_begins_by_its_lease(model: Pat
     lease = {"lease_s": 0.5}
     async with running(model, Role.DECODE, DECODE, transfer=lease) as (worker, client), sending_to(client.info):
         with pytest.raises(TransferTimeout, match=r"KV of r is incomplete and the peer was silent for 0\.5 s"):
-            await outputs(client.receive(request_for("r"), TEST_PEER))
+            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
         await check_idle(worker)
 
 
@@ -432,7 +434,7 @@ async def test_decode_fails_a_transfer_that_never_begins_by_its_deadline(model: 
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
         started_s = time.monotonic()
         with pytest.raises(TransferTimeout, match="KV of r is incomplete and its deadline passed"):
-            await outputs(client.receive(request_for("r", timeout_s=1.0), TEST_PEER))
+            await outputs(sent(client.receive, request_for("r", timeout_s=1.0), TEST_PEER))
         assert time.monotonic() - started_s >= 1.0
         await check_idle(worker)
 
@@ -441,7 +443,7 @@ async def test_decode_fails_a_request_whose_sender_is_unknown(model: Path) -> No
     """No such worker has a link or opens one."""
     async with running(model, Role.DECODE, DECODE) as (worker, client):
         with pytest.raises(PeerLost, match="there is no KV link from test"):
-            await outputs(client.receive(request_for("r"), TEST_PEER))
+            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
         await check_idle(worker)
 
 
@@ -450,14 +452,14 @@ async def test_decode_fails_at_once_if_its_sender_gave_up(model: Path) -> None:
         sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
         await sender.abort("r")
         with pytest.raises(TransferError, match="the sender of r gave up: "):
-            await outputs(client.receive(request_for("r"), TEST_PEER))
+            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
         await check_idle(worker)
 
 
 async def test_decode_fails_at_once_if_its_sender_is_lost(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client):
         async with sending_to(client.info) as sender:
-            stream = asyncio.create_task(outputs(client.receive(request_for("r"), TEST_PEER)))
+            stream = asyncio.create_task(outputs(sent(client.receive, request_for("r"), TEST_PEER)))
             sender.push("r", client.info.peer, 4, MonotonicClock().now() + TIMEOUT_S)
             sender.send_blocks("r", 0, range(2))
             await until(lambda: status_of(sender, "r") == "transferring")
@@ -468,10 +470,12 @@ async def test_decode_fails_at_once_if_its_sender_is_lost(model: Path) -> None:
 
 async def test_decode_fails_a_request_without_room_at_its_deadline(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info):
-        filling = [asyncio.create_task(outputs(client.receive(request_for(f"f{i}"), TEST_PEER))) for i in range(8)]
+        filling = [
+            asyncio.create_task(outputs(sent(client.receive, request_for(f"f{i}"), TEST_PEER))) for i in range(8)
+        ]
         await until(lambda: worker.load.free_blocks <= 4 and worker.load.waiting > 0)
         with pytest.raises(DeadlineExceeded, match="request r exceeded its deadline on worker decode-0"):
-            await outputs(client.receive(request_for("r", timeout_s=0.5), TEST_PEER))
+            await outputs(sent(client.receive, request_for("r", timeout_s=0.5), TEST_PEER))
         await asyncio.gather(*(client.abort(f"f{i}") for i in range(8)))
         await check_idle(worker)
         for each in filling:
@@ -517,7 +521,7 @@ class Phases:
         tokens = self.tokens[name] = []
 
         async def read() -> None:
-            async for output in self.client.receive(request_for(name, max_tokens=max_tokens), TEST_PEER):
+            async for output in sent(self.client.receive, request_for(name, max_tokens=max_tokens), TEST_PEER):
                 tokens.append(output)  # noqa: PERF401 - seen by others as they come
 
         self.streams[name] = asyncio.create_task(read())
@@ -553,7 +557,7 @@ async def test_decode_releases_aborted_requests_in_each_phase(model: Path, first
 async def test_decode_releases_everything_when_its_gateway_is_lost(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client), sending_to(client.info) as sender:
         other = await WorkerClient.connect(client.info, SECRET)
-        stream = asyncio.create_task(outputs(other.run(request_for("of another", max_tokens=50))))
+        stream = asyncio.create_task(outputs(sent(other.run, request_for("of another", max_tokens=50))))
         phases = Phases(worker, client, sender)
         try:
             await phases.reach()
@@ -585,7 +589,7 @@ async def test_a_killed_engine_fails_its_requests_in_each_phase(model: Path) -> 
             async with asyncio.timeout(60):
                 while worker.info.epoch == client.info.epoch or not worker.info.ready:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
-            assert [each.token_id for each in await outputs(client.run(request_for("next")))] == greedy_tokens(
+            assert [each.token_id for each in await outputs(sent(client.run, request_for("next")))] == greedy_tokens(
                 model, PROMPT, 4
             )
             await check_idle(worker, restarts=1)
@@ -613,8 +617,8 @@ async def test_both_halves_in_any_order(model: Path, order: str) -> None:
             pause_s = {"at once": (0.0, 0.0), "decode first": (0.3, 0.0), "prefill first": (0.0, 0.3)}[order]
 
             first, rest = await asyncio.gather(
-                outputs_after(pause_s[0], to_prefill.push(request, to_decode.info.peer)),
-                outputs_after(pause_s[1], to_decode.receive(request, to_prefill.info.peer)),
+                outputs_after(pause_s[0], sent(to_prefill.push, request, to_decode.info.peer)),
+                outputs_after(pause_s[1], sent(to_decode.receive, request, to_prefill.info.peer)),
             )
             assert rest[0].proof is not None
             assert rest[0].proof.kv_bytes == to_decode.info.layout.expected_bytes(len(PROMPT))
@@ -636,8 +640,8 @@ async def test_giving_up_one_half_ends_the_other(model: Path, half: str) -> None
         running(model, Role.DECODE, DECODE) as (decode, to_decode),
     ):
         await prefill.incarnation.kv.connect(to_decode.info.peer)
-        pushing = asyncio.create_task(outputs(to_prefill.push(request_for("r"), to_decode.info.peer)))
-        receiving = asyncio.create_task(outputs(to_decode.receive(request_for("r"), to_prefill.info.peer)))
+        pushing = asyncio.create_task(outputs(sent(to_prefill.push, request_for("r"), to_decode.info.peer)))
+        receiving = asyncio.create_task(outputs(sent(to_decode.receive, request_for("r"), to_prefill.info.peer)))
         receiver = decode.incarnation.kv._receiver
         await until(lambda: "r" in receiver._by_attempt and status_of(receiver, "r") in ("waiting", "transferring"))
         given_up, other = (pushing, receiving) if half == "prefill" else (receiving, pushing)
@@ -662,7 +666,10 @@ async def test_requests_given_up_at_any_moment_leave_nothing(model: Path) -> Non
 
         async def serve(name: str) -> None:
             request = request_for(name, max_tokens=6)
-            streams = (to_prefill.push(request, decode.info.peer), to_decode.receive(request, prefill.info.peer))
+            streams = (
+                sent(to_prefill.push, request, decode.info.peer),
+                sent(to_decode.receive, request, prefill.info.peer),
+            )
             halves = [asyncio.create_task(outputs_after(draw.random() * 0.05, stream)) for stream in streams]
             if draw.random() < 0.4:
                 first, rest = await asyncio.gather(*halves)
@@ -697,19 +704,19 @@ async def broken(served: ServedRequest) -> None:
 async def test_a_bug_in_a_part_of_a_request_fails_it_at_once(model: Path) -> None:
     async with running(model, Role.DECODE, {messages.Run: broken}) as (worker, client):
         with pytest.raises(PdserveError, match="ZeroDivisionError: a bug"):
-            await outputs(client.run(request_for("r")))
+            await outputs(sent(client.run, request_for("r")))
         await check_idle(worker)
 
 
 async def test_requests_that_a_worker_cannot_serve_are_refused(model: Path) -> None:
     async with running(model, Role.PREFILL, PREFILL) as (worker, client), receiving_for(client.info) as decode:
         with pytest.raises(InvalidRequest, match="worker prefill-0 is a prefill worker and cannot receive"):
-            await outputs(client.receive(request_for("r"), TEST_PEER))
-        stream = asyncio.create_task(outputs(client.push(request_for("twice"), decode.peer)))
+            await outputs(sent(client.receive, request_for("r"), TEST_PEER))
+        stream = asyncio.create_task(outputs(sent(client.push, request_for("twice"), decode.peer)))
         await until(lambda: "twice" in worker._table)
         second = await WorkerClient.connect(client.info, SECRET)
         with pytest.raises(InvalidRequest, match="attempt_id: 'twice' is running on worker prefill-0 already"):
-            await outputs(second.push(request_for("twice"), decode.peer))
+            await outputs(sent(second.push, request_for("twice"), decode.peer))
         await second.aclose()
         assert len(await stream) == 1  # which the other one's end did not touch
         await client.abort("twice")
@@ -719,11 +726,11 @@ async def test_requests_that_a_worker_cannot_serve_are_refused(model: Path) -> N
 async def test_an_unreadable_message_ends_its_stream_alone(model: Path) -> None:
     async with running(model, Role.DECODE, DECODE) as (worker, client):
         second = await WorkerClient.connect(client.info, SECRET)
-        stream = asyncio.create_task(outputs(second.receive(request_for("r"), TEST_PEER)))
+        stream = asyncio.create_task(outputs(sent(second.receive, request_for("r"), TEST_PEER)))
         await until(lambda: "r" in worker._table)
         second._outgoing.put_nowait(b"\x92\xa4Exec\x01")
         with pytest.raises(WorkerLost):
             await stream
         await second.aclose()
         await check_idle(worker)
-        assert len(await outputs(client.run(request_for("next")))) == 4
+        assert len(await outputs(sent(client.run, request_for("next")))) == 4

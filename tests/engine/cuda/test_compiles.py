@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import cuda_decode_attention, cuda_layer, cuda_prefill_attention
+from engine.kernels import cuda_decode_attention, cuda_layer, cuda_prefill_attention, cuda_top_p
+from engine.model.token_draw import DrawRow
+from pdserve.core.sampling import SamplingParams
 from tests.engine.cuda.conftest import INTERPRETED
 
 if INTERPRETED:
@@ -22,7 +24,10 @@ from triton.compiler import ASTSource
 
 # Shared memory that one program may have, by compute capability.
 SHARED_BYTES = {75: 64 * 1024, 80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
 MODELS = {  # heads, KV heads, head dim, hidden, intermediate, block size, dtype
     "gemma-2-2b": (8, 4, 256, 2304, 9216, 64, torch.bfloat16),
     "llama-3-8b": (32, 8, 128, 4096, 14_336, 64, torch.bfloat16),
@@ -77,6 +82,8 @@ def kernels(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     stand_in(cuda_decode_attention, "_attend_split")
     stand_in(cuda_decode_attention, "_combine_splits")
     stand_in(cuda_prefill_attention, "_attend_tile")
+    stand_in(cuda_top_p, "_draw_row")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for name in ("_rms_norm", "_gate_times", "_rotate_and_write"):
         stand_in(cuda_layer, name)
     return recorders
@@ -116,4 +123,7 @@ def test_kernels_compile(model: str, kernels: list[Recorder]) -> None:
         cuda_prefill_attention.attend_chunks(query, keys, values, tables, tiles, window, 0.125, out, softcap)
     cuda_layer.rms_norm(meta(rows, hidden), meta(hidden), 1e-5)
     cuda_layer.gate_times(meta(rows, 2 * intermediate), "gelu_tanh" if softcap else "silu")
+    row = DrawRow(SamplingParams(temperature=1.0, top_p=0.9, seed=1), 5)
+    weights = meta(1, 128 * 1024 + 512, dtype=torch.float32)
+    cuda_top_p.draw_rows(weights, meta(1, 257, dtype=torch.float32), meta(1, dtype=torch.float64), [row])
     assert all(kernel.compiled for kernel in kernels)

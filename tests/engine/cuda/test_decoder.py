@@ -10,18 +10,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from devices.cuda import Cuda
+from devices.strict_cuda import StrictGpus
+from devices.torch_cuda import TorchCuda
+from engine.core import EngineCore
 from engine.kernels.cuda_attention import CUDAAttention
 from engine.kernels.cuda_graphs import DecodeGraphs, ladder
 from engine.kernels.cuda_layer import CUDALayer
-from engine.model.decoder import LlamaDecoder
+from engine.messages import KVRole
+from engine.model.decoder import Decoder
 from engine.model.experts import groups_natively
 from engine.model.kv_pool import KVPool
 from engine.model.loader import load_weights
-from engine.model.runner import ModelRunner
+from engine.model.runner import LastTokens, ModelRunner
 from engine.model.source import resolve_model
 from engine.scheduling.batch import ScheduledSeq
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdserve.core.clock import MonotonicClock
 from pdserve.core.kv_layout import KVLayout
-from tests.engine.harness import BLOCK, GREEDY, generate
+from tests.engine.harness import BLOCK, GREEDY, Outbox, generate, submit
 from tests.engine.test_quantized import write_quantized
 from tests.random_models import save_random
 
@@ -69,15 +76,16 @@ NUM_BLOCKS = 64
 class CountingGraphs(DecodeGraphs):
     """Notes the batch sizes that it was given."""
 
-    def logits(self, seqs: Sequence[ScheduledSeq]) -> torch.Tensor:
+    def logits(self, seqs: Sequence[ScheduledSeq], before: LastTokens) -> torch.Tensor:
         self.batches = [*getattr(self, "batches", []), len(seqs)]
-        return super().logits(seqs)
+        return super().logits(seqs, before)
 
 
 def make_engine(
-    folder: Path, device: torch.device, block_size: int, keep_quantized: bool = False
+    folder: Path, device: torch.device, block_size: int, keep_quantized: bool = False, on_seam: bool = False
 ) -> tuple[ModelRunner, CountingGraphs]:
-    """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU."""
+    """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU. ``on_seam``: it
+    copies results by `devices.cuda.Cuda`, of a stand-in if there is no GPU."""
     source = resolve_model(str(folder))
     shape = source.shape
     layout = KVLayout.uniform(
@@ -85,14 +93,18 @@ def make_engine(
     )
     pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 4, device=device), {})
     weights = load_weights(source, torch.float32, device, keep_quantized)
-    model = LlamaDecoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128))
+    model = Decoder(weights, shape.max_position_embeddings, CUDALayer, shape.uses_long_rope(128))
     attention = CUDAAttention(pool, shape.num_heads, shape.attention_softcap)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
     recordable = shape.experts is None or groups_natively(weights.norm.dtype, device)
     if device.type == "cuda" and recordable:
         graphs.capture()
         assert not pool.tensor.any()
-    return ModelRunner(model, attention, pool, graphs), graphs
+    cuda: Cuda | None = None
+    if on_seam:
+        cuda = TorchCuda() if device.type == "cuda" else StrictGpus().process()
+        cuda.init(0)
+    return ModelRunner(model, attention, pool, graphs, cuda), graphs
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -128,7 +140,7 @@ def their_tokens(folder: Path, prompts: dict[str, list[int]], num_tokens: int) -
     return tokens
 
 
-@pytest.mark.parametrize(("chunk", "block_size"), [(100, BLOCK), (20, 64)])
+@pytest.mark.parametrize(("chunk", "block_size"), [(100, BLOCK), pytest.param(20, 64, marks=pytest.mark.soak)])
 def test_tokens_are_those_of_transformers(
     case: tuple[Path, dict[str, list[int]]],
     expected: dict[str, list[int]],
@@ -141,6 +153,23 @@ def test_tokens_are_those_of_transformers(
     runner, graphs = make_engine(folder, device, block_size)
     assert generate(runner, prompts, TOKENS, chunk=chunk, stagger=1) == expected
     assert 3 in graphs.batches  # padded to 4
+
+
+def test_tokens_of_steps_that_run_ahead(
+    case: tuple[Path, dict[str, list[int]]], expected: dict[str, list[int]], device: torch.device
+) -> None:
+    """Padded decode steps take the tokens that the step before has drawn on the device, and so do chunks' steps."""
+    folder, prompts = case
+    runner, graphs = make_engine(folder, device, BLOCK, on_seam=True)
+    outbox = Outbox()
+    scheduler = Scheduler(SchedulerConfig(30, MAX_SEQS, 128, BLOCK, NUM_BLOCKS), MonotonicClock())
+    core = EngineCore(scheduler, runner, MonotonicClock(), outbox, run_ahead=True)
+    for name, prompt in prompts.items():
+        core.take(submit(name, KVRole.LOCAL, prompt, TOKENS, ignore_eos=True))
+    while core.step():
+        pass
+    assert {name: [t.token_id for t in tokens] for name, tokens in outbox.tokens.items()} == expected
+    assert 3 in graphs.batches
 
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)

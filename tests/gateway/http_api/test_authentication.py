@@ -290,6 +290,49 @@ async def test_without_tokens_salts_are_as_they_were(start_http: StartHttp) -> N
     assert {request.salt for _, request in http.service.fleet["p0"].requests} == {"s"}
 
 
+async def test_bearers_of_tokens_take_turns_and_priorities_go_before(start_http: StartHttp, tmp_path: Path) -> None:
+    """Also for requests that name a user: they are those of one bearer."""
+    path = save(tmp_path / "tokens", entry("good", GOOD), entry("other", OTHER, limits={"min_priority": 0}))
+    http = await start_http("p0", "d0", gateway={"tokens": str(path)}, router={"prefill_backlog_tokens": 1})
+    http.service.fleet["p0"].delay_s = {"prefill": 1.0}
+    router = http.service.gateway.router
+    calls: list[tuple[str, dict[str, Any]]] = [
+        (GOOD, {"user": "a"}), (GOOD, {"user": "b"}), (GOOD, {"user": "c"}), (GOOD, {}), (OTHER, {}),
+        (GOOD, {"priority": -1}),
+    ]  # fmt: skip
+    tasks = []
+    for number, (token, options) in enumerate(calls):
+        tasks.append(asyncio.create_task(complete(http, token, request_id=str(number), max_tokens=2, **options)))
+        await http.service.until(lambda: router.queued + router.running == len(tasks))
+    http.service.fleet["p0"].delay_s = {}
+    assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 6
+    order = [request.request_id for _, request in http.service.fleet["p0"].requests]
+    assert order == ["0", "5", "1", "4", "2", "3"]
+    assert http.service.fleet["d0"].requests[1][1].priority == -1
+    answer = await complete(http, OTHER, priority=-1)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("priority: -1 is below 0, the lowest that the token allows")
+    async with AsyncClient(target(http), token=OTHER) as client:
+        with pytest.raises(InvalidRequest, match=r"^priority: -2 is below 0"):
+            await client.generate(PROMPT, max_tokens=2, priority=-2).result()
+        assert (await client.generate(PROMPT, max_tokens=2, priority=3).result()).token_ids
+    assert http.service.fleet["d0"].requests[-1][1].priority == 3
+
+
+async def test_without_tokens_users_take_turns(start_http: StartHttp) -> None:
+    http = await start_http("p0", "d0", router={"prefill_backlog_tokens": 1})
+    http.service.fleet["p0"].delay_s = {"prefill": 1.0}
+    router = http.service.gateway.router
+    tasks = []
+    for number, user in enumerate(["a", "a", "a", "b", None]):  # without one: those of the same host
+        options = {} if user is None else {"user": user}
+        tasks.append(asyncio.create_task(http.complete(prompt=PROMPT, max_tokens=2, request_id=str(number), **options)))
+        await http.service.until(lambda: router.queued + router.running == len(tasks))
+    http.service.fleet["p0"].delay_s = {}
+    await asyncio.gather(*tasks)
+    assert [request.request_id for _, request in http.service.fleet["p0"].requests] == ["0", "1", "3", "4", "2"]
+
+
 @pytest.mark.parametrize("host", ["10.0.0.1:7000", "head", "http://head", "dns:///localhost:7000"])
 def test_a_token_does_not_leave_this_host_unencrypted(host: str) -> None:
     for kind in (Client, AsyncClient):

@@ -57,6 +57,7 @@ PATH = "/v1/completions"
         ({"prompt": "x", "pdserve": {"mode": "fast"}}, "pdserve.mode"),
         ({"prompt": "x", "pdserve": {"timeout_s": 0}}, "pdserve.timeout_s"),
         ({"prompt": "x", "cache_salt": "x" * 257}, "cache_salt"),
+        ({"prompt": "x", "session_id": "x" * 257}, "session_id"),
         ({"prompt": "x", "request_id": "a b"}, "request_id"),
     ],
 )

@@ -113,6 +113,8 @@ async def test_the_request_id_comes_from_body_or_header_and_goes_back(http: Http
     assert (given.json()["id"], given.headers["x-request-id"]) == ("from-header", "from-header")
     both = await http.client.post(PATH, json={**body, "request_id": "from-body"}, headers={"x-request-id": "no"})
     assert both.headers["x-request-id"] == "from-body"
+    wrong = await http.client.post(PATH, json={**body, "request_id": "from-body"}, headers={"x-request-id": "a;b"})
+    assert wrong.status_code == 400  # though the body's replaces it
     made = await http.client.post(PATH, json=body)
     assert made.headers["x-request-id"].startswith("cmpl-")
     bad = await http.post(PATH, **body, request_id="a\r\nset-cookie: x")
@@ -127,6 +129,18 @@ async def test_a_duplicate_id_is_a_conflict(http: Http) -> None:
     second = await http.post(PATH, prompt=[60], request_id="one")
     assert (second.status_code, second.json()["error"]["code"]) == (409, "DuplicateRequest")
     await first
+
+
+async def test_a_call_that_repeats_a_running_one_takes_it_over(http: Http) -> None:
+    http.service.fleet["d0"].hangs.add("decode_step")
+    body = {"prompt": [60], "max_tokens": 4, "request_id": "one", "ignore_eos": True}
+    first = asyncio.create_task(http.post(PATH, **body))
+    await http.service.until(lambda: http.service.gateway.router.running == 1)
+    http.service.fleet["d0"].hangs.clear()
+    assert (await http.post(PATH, **body)).status_code == 200
+    answer = await first
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "DuplicateRequest")
+    await http.service.until(lambda: http.service.is_idle)
 
 
 async def test_a_client_that_leaves_frees_everything(http: Http) -> None:

@@ -287,7 +287,7 @@ async def test_a_reader_that_stops_stops_nobody_else(http: Http) -> None:
         for _ in range(20):
             answer = await asyncio.wait_for(http.complete(**BODY), ANSWER_S)
             assert answer["usage"]["completion_tokens"] == 2
-        assert any(each.startswith("long-") for each in http.service.gateway._inference._in_use), "it waits"
+        assert any(each.startswith("long-") for each in http.service.gateway._inference._ids.running), "it waits"
     await check_alive(http.service)
 
 
@@ -296,7 +296,7 @@ async def test_a_reader_that_stops_for_good(http: Http) -> None:
     async with connected(http, receive_bytes=4096) as (reader, writer):
         writer.write(post({**LONG, "pdserve": {"timeout_s": 1.0}}))
         assert (await asyncio.wait_for(reader.readline(), ANSWER_S)).startswith(b"HTTP/1.1 200")
-        await http.service.until(lambda: not http.service.gateway._inference._in_use)
+        await http.service.until(lambda: not http.service.gateway._inference._ids.running)
         await all_closed(http)
     await check_alive(http.service)
 

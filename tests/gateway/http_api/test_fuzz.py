@@ -169,6 +169,7 @@ sampling = optional(
     max_completion_tokens=st.none() | st.integers(1, 60),
     return_token_ids=st.booleans(),
     cache_salt=st.none() | st.text(max_size=256),
+    session_id=st.none() | st.text(max_size=256),
     request_id=st.none() | st.just("") | st.from_regex(r"[A-Za-z0-9._:-]{1,120}", fullmatch=True),
     model=st.sampled_from([None, "fake"]),
     user=st.none() | st.text(),

@@ -166,6 +166,7 @@ def test_a_changed_source_a_shared_address_and_another_clock(tmp_path: Path) -> 
     assert clock.error_s < 0.01
 
 
+@pytest.mark.cluster
 def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ops.doctor.examine._REPORT_S", 15.0)
     report = examine(
@@ -175,7 +176,9 @@ def test_a_node_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
     assert "did not answer report within 15 s" in found(report, "probe")[0].what
 
 
-@pytest.mark.parametrize("fault", ["shard", "pointer", "truncated", "tensor"])
+@pytest.mark.parametrize(
+    "fault", ["shard", *[pytest.param(fault, marks=pytest.mark.soak) for fault in ("pointer", "truncated")], "tensor"]
+)
 def test_weights_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
     """The loader's own checks find the fault without loading the model."""
     folder = tmp_path / "model"
@@ -223,6 +226,7 @@ def test_a_tokenizer_that_is_missing_or_broken(content: str | None, level: Level
     assert troubles(report) == (["tokenizer"] if level is Level.FAIL else [])
 
 
+@pytest.mark.cluster
 def test_nodes_that_emulate_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's own limit makes the probes' hosts such ones. Layouts are those of the dtype that `up` would take."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")

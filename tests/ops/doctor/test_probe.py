@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 def spec(worker_id: str, role: Role, **transfer: Any) -> dict[str, Any]:
     config = PdserveConfig.parse({"transfer": transfer})
-    return WorkerSpec(worker_id, role, HOST, HOST, "cpu", "", "", config=config).to_wire()
+    return WorkerSpec(worker_id, role, HOST, HOST, "cpu", (), "", config=config).to_wire()
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def test_a_different_layout_is_an_obstacle() -> None:
         decode = WorkerProbe()
         try:
             config = PdserveConfig.parse({"engine": {"block_size": 16}})
-            told = WorkerSpec("decode-0", Role.DECODE, HOST, HOST, "cpu", "", "", config=config).to_wire()
+            told = WorkerSpec("decode-0", Role.DECODE, HOST, HOST, "cpu", (), "", config=config).to_wire()
             ends = msgspec.convert(
                 decode.call("open", {"spec": told, "device": "cpu", "secret": SECRET.hex()})["value"], Endpoints
             )

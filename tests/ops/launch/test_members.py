@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,14 @@ import pytest
 
 from ops.launch.members import Members
 from ops.launch.plan import Node, worker_bundles
-from ops.launch.ports import first_port, port_base
-from ops.launch.service import _to_leave
+from ops.launch.ports import first_port, free_ports, port_base
+from ops.launch.service import _to_flip, _to_leave
 from ops.launch.state import ServiceState
 from pdserve.core.config import ClusterConfig, PdserveConfig
 from pdserve.core.errors import LaunchError
 from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
+from pdserve.pb import inference_pb2 as pb
 from tests.local_cluster import ROOT
 
 NODES = {"p0": "", "p1": "a", "p2": "b", "p3": ""}
@@ -33,7 +35,7 @@ def test_strict_spread_refuses_rather_than_waits() -> None:
     config = PdserveConfig.parse({"cluster": {"placement": "strict_spread"}})
     bundles = {Role.PREFILL: {"CPU": 1.0}, Role.DECODE: {"CPU": 1.0}}
     secret = ServiceSecret.new()
-    members = Members(config, "cpu", bundles, registry_address="", service="", secret=secret, port_base=0, host="")
+    members = Members(config, "cpu", bundles, registry_addresses=(), service="", secret=secret, port_base=0, host="")
     with pytest.raises(LaunchError, match="strict_spread wants a node for each worker, and there is none for 1 of 2"):
         members.add([Role.PREFILL, Role.DECODE], ONE_HOST)
     assert members.all == ()
@@ -54,11 +56,46 @@ def test_workers_without_a_node_leave_first_then_the_latest() -> None:
     assert leaving(5) == []
 
 
+def test_which_workers_take_another_role() -> None:
+    """Those that were born with it, on a slot of their own, with little to do; then the latest."""
+    born = {"decode-0": Role.DECODE, "prefill-1": Role.PREFILL, "decode-1": Role.DECODE, "decode-2": Role.DECODE}
+    members: list[Any] = [SimpleNamespace(worker_id=name, born=role) for name, role in born.items()]
+    cores = {"prefill-0": "0", "decode-0": "1", "prefill-1": "2", "decode-1": "3", "decode-2": "0"}
+    workers = {
+        name: pb.WorkerStatus(worker_id=name, role="decode", node="a", device="cpu", cores=core)
+        for name, core in cores.items()
+    }
+    workers["prefill-0"].role = "prefill"
+
+    def flipped(count: int, to: Role, workers: dict[str, pb.WorkerStatus]) -> list[str]:
+        return [member.worker_id for member in _to_flip(members, to, count, workers)]
+
+    assert flipped(2, Role.PREFILL, {}) == ["prefill-1", "decode-2"], "nothing is known of them"
+    assert flipped(3, Role.PREFILL, workers) == ["prefill-1", "decode-1", "decode-0"], "decode-2 shares a core"
+    workers["decode-1"].outstanding_tokens = 7
+    assert flipped(4, Role.PREFILL, workers) == ["prefill-1", "decode-0", "decode-1", "decode-2"]
+
+
+def test_roles_that_ask_for_different_resources_keep_their_workers() -> None:
+    def may_flip(**cluster: Any) -> bool:
+        config = PdserveConfig.parse({"cluster": cluster})
+        bundles = worker_bundles(config.cluster, "cpu", [Node("a", "10.0.0.1", {"CPU": 8.0, "decode": 8.0})])
+        secret = ServiceSecret.new()
+        members = Members(
+            config, "cpu", bundles, registry_addresses=(), service="", secret=secret, port_base=0, host=""
+        )
+        return members.may_flip
+
+    assert may_flip()
+    assert not may_flip(decode_resources={"decode": 1.0})
+
+
 def test_ports_belong_to_the_workers_number() -> None:
     assert port_base(ClusterConfig()) == 0
     assert port_base(ClusterConfig(address="auto")) == 20_000
     assert port_base(ClusterConfig(port_base=3000)) == 3000
     assert [first_port(20_000, ordinal) for ordinal in range(3)] == [20_001, 20_005, 20_009]
+    assert [first_port(20_000, ordinal, gateways=3) for ordinal in range(2)] == [20_003, 20_007]
     assert first_port(0, 7) == 0
     with pytest.raises(LaunchError, match=r"cluster\.port_base: 65000 leaves no ports for worker number 133"):
         first_port(65_000, 133)
@@ -94,3 +131,27 @@ def test_a_state_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
         assert answer.returncode == 1
         assert answer.stderr.count("\n") == 1, answer.stderr
         assert re.match(rf"error: cannot write to {in_the_way}/.*set XDG_STATE_HOME to a folder that is", answer.stderr)
+
+
+def test_the_ports_of_several_gateways_follow_each_other() -> None:
+    first = free_ports("127.0.0.1", 0, 3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 2))
+        assert free_ports("127.0.0.1", first, 2) == first
+        with pytest.raises(LaunchError, match=f"gateway.port: cannot listen on 127.0.0.1:{first + 2}"):
+            free_ports("127.0.0.1", first, 3)
+
+
+def test_the_state_of_a_service_is_found_by_the_port_of_any_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    created_s = psutil.Process().create_time()
+    state = ServiceState(os.getpid(), created_s, 7000, "", target="https://gpu-1:7000", gateways=2)
+    state.claim()
+    assert state.targets == ["https://gpu-1:7000", "https://gpu-1:7001"]
+    assert ServiceState.read(7001) == state
+    assert ServiceState.at("gpu-1:7001") == ServiceState.at("127.0.0.1:7001") == state
+    assert ServiceState.at("gpu-1:7002") is None
+    with pytest.raises(LaunchError, match="port 7002"):
+        ServiceState.read(7002)

@@ -12,7 +12,7 @@ from pdserve.core.config import EngineConfig, PdserveConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
 
-SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway", "logging"]
+SECTIONS = ["model", "cluster", "engine", "transfer", "router", "gateway", "scaling", "logging"]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -68,6 +68,35 @@ def test_chunk_tokens_is_a_number_or_off_even_though_yaml_takes_that_for_a_boole
     config = PdserveConfig.load(write(tmp_path, f"engine: {{chunk_tokens: {text}}}\n"))
     assert config.engine.chunk_tokens == value
     assert PdserveConfig.parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("policy", "prefill", "decode"),
+    [
+        ("random", "random", "random"),
+        ({"prefill": "round_robin", "decode": "power_of_two"}, "round_robin", "power_of_two"),
+    ],
+)
+def test_a_policy_is_for_both_roles_or_for_each(policy: object, prefill: str, decode: str) -> None:
+    config = PdserveConfig.parse({"router": {"policy": policy}})
+    assert (config.router.policies.prefill, config.router.policies.decode) == (prefill, decode)
+    assert PdserveConfig.parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("fastest", r"Input should be one of round_robin, random, .* \(got 'fastest'\)"),
+        ("least_outstanding_tokens", "; least_outstanding_tokens is now least_tokens"),
+        ({"prefill": "fastest"}, r"Input should be one of round_robin, random, "),
+        ({"prefil": "random"}, "prefil is no role; give policies for prefill and decode"),
+        (["random"], r"Input should be one of round_robin, random, "),
+        (None, r"Input should be one of round_robin, random, "),
+    ],
+)
+def test_other_policies_are_refused(policy: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^router\.policy: .*{why}"):
+        PdserveConfig.parse({"router": {"policy": policy}})
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "on", "1.5", "never", "[1]"])
@@ -195,3 +224,39 @@ def test_engine_defaults_hold_no_surprise() -> None:
         ("cuda:1", Role.DECODE): 2048,
     }
     assert EngineConfig(max_num_batched_tokens=100).token_budget("cuda", Role.PREFILL) == 100
+
+
+# --- the scaling controller ------------------------------------------------------------------------------------------
+
+OBJECTIVES = {"ttft_ms": 500, "itl_ms": 50}
+
+
+def test_the_controller_takes_the_objectives_of_the_router() -> None:
+    assert PdserveConfig.parse({"scaling": {"controller": False}}).scaling.controller == "off"
+    config = PdserveConfig.parse({"scaling": {"controller": "roles", "ttft_ms": 300}, "router": {"slo": OBJECTIVES}})
+    assert (config.objectives.ttft_ms, config.objectives.itl_ms) == (300, 50)
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"scaling": {"controller": "roles"}}, "scaling.controller roles needs ttft_ms, an objective; set "),
+        ({"scaling": {"controller": "roles", "ttft_ms": 1}}, "roles needs itl_ms, an objective"),
+        ({"scaling": {"controller": "workers", **OBJECTIVES}}, "controller workers needs max_workers"),
+        ({"scaling": {"min_decode": 3, "max_decode": 2}}, "scaling: min_decode is more than max_decode"),
+        ({"scaling": {"min_workers": 3, "max_workers": 2}}, "scaling: min_workers is more than max_workers"),
+        ({"scaling": {"min_decode": 3, "max_workers": 3}}, "min_prefill and min_decode are together more than max"),
+        ({"scaling": {"interval_s": 20}}, "interval_s is more than a third of hold_s"),
+        ({"scaling": {"controller": "roles", **OBJECTIVES}, "cluster": {"decode": 0}}, "needs workers of both roles"),
+        (
+            {"scaling": {"controller": "roles", **OBJECTIVES}, "cluster": {"prefill_resources": {"p": 1}}},
+            "needs equal cluster.prefill_resources and cluster.decode_resources",
+        ),
+        ({"scaling": {"controller": "always"}}, "scaling.controller: Input should be 'off', 'roles' or 'workers'"),
+    ],
+)
+def test_a_controller_that_could_not_work_is_refused(sections: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PdserveConfig.parse(sections)
+    assert problem in str(caught.value)
+    assert len(str(caught.value)) < 400, "not the whole configuration"

@@ -31,6 +31,8 @@ TRUE_MS = {
     K.PAIR_CHOSEN: 5.0,
     K.PREFILL_SENT: 6.0,
     K.PREFILL_RECEIVED: 11.0,
+    K.PREFIX_AWAITED: 12.0,
+    K.PREFIX_READY: 15.0,
     K.PREFILL_SCHEDULED: 17.0,
     K.TOKEN_1_SAMPLED: 57.0,
     K.TOKEN_1_ARRIVED: 59.0,
@@ -43,14 +45,15 @@ TRUE_MS = {
     K.TOKEN_2_EMITTED: 107.0,
     K.FINISHED: 200.0,
 }
-ON_PREFILL = {K.PREFILL_RECEIVED, K.PREFILL_SCHEDULED, K.TOKEN_1_SAMPLED}
+ON_PREFILL = {K.PREFILL_RECEIVED, K.PREFIX_AWAITED, K.PREFIX_READY, K.PREFILL_SCHEDULED, K.TOKEN_1_SAMPLED}
 ON_DECODE = {K.ROOM_MADE, K.KV_VERIFIED, K.DECODE_SCHEDULED, K.TOKEN_2_SAMPLED}
 
 TTFT_MS = {
     "gateway": 2.0 + 1.0,
     "route": 3.0,
     "dispatch": 5.0 + 2.0,
-    "prefill_queue": 6.0,
+    "prefix_fetch": 3.0,
+    "prefill_queue": 1.0 + 2.0,
     "prefill": 40.0,
     UNATTRIBUTED: 1.0,
 }
@@ -58,7 +61,8 @@ TTFT_DECODE_MS = {
     "gateway": 2.0 + 3.0,
     "route": 3.0,
     "dispatch": 5.0 + 5.0,
-    "prefill_queue": 6.0,
+    "prefix_fetch": 3.0,
+    "prefill_queue": 1.0 + 2.0,
     "prefill": 40.0,
     "kv_exposed": 20.0,
     "decode_queue": 7.0,
@@ -101,6 +105,13 @@ def test_ttft() -> None:
     assert stages(timeline(), TTFT) == pytest.approx(TTFT_MS)
 
 
+def test_a_prompt_of_which_nothing_is_fetched_waits_for_the_engine_alone() -> None:
+    got = stages(timeline(leave_out=(K.PREFIX_AWAITED, K.PREFIX_READY)), TTFT)
+    expected = TTFT_MS | {"prefill_queue": 6.0}
+    del expected["prefix_fetch"]
+    assert got == pytest.approx(expected)
+
+
 def test_ttft_decode_of_a_handed_off_request() -> None:
     assert stages(timeline(), TTFT_DECODE) == pytest.approx(TTFT_DECODE_MS)
 
@@ -122,7 +133,7 @@ def test_network_is_the_clients_total_minus_the_gateways() -> None:
 def test_stages_are_in_the_order_of_the_table() -> None:
     got = [name for name in stages(timeline(), TTFT_DECODE, 120.0) if name != UNATTRIBUTED]
     assert tuple(got) == STAGE_NAMES
-    assert [stage.name for stage in STAGES[TTFT]] == list(STAGE_NAMES[1:7])
+    assert [stage.name for stage in STAGES[TTFT]] == list(STAGE_NAMES[1:8])
 
 
 def test_ttft_of_a_token_that_was_held_back_has_the_hand_off() -> None:
@@ -251,7 +262,7 @@ def test_the_residue_shows_a_planted_gap_exactly() -> None:
 
 
 def test_the_last_attempts_events_win() -> None:
-    subject = timeline()
+    subject = timeline(leave_out=(K.PREFIX_AWAITED, K.PREFIX_READY))
     subject.record(K.PREFILL_SCHEDULED, "p0", 0.012)
     subject.extend([Event(K.PREFILL_RECEIVED, "p0", 0.0115), Event(K.PREFILL_SENT, GATEWAY, 0.011)])
     got = stages(subject, TTFT)

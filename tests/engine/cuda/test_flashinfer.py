@@ -1,0 +1,113 @@
+"""Chunks of prompts by FlashInfer, or on CPU tensors by its stand-in, beside decodes by our kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.cuda_attention import CUDAAttention
+from engine.kernels.cuda_flashinfer import FlashInferPrefill, MakeWrapper, installed_version, make_wrappers
+from engine.kernels.cuda_prefill_attention import capability_of
+from engine.kernels.prefill_choice import PrefillShape, choose_prefill
+from engine.model.decoder import Decoder
+from engine.model.kv_pool import KVPool
+from engine.process import prefill_attention
+from engine.process.prefill_attention import PrefillAttention
+from engine.scheduling.batch import ScheduledSeq
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import KVLayout
+from tests.engine.cuda.conftest import INTERPRETED
+from tests.engine.cuda.test_decoder import BASE, make_engine
+from tests.engine.cuda.test_kernels import NUM_BLOCKS, Shape, make_pool
+from tests.engine.harness import GREEDY, generate
+from tests.engine.strict_flashinfer import StrictWrapper
+from tests.random_models import save_random
+
+SHAPES = [Shape(8, 2, 64, 16), Shape(6, 2, 128, 64, window=40), Shape(4, 1, 64, 16, window=9, softcap=3.0)]
+
+
+@pytest.fixture
+def wrapper(device: torch.device) -> MakeWrapper:
+    """Makes FlashInfer's wrappers on a GPU that can run it, else its stand-in's."""
+    if device.type == "cpu":
+        return StrictWrapper
+    shape = PrefillShape("float16", 64, 8, 2, capability_of(device))
+    choice = choose_prefill("auto", shape, installed_version())
+    if choice.backend != "flashinfer":
+        pytest.skip(choice.reason)
+    return make_wrappers(device)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mixed_step_is_that_of_our_kernels(shape: Shape, device: torch.device, wrapper: MakeWrapper) -> None:
+    torch.manual_seed(6)
+    pool = make_pool(shape, "float16", device)
+    scale = shape.head_dim**-0.5
+    size = shape.block_size
+    windows = {shape.window, None}
+    chunks = FlashInferPrefill(wrapper, pool, shape.heads, windows, scale, shape.softcap)
+    ours = CUDAAttention(pool, shape.heads, shape.softcap)
+    theirs = CUDAAttention(pool, shape.heads, shape.softcap, chunks)
+    seqs = [
+        ScheduledSeq("decode", [0], size + 3, [5, 6], True, GREEDY),
+        ScheduledSeq("whole", [0] * (size + 2), 0, [9, 2], True, GREEDY),
+        ScheduledSeq("later", [0] * 7, 2 * size - 4, [11, 30, 12], True, GREEDY),
+    ]
+    rows = sum(len(seq.token_ids) for seq in seqs)
+    query = torch.randn(rows, shape.heads, shape.head_dim).to(device, torch.float16)
+    for window in windows:
+        for kv in pool.layers:
+            expected = ours.plan(seqs).attend(query, kv, window, scale)
+            step = theirs.plan(seqs)
+            assert step.tiles is None
+            torch.testing.assert_close(step.attend(query, kv, window, scale), expected, atol=4e-3, rtol=4e-3)
+    assert theirs.plan(seqs[:1]).chunks is None, "decodes stay with our kernels"
+
+
+def test_the_choice_is_tried_and_told(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """FlashInfer that is installed and does not work is left, with the reason, unless it was asked for by name."""
+    if not INTERPRETED:
+        pytest.skip("plays a broken installation")
+    save_random(tmp_path, BASE | {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2}, seed=1)
+    runner, _ = make_engine(tmp_path, device, 16)
+    model: Decoder = runner._model
+    layout = KVLayout.uniform("m", "float16", 16, 2, 2, 64)
+    pool = KVPool(layout, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * layout.block_bytes // 2, dtype=torch.float16), {})
+
+    def broken(device: torch.device) -> MakeWrapper:
+        raise RuntimeError("ninja: nvcc not found")
+
+    monkeypatch.setattr(prefill_attention, "installed_version", lambda: "0.7.2")
+    monkeypatch.setattr(prefill_attention, "make_wrappers", lambda device: StrictWrapper)
+    working = PrefillAttention("auto")
+    assert working.planner(pool, model) is not None
+    assert working.notes() == ["prefill attention by flashinfer: flashinfer-python 0.7.2"]
+    monkeypatch.setattr(prefill_attention, "make_wrappers", broken)
+    left = PrefillAttention("auto")
+    assert left.planner(pool, model) is None
+    assert left.notes() == ["prefill attention by triton: FlashInfer failed: RuntimeError: ninja: nvcc not found"]
+    with pytest.raises(ConfigError, match=r"engine\.prefill_attention: FlashInfer failed.*nvcc"):
+        PrefillAttention("flashinfer").planner(pool, model)
+    monkeypatch.setattr(prefill_attention, "installed_version", lambda: None)
+    missing = PrefillAttention("auto")
+    assert missing.planner(pool, model) is None
+    assert "not installed" in missing.notes()[0]
+
+
+def test_tokens_are_those_of_our_kernels(device: torch.device, wrapper: MakeWrapper, tmp_path: Path) -> None:
+    """A whole model: chunks by FlashInfer, decodes recorded."""
+    if device.type != "cpu":
+        pytest.skip("float32 models are compared token for token, and FlashInfer has no float32")
+    save_random(tmp_path, BASE | {"model_type": "mistral", "sliding_window": 19}, seed=3)
+    prompts = {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in (1, 37)}
+    runner, _ = make_engine(tmp_path, device, 16)
+    expected = generate(runner, prompts, 3, chunk=20)
+    other, _ = make_engine(tmp_path, device, 16)
+    shape = other._model.shape
+    chunks = FlashInferPrefill(
+        wrapper, other.pool, shape.num_heads, other._model.windows, shape.attention_scale, shape.attention_softcap
+    )
+    other._attention = CUDAAttention(other.pool, shape.num_heads, shape.attention_softcap, chunks)
+    assert generate(other, prompts, 3, chunk=20) == expected

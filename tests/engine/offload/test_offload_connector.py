@@ -1,0 +1,233 @@
+"""Blocks that the pool has no room for come back with the KV that they had."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.messages import KVReady, KVRole
+from engine.offload.block_store import BlockStore
+from engine.offload.disk_store import DiskStore
+from engine.offload.memory_store import MemoryStore
+from engine.offload.offload_connector import OffloadConnector
+from engine.scheduling.batch import SampledToken
+from engine.scheduling.kv_connector import KVConnector
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.transfer_connector import TransferConnector
+from pdserve.core.clock import FakeClock
+from pdserve.core.prefix_digests import PrefixDigests
+from tests.engine.harness import submit
+from tests.engine.integrity import check_scheduler
+
+SIZE = 4
+NUM_BLOCKS = 8
+
+
+class FakeBlocks:
+    """A pool of which a full block holds its digest, and an unfinished one nothing."""
+
+    def __init__(self) -> None:
+        self.content = [b""] * NUM_BLOCKS
+
+    def read(self, block: int) -> bytes:
+        return self.content[block]
+
+    def write(self, block: int, data: bytes) -> None:
+        self.content[block] = data
+
+
+class Engine:
+    """A scheduler with an offload connector, and steps that "compute" digests."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self.memory = FakeBlocks()
+        self.done: deque[KVReady] = deque()
+        self.arrived = threading.Condition()
+        self.connector: KVConnector = OffloadConnector(
+            TransferConnector(FakeClock()), store, self.memory, SIZE, self._done
+        )
+        config = SchedulerConfig(16, 4, NUM_BLOCKS * SIZE, SIZE, NUM_BLOCKS)
+        self.scheduler = Scheduler(config, FakeClock(), self.connector)
+        self.salts: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+
+    def _done(self, command: KVReady) -> None:
+        with self.arrived:
+            self.done.append(command)
+            self.arrived.notify_all()
+
+    def submit(
+        self, attempt_id: str, prompt: list[int], max_tokens: int, salt: str = "", role: KVRole = KVRole.LOCAL
+    ) -> None:
+        self.salts[attempt_id] = salt
+        self.scheduler.submit(submit(attempt_id, role, prompt, max_tokens, salt=salt))
+
+    def take_arrived(self) -> None:
+        while self.done:
+            command = self.done.popleft()
+            self.scheduler.kv_ready(command.attempt_id, command.first_token_id, command.num_tokens)
+
+    def step(self) -> bool:
+        """One step; whether anything was computed. Checks that each request's full blocks hold their own KV."""
+        self.take_arrived()
+        output = self.scheduler.schedule() if self.scheduler.has_work else None
+        if output is None or not output.seqs:
+            return False
+        for part in output.seqs:
+            seq = self.scheduler._seqs[part.attempt_id]
+            digests = PrefixDigests(self.salts[part.attempt_id], SIZE).first(part.end // SIZE, seq.token_ids)
+            before = part.start // SIZE
+            assert [self.memory.content[block] for block in part.block_ids[:before]] == list(digests[:before])
+            for index in range(before, -(-part.end // SIZE)):
+                self.memory.content[part.block_ids[index]] = digests[index] if index < part.end // SIZE else b""
+        sampled = {part.attempt_id: [SampledToken(7)] for part in output.seqs if part.sample}
+        for token in self.scheduler.update(output, sampled, 0.0).tokens:
+            self.cached.setdefault(token.attempt_id, token.cached_tokens)
+        check_scheduler(self.scheduler)
+        return True
+
+    def run(self) -> None:
+        """Steps until nothing is under way."""
+        while self.step() or self.scheduler.load().waiting:
+            with self.arrived:
+                if not self.scheduler.has_work and not self.done and self.scheduler.load().waiting:
+                    assert self.arrived.wait(10), "a request awaits KV that never comes"
+
+    def close(self) -> None:
+        self.connector.close()
+
+
+def fill(engine: Engine, name: str) -> None:
+    """Let other prompts take the whole pool."""
+    engine.submit(name, [ord(name[0]) + 100 + i for i in range(30)], 1, salt=name)
+    engine.run()
+
+
+@pytest.mark.parametrize("role", [KVRole.LOCAL, KVRole.PUSH])
+def test_a_prompt_that_was_forgotten_is_read(role: KVRole) -> None:
+    engine = Engine(MemoryStore(2**20))
+    prompt = list(range(19))
+    engine.submit("a", prompt, 1)
+    engine.run()
+    fill(engine, "x")
+    assert engine.connector.num_stored_blocks == 4
+    engine.submit("b", [*prompt[:16], 50, 51, 52], 2, role=role)
+    engine.run()
+    assert engine.cached == {"a": 0, "x": 0, "b": 16}
+    engine.submit("c", prompt, 1, salt="another tenant")
+    if role is KVRole.PUSH:
+        engine.scheduler.release("b")
+    engine.run()
+    assert engine.cached["c"] == 0
+    assert engine.scheduler.load().free_blocks == NUM_BLOCKS
+    assert engine.scheduler.load().prompt_tokens_cached == 16
+    engine.close()
+
+
+def test_what_cannot_be_read_is_computed(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "w", "k", 2**20)
+    engine = Engine(store)
+    prompt = list(range(19))
+    engine.submit("a", prompt, 1)
+    engine.run()
+    fill(engine, "x")
+    digests = PrefixDigests("", SIZE).first(4, prompt)
+    deadline_s = time.monotonic() + 30
+    while store._unwritten:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    (tmp_path / "w" / digests[2].hex()).write_bytes(b"nonsense")
+    engine.submit("b", prompt, 1)
+    engine.run()
+    assert engine.cached["b"] == 8
+    assert engine.scheduler.load().free_blocks == NUM_BLOCKS
+    engine.close()
+
+
+def test_a_store_that_breaks_costs_only_time(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(MemoryStore):
+        def get(self, digest: bytes) -> bytes | None:
+            if digest == digests[2]:
+                raise RuntimeError("the store is broken")
+            return super().get(digest)
+
+    engine = Engine(Broken(2**20))
+    prompt = list(range(19))
+    digests = PrefixDigests("", SIZE).first(4, prompt)
+    engine.submit("a", prompt, 1)
+    engine.run()
+    for name in ("b", "c"):  # the reader goes on
+        fill(engine, f"before {name}")
+        engine.submit(name, prompt, 1)
+        engine.run()
+        assert engine.cached[name] == 8
+    assert "the store is broken" in caplog.text
+    assert engine.scheduler.load().free_blocks == NUM_BLOCKS
+    engine.close()
+
+
+def test_nobody_writes_to_blocks_of_an_aborted_request() -> None:
+    class Slow(MemoryStore):
+        """A store that gives blocks when it is told to."""
+
+        def __init__(self) -> None:
+            super().__init__(2**20)
+            self.asked, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+        def get(self, digest: bytes) -> bytes | None:
+            self.asked.release()
+            assert self.go.acquire(timeout=10)
+            return super().get(digest)
+
+    store = Slow()
+    engine = Engine(store)
+    prompt = list(range(19))
+    engine.submit("a", prompt, 1)
+    engine.run()
+    fill(engine, "x")
+    engine.submit("b", prompt, 1)
+    assert store.asked.acquire(timeout=10)
+    engine.scheduler.abort("b")
+    assert engine.scheduler.load().free_blocks == NUM_BLOCKS
+    before = list(engine.memory.content)
+    store.go.release(10)
+    engine.close()  # joins the reader
+    assert engine.memory.content == before
+    assert not engine.done
+    check_scheduler(engine.scheduler)
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 27), st.integers(1, 4), st.sampled_from(KVRole), st.integers(0, 6)),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, st.integers(1, 40))
+def test_every_request_sees_its_own_kv(requests: list[tuple[int, int, int, KVRole, int]], room: int) -> None:
+    engine = Engine(MemoryStore(room * 16))
+    aborted: set[str] = set()
+    for number, (start, length, max_tokens, role, action) in enumerate(requests):
+        name = f"r{number}"
+        role = KVRole.LOCAL if role is KVRole.RECEIVE else role
+        engine.submit(name, [start, *range(length)], max_tokens, role=role)
+        for _ in range(action):
+            engine.step()
+        if action == 3:
+            engine.scheduler.abort(name)
+            aborted.add(name)
+        if role is KVRole.PUSH:
+            engine.run()
+            engine.scheduler.release(name)
+    engine.run()
+    assert set(engine.cached) | aborted == {f"r{number}" for number in range(len(requests))}
+    assert engine.scheduler.load().free_blocks == NUM_BLOCKS
+    engine.close()

@@ -1,0 +1,260 @@
+"""Steps that are launched before the tokens of the one before are known: the same tokens, in the right order of calls,
+and nothing waits for the device in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from devices.strict_cuda import StrictGpus
+from engine.core import EngineCore, RunningStep, Sampled
+from engine.messages import Abort, KVRole, TokenOut
+from engine.model.runner import ModelRunner
+from engine.scheduling.batch import PENDING, LayerHook, SampledToken, ScheduledSeq
+from engine.scheduling.kv_connector import NoTransfer
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdserve.core.clock import FakeClock, MonotonicClock
+from tests.engine.harness import BLOCK, Outbox, make_runner, submit
+from tests.engine.integrity import check_scheduler
+from tests.engine.test_random_schedules import CONFIGS, KINDS, PLANS, POOL_BLOCKS, Plan
+from tests.random_models import save_random_model
+
+EOS = tuple(range(0, 300, 9))  # so many that some random outputs end early
+
+
+def run(
+    runner: ModelRunner,
+    config: SchedulerConfig,
+    plans: Sequence[Plan],
+    kind: type[Scheduler],
+    run_ahead: bool,
+    **sampling: Any,
+) -> dict[str, list[TokenOut]]:
+    """All tokens of the requests of ``plans``. The pool is as it was when they have ended."""
+    outbox = Outbox()
+    scheduler = kind(config, MonotonicClock())
+    core = EngineCore(scheduler, runner, MonotonicClock(), outbox, run_ahead)
+    last_tick = max(plan.tick + (plan.aborted_after or 0) for plan in plans)
+    for tick in range(600):
+        for i, plan in enumerate(plans):
+            if plan.tick == tick:
+                given = plan.submit(str(i))
+                params = given.request.sampling
+                core.take(
+                    submit(
+                        *(str(i), KVRole.LOCAL, given.request.prompt_token_ids, plan.max_tokens),
+                        temperature=params.temperature,
+                        top_p=params.top_p,
+                        seed=params.seed,
+                        repetition_penalty=params.repetition_penalty,
+                        frequency_penalty=0.3 if plan.topic else 0.0,
+                        salt=plan.salt,
+                        logprobs=plan.topic or None,
+                        **sampling,
+                    )
+                )
+            if plan.aborted_after is not None and plan.tick + plan.aborted_after == tick:
+                core.take(Abort(str(i)))
+        busy = core.step()
+        check_scheduler(scheduler)
+        if not busy and tick >= last_tick:
+            assert scheduler.blocks.free_blocks == config.num_blocks
+            return outbox.tokens
+    raise AssertionError("still running")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model."""
+    return save_random_model(tmp_path_factory.mktemp("model"), "gqa")
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
+    """A runner in float32 on the CPU."""
+    return make_runner(folder, POOL_BLOCKS)
+
+
+def told(tokens: Sequence[TokenOut]) -> list[tuple[Any, ...]]:
+    """What must not depend on the order of the work. Logprobs of other batches differ in their last bits."""
+    return [
+        (
+            *(t.token_id, t.finish_reason),
+            t.logprobs and pytest.approx(t.logprobs.logprob, abs=1e-4),
+            t.logprobs and [token_id for token_id, _ in t.logprobs.top],
+        )
+        for t in tokens
+    ]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=CONFIGS, plans=PLANS, kind=KINDS, ignore_eos=st.booleans())
+def test_the_same_tokens_with_the_same_ends(
+    runner: ModelRunner, config: SchedulerConfig, plans: list[Plan], kind: type[Scheduler], ignore_eos: bool
+) -> None:
+    kwargs = {"ignore_eos": True} if ignore_eos else {"stop_token_ids": EOS}
+    now = run(runner, config, plans, kind, False, **kwargs)
+    ahead = run(runner, config, plans, kind, True, **kwargs)
+    for i, plan in enumerate(plans):
+        mine, others = told(ahead.get(str(i), [])), told(now.get(str(i), []))
+        if plan.aborted_after is not None:
+            fewest = min(len(mine), len(others))
+            mine, others = mine[:fewest], others[:fewest]
+        assert mine == others
+
+
+def test_such_requests_do_end_early_and_are_preempted(runner: ModelRunner) -> None:
+    """Else the test above would show nothing of either."""
+    config = SchedulerConfig(48, 6, 128, BLOCK, 10)
+    plans = [Plan(2 * i, i % 3, 16, 12, 0.8, 1.0, "", None) for i in range(9)]
+    tokens = run(runner, config, plans, Scheduler, True, stop_token_ids=EOS)
+    assert {each[-1].finish_reason for each in tokens.values()} == {"stop", "length"}
+    assert any(token.logprobs for each in tokens.values() for token in each)
+
+
+@dataclass
+class Recorder:
+    """Notes the calls to a runner, and plays a device that takes a second for each step."""
+
+    clock: FakeClock
+    calls: list[str] = field(default_factory=list)
+    free_s: float = 0.0  # when the device has computed what it was given
+
+    def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
+        """Note it. `PENDING` follows a step that has been sampled."""
+        number = sum(call.startswith("launch") for call in self.calls)
+        if any(seq.token_ids[-1] == PENDING for seq in seqs):
+            assert f"sample {number - 1}" in self.calls
+        self.calls.append(f"launch {number}")
+        self.free_s = max(self.free_s, self.clock.now()) + 1.0
+        return RecordedStep(self, number, seqs, self.free_s)
+
+
+@dataclass
+class RecordedStep:
+    """A step of `Recorder`."""
+
+    recorder: Recorder
+    number: int
+    seqs: Sequence[ScheduledSeq]
+    done_s: float
+    sampled: bool = False
+
+    def sample(self) -> None:
+        """Note it, once."""
+        if not self.sampled:
+            self.recorder.calls.append(f"sample {self.number}")
+        self.sampled = True
+
+    def tokens(self) -> Sampled:
+        """Wait for the device."""
+        self.recorder.calls.append(f"tokens {self.number}")
+        clock = self.recorder.clock
+        clock.advance(max(0.0, self.done_s - clock.now()))
+        return {seq.attempt_id: [SampledToken(1)] for seq in self.seqs if seq.sample}
+
+
+class Telling(NoTransfer):
+    """A connector that has layers told."""
+
+    def layer_hook(self, parts: Any, send: Any) -> LayerHook | None:
+        """A hook."""
+        return LayerHook(frozenset({1}), lambda n: None)
+
+
+def record(max_tokens: int, run_ahead: bool, connector: NoTransfer | None = None) -> tuple[list[str], Outbox]:
+    clock, outbox = FakeClock(), Outbox()
+    recorder = Recorder(clock)
+    scheduler = Scheduler(SchedulerConfig(64, 4, 64, 8, 32), clock, connector)
+    core = EngineCore(scheduler, recorder, clock, outbox, run_ahead)
+    core.take(submit("a", KVRole.LOCAL, [1, 2, 3], max_tokens))
+    while core.step():
+        pass
+    return recorder.calls, outbox
+
+
+def test_the_order_of_calls() -> None:
+    ahead, _ = record(3, run_ahead=True)
+    assert ahead == [
+        *("launch 0", "sample 0"),
+        *("launch 1", "tokens 0", "sample 1"),
+        *("launch 2", "tokens 1", "sample 2"),
+        "tokens 2",
+    ]
+    now, _ = record(3, run_ahead=False)
+    assert now == [f"{call} {n}" for n in range(3) for call in ("launch", "sample", "tokens")]
+    telling, _ = record(3, run_ahead=True, connector=Telling())
+    assert telling == now, "telling layers waits for them, and tokens must not wait for that"
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_times_are_those_of_the_device(run_ahead: bool) -> None:
+    """A step that was launched early has not started early, so that its time and that before it are not confused."""
+    _, outbox = record(4, run_ahead)
+    assert [(step.step_started_s, step.sampled_s) for step in outbox.steps] == [(n, n + 1.0) for n in range(4)]
+    assert {token.first_scheduled_s for token in outbox.tokens["a"]} == {0.0}
+
+
+def test_a_request_that_comes_late_starts_when_the_device_does() -> None:
+    clock, outbox = FakeClock(), Outbox()
+    core = EngineCore(Scheduler(SchedulerConfig(64, 4, 64, 8, 32), clock), Recorder(clock), clock, outbox, True)
+    core.take(submit("a", KVRole.LOCAL, [1], 6))
+    core.step()
+    core.step()
+    core.take(submit("late", KVRole.LOCAL, [2], 2))  # at 1.0; the step until 2.0 has been launched
+    while core.step():
+        pass
+    assert clock.now() == 6.0
+    first = outbox.tokens["late"][0]
+    assert (first.first_scheduled_s, outbox.steps[2].tokens) == (2.0, [*outbox.steps[2].tokens])
+    assert first in outbox.steps[2].tokens
+
+
+def test_nothing_waits_for_a_gpu_between_two_launches(folder: Path) -> None:
+    """Over the stand-in for CUDA, with steps of chunks and of decodes."""
+    cuda = StrictGpus().process()
+    cuda.init(0)
+    plain = make_runner(folder, POOL_BLOCKS)
+    runner = ModelRunner(plain._model, plain._attention, plain.pool, cuda=cuda)
+    launches: list[list[str]] = []
+
+    class Noting:
+        def launch(self, seqs: Sequence[ScheduledSeq], hook: LayerHook | None) -> RunningStep:
+            cuda.calls.append("launch")
+            launches.append([])
+            return runner.launch(seqs, hook)
+
+    outbox = Outbox()
+    scheduler = Scheduler(SchedulerConfig(16, 4, 128, BLOCK, POOL_BLOCKS), MonotonicClock())
+    core = EngineCore(scheduler, Noting(), MonotonicClock(), outbox, run_ahead=True)
+    prompts = {"a": list(range(40)), "b": [7, 8, 9]}
+    for name, prompt in prompts.items():
+        core.take(submit(name, KVRole.LOCAL, prompt, 8))
+    while core.step():
+        pass
+    calls = [call for call in cuda.calls if call != "init"]
+    copied, waited = "results are copied to the host", "a copy is waited for"
+    assert calls.count("launch") == calls.count(copied) == calls.count(waited)
+    launched = done = 0
+    for call in calls:
+        launched += call == "launch"
+        if call == waited:
+            done += 1
+            last = done == calls.count(waited)
+            assert launched == done + (not last), "a step was waited for before the next one was launched"
+    assert {name: len(tokens) for name, tokens in outbox.tokens.items()} == {"a": 8, "b": 8}
+    expected = make_runner(folder, POOL_BLOCKS)
+    core = EngineCore(Scheduler(scheduler.config, MonotonicClock()), expected, MonotonicClock(), alone := Outbox())
+    for name, prompt in prompts.items():
+        core.take(submit(name, KVRole.LOCAL, prompt, 8))
+    while core.step():
+        pass
+    assert {name: told(tokens) for name, tokens in outbox.tokens.items()} == {
+        name: told(tokens) for name, tokens in alone.tokens.items()
+    }

@@ -1,0 +1,164 @@
+"""The comparison of routing policies: its trace, its arithmetic on rows made by hand, and a load on a real service."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.experiment import Bench
+from experiments.request_row import RequestRow
+from experiments.routing import Routing, RoutingOptions
+from experiments.run_folder import FinishedCell, RunData
+from experiments.workloads.skewed import SkewedPrefixes
+from experiments.workloads.trace import Trace
+from pdserve.core.errors import InvalidRequest
+from tests.local_cluster import local_cluster
+
+SKEWED = SkewedPrefixes(prefixes=4, prefix_blocks=3, own_blocks=2, skew=1.0, output_len=8)
+
+
+def test_prompts_share_beginnings_some_more_often_than_others() -> None:
+    trace = SKEWED.trace(100.0, 20.0, seed=1)
+    assert trace == SKEWED.trace(100.0, 20.0, seed=1)
+    assert trace.requests != SKEWED.trace(100.0, 20.0, seed=2).requests
+    assert 1800 < len(trace.requests) < 2200
+    assert trace.times_s[-1] < 20.0
+    assert sorted(trace.times_s) == trace.times_s
+    beginnings = Counter(request.hash_ids[:3] for request in trace.requests)
+    total = sum(1 / rank for rank in range(1, 5))
+    for rank, (_, count) in enumerate(beginnings.most_common(), 1):
+        assert count / len(trace.requests) == pytest.approx(1 / rank / total, abs=0.04)
+    own = [hash_id for request in trace.requests for hash_id in request.hash_ids[3:]]
+    assert len(set(own)) == len(own), "nobody shares them"
+    assert {len(request.hash_ids) for request in trace.requests} == {4, 5}
+    assert all(request.input_length == 512 * len(request.hash_ids) for request in trace.requests)
+
+
+def test_the_same_requests_come_faster_at_a_higher_rate() -> None:
+    slow, fast = SKEWED.trace(2.0, 20.0, seed=3), SKEWED.trace(4.0, 20.0, seed=3)
+    assert [request.hash_ids for request in slow.requests] == [r.hash_ids for r in fast.requests[: len(slow.requests)]]
+    assert slow.times_s[5] == pytest.approx(2 * fast.times_s[5], abs=1e-3)
+
+
+def test_a_session_is_a_beginning() -> None:
+    trace = SKEWED.trace(10.0, 5.0, seed=1, block_size=4)
+    for conversation, request in zip(trace.conversations(99, 0, 100), trace.requests, strict=True):
+        assert conversation.session_id == str(request.hash_ids[0])
+        assert len(conversation.turns[0].token_ids) == 4 * len(request.hash_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"prefixes": 0}, "prefixes: 0 is below 1"), ({"skew": -1.0}, "skew: -1 is not within 0 … 10")],
+)
+def test_values_out_of_range_are_named(changes: dict[str, Any], message: str) -> None:
+    values = {"prefixes": 1, "prefix_blocks": 1, "own_blocks": 1, "skew": 0.0, "output_len": 1}
+    with pytest.raises(InvalidRequest, match=message):
+        SkewedPrefixes(**{**values, **changes}).trace(1.0, 1.0, 0)
+
+
+def test_each_round_has_all_policies_in_the_opposite_order() -> None:
+    options = RoutingOptions.choose({"policies": "round_robin,kv_aware", "rounds": 3, "num_blocks": 50})
+    calibration, *cells = Routing(options).cells(None)
+    assert calibration.name == "calibration"
+    assert [cell.name for cell in cells] == [
+        "round_robin/0", "kv_aware/0", "kv_aware/1", "round_robin/1", "round_robin/2", "kv_aware/2",
+    ]  # fmt: skip
+    assert cells[1].service is not None
+    assert (cells[1].service["router.policy"], cells[1].service["engine.num_blocks"]) == ("kv_aware", 50)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"policies": "round_robin,fastest"}, "--policies: 'fastest' is none of round_robin, random"),
+        ({"policies": ""}, "--policies: is empty"),
+        ({"skew": 99}, "skew: 99 is not within"),
+        ({"trace": "/nowhere"}, "dataset_path: /nowhere cannot be read|/nowhere"),
+    ],
+)
+def test_a_wrong_option_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Routing(RoutingOptions.choose(given)).cells(None)
+
+
+def loaded(policy: str, number: int, ttfts_ms: list[float], cached: int) -> tuple[FinishedCell, list[RequestRow]]:
+    """The load of one round, with requests of 100 tokens that were due 5 ms before they were sent."""
+    name = f"{policy}/{number}"
+    rows = [
+        RequestRow(
+            cell=name, arm=policy, repeat=number, index=index, scheduled_s=1.0, sent_s=1.005, ttft_ms=ttft_ms,
+            prompt_tokens=100, prefill_cached_tokens=cached, prefill_worker=f"p{index % 2}",
+        )
+        for index, ttft_ms in enumerate(ttfts_ms)
+    ]  # fmt: skip
+    facts = {"workload": "a trace", "load": {"took_s": 1.0, "lag": {"behind": policy == "random"}}}
+    return FinishedCell(name, {"policy": policy, "round": number}, 1.0, facts), rows
+
+
+def summary_of(*loads: tuple[FinishedCell, list[RequestRow]]) -> dict[str, Any]:
+    calibration = FinishedCell("calibration", {}, 1.0, {"rate": 4.0, "cold_ttft_ms": 250.0, "prompt_tokens": 100})
+    cells, rows = [cell for cell, _ in loads], [row for _, rows in loads for row in rows]
+    experiment = Routing(RoutingOptions())
+    run = RunData("routing", {}, {}, (calibration, *cells), tuple(rows))
+    summary = experiment.summarise(run)
+    experiment.report(run, summary)  # can be drawn
+    return summary
+
+
+def test_figures_of_each_policy_and_the_winner() -> None:
+    summary = summary_of(
+        loaded("round_robin", 0, [95.0, 195.0], 0),
+        loaded("kv_aware", 0, [45.0, 45.0], 80),
+        loaded("kv_aware", 1, [95.0, 95.0], 40),
+        loaded("round_robin", 1, [95.0, 195.0, 195.0, 95.0], 20),
+    )
+    baseline, winner = summary["policies"]
+    assert (summary["winner"], summary["rate"]) == ("kv_aware", 4.0)
+    assert (baseline["policy"], baseline["n"], baseline["rounds"]) == ("round_robin", 6, 2)
+    assert baseline["ttft_ms"]["mean"] == pytest.approx(150.0), "from when they were due"
+    assert (baseline["ttft_p50_ms"], baseline["x_round_robin"]) == (150.0, 1.0)
+    assert winner["ttft_ms"]["mean"] == pytest.approx(75.0)
+    assert winner["x_round_robin"] == 2.0
+    assert (winner["hit_rate"], winner["computed_tokens"]) == (0.6, 160)
+    assert winner["busiest_share"] == 0.5
+    assert summary["failed"] == []
+    assert not winner["behind"]
+
+
+def test_failed_requests_are_told_and_without_a_baseline_there_is_no_ratio() -> None:
+    cell, rows = loaded("random", 0, [10.0, 20.0], 0)
+    rows.append(RequestRow(cell=cell.cell, arm="random", repeat=0, index=9, error="WorkerLost: gone"))
+    summary = summary_of((cell, rows))
+    assert summary["failed"] == ["random: 1 of 3 requests failed, first with WorkerLost: gone"]
+    assert summary["policies"][0]["x_round_robin"] is None
+    assert summary["policies"][0]["behind"]
+
+
+def test_nothing_measured_is_no_answer() -> None:
+    assert summary_of()["winner"] is None
+
+
+def test_a_load_on_a_real_service_finds_what_is_cached(tmp_path: Path) -> None:
+    given = {"prefixes": 2, "prefix_blocks": 4, "block_size": 16, "workers": 2, "rate": 8.0, "duration_s": 3.0}
+    experiment = Routing(RoutingOptions.choose({**given, "policies": "prefix_affinity"}))
+    calibration, load = experiment.cells(None)[:2]
+    settings = {"engine": {"block_size": 16, "num_blocks": 64}, "router": {"policy": "prefix_affinity"}}
+    rows: list[RequestRow] = []
+    with local_cluster(settings, prefill=2, decode=0) as cluster:
+        bench = Bench(calibration, cluster.target, rows.append, lambda steps: None)
+        bench.run(experiment.measure)
+        assert bench.facts["rate"] == 8.0
+        assert bench.facts["cold_ttft_ms"] > 0
+        assert rows == []
+        Bench(load, cluster.target, rows.append, lambda steps: None, earlier={"calibration": bench.facts}).run(
+            experiment.measure
+        )
+    trace: Trace = experiment._trace(8.0)
+    assert len(rows) == len(trace.requests)
+    assert [row.error for row in rows] == [None] * len(rows)
+    assert {row.arm for row in rows} == {"prefix_affinity"}
+    assert sum(row.prefill_cached_tokens for row in rows) > 64 * len(rows) / 2, "most of them found their beginning"

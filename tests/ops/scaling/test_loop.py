@@ -1,0 +1,126 @@
+"""The controller's loop: what it makes of the gateways' counts, and what it does to the service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.load_meter import SHARES, GatewayLoad, RoleSamples
+from gateway.scaling_report import ScalingReport
+from ops.scaling.loop import ScalingLoop, observation
+from pdserve.core.config import ScalingConfig
+from pdserve.core.errors import LaunchError
+from pdserve.core.worker import Role
+
+P, D = Role.PREFILL, Role.DECODE
+CONFIG = ScalingConfig(controller="roles", ttft_ms=500, itl_ms=50, interval_s=1, hold_s=4)
+
+
+def counts(good: int, missed: int) -> list[int]:
+    return [good, *[0] * (len(SHARES) - 1), missed]
+
+
+def load(second: int, **changes: Any) -> GatewayLoad:
+    """The load of a gateway whose prefill workers are saturated, so many seconds after its start."""
+    values: dict[str, Any] = {
+        "ttft": counts(0, 10 * second),
+        "itl": counts(100 * second, 0),
+        "first_tokens": 10 * second,
+        "prompt_tokens": 5000 * second,
+        "gaps": 100 * second,
+        "looks": 10 * second,
+        "samples": {P: RoleSamples(10.0 * second, 0.0, 9 * second), D: RoleSamples(1.0 * second, 5.0 * second, 0)},
+        "workers": {P: 1, D: 2},
+        "waiting": 20,
+        "overdue": 15,
+        "decoding": 2,
+    }
+    return GatewayLoad(**{**values, **changes})
+
+
+class ScriptedService:
+    """Two gateways with the same load, and members that obey."""
+
+    is_changing = False
+
+    def __init__(self) -> None:
+        self.second = 0
+        self.counts = {P: 1, D: 2}
+        self.reports: list[ScalingReport] = []
+        self.asked: list[dict[Role, int]] = []
+        self.silent: set[int] = set()
+        self.error: LaunchError | None = None
+
+    def loads(self) -> list[GatewayLoad | None]:
+        self.second += 1
+        return [None if number in self.silent else load(self.second) for number in range(2)]
+
+    def rescale(self, wanted: dict[Role, int], drain_s: float) -> list[str]:
+        self.asked.append(wanted)
+        if self.error is not None:
+            raise self.error
+        self.counts = {**self.counts, **wanted}
+        return ["decode-1 becomes a prefill worker"]
+
+    def report_scaling(self, report: ScalingReport) -> None:
+        self.reports.append(report)
+
+
+def looks(service: ScriptedService, count: int) -> None:
+    loop = ScalingLoop(service, CONFIG, lambda: float(service.second))
+    for _ in range(count):
+        loop.look()
+
+
+def test_counts_of_all_gateways_are_one_observation() -> None:
+    seen = observation(3.0, 5.0, [(load(3), load(5)), (load(3), load(5, waiting=26))], {P: 1, D: 4})
+    assert (seen.begin_s, seen.end_s, seen.counts) == (3.0, 5.0, (1, 2))
+    assert (seen.prefill.load, seen.prefill.short, seen.decode.load, seen.decode.running) == (1.0, 0.9, 0.1, 0.5)
+    assert (seen.prefill.coming, seen.decode.coming) == (0, 2)
+    assert (seen.ttft[-1], seen.itl[0], seen.overdue) == (40, 400, 30)
+    assert (seen.first_tokens, seen.requests, seen.prompt_tokens, seen.output_tokens) == (40, 46, 20_000, 440)
+    assert seen.in_flight == 20 + 26 + 2 + 2
+
+
+def test_an_action_is_carried_out_and_shown_with_its_reason() -> None:
+    service = ScriptedService()
+    looks(service, 5)
+    assert service.asked == [{P: 2, D: 1}]
+    (report,) = service.reports
+    assert (report.controller, report.last) == ("roles", "decode-1 becomes a prefill worker")
+    assert report.reason.startswith("0% of first tokens met the objective of TTFT")
+    assert report.actions == {"flip prefill": 1}
+    assert report.message().last_action_age_s < 60
+
+
+def test_an_action_that_fails_is_shown_and_not_repeated() -> None:
+    service = ScriptedService()
+    service.error = LaunchError("no free slot for prefill-1")
+    looks(service, 60)
+    assert len(service.asked) == 1
+    assert service.reports[-1].last == "failed: a decode worker becomes a prefill worker: no free slot for prefill-1"
+
+
+@pytest.mark.parametrize("silent", [{0}, {0, 1}])
+def test_gateways_that_do_not_answer_are_left_out(silent: set[int]) -> None:
+    service = ScriptedService()
+    service.silent = silent
+    looks(service, 10)
+    assert len(service.asked) == (1 if len(silent) == 1 else 0)
+
+
+def test_a_gateway_that_starts_anew_is_counted_from_then_on() -> None:
+    service = ScriptedService()
+    loop = ScalingLoop(service, CONFIG, lambda: float(service.second))
+    for second in (7, 8, 0, 1):
+        service.second = second
+        loop.look()
+    assert service.asked == [], "no observation spans its start"
+
+
+def test_nothing_is_done_while_the_service_is_scaled_by_hand() -> None:
+    service = ScriptedService()
+    service.is_changing = True
+    looks(service, 60)
+    assert service.asked == []

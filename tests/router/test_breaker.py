@@ -1,0 +1,180 @@
+"""A worker that fails requests again and again pauses, then shows by one request whether it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.core.errors import PdserveError, TransferTimeout, WorkerLost
+from pdserve.core.request import Mode
+from router.breaker import MAX_PAUSE_S, Breaker, BreakerState
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Cluster, MakeCluster
+
+LOST = WorkerLost("gone")
+ALL = [6, 7, 8, 9]
+
+
+def fail(breaker: Breaker, error: PdserveError = LOST, *, may_open: bool = True) -> bool:
+    """One request that fails."""
+    number = breaker.begin()
+    opens = breaker.failed(error, number, may_open=may_open)
+    breaker.left(number)
+    return opens
+
+
+def test_it_opens_after_failures_in_a_row_only() -> None:
+    breaker = Breaker(3, 1.0)
+    for _ in range(5):
+        assert [fail(breaker), fail(breaker)] == [False, False]
+        assert not breaker.succeeded(breaker.begin())
+    assert [fail(breaker), fail(breaker), fail(breaker, TransferTimeout("late"))] == [False, False, True]
+    assert (breaker.state, breaker.lets_pass, breaker.pause_s) == (BreakerState.OPEN, False, 1.0)
+    assert breaker.explanation == "3 requests in a row failed, so it pauses for 1 s; the last: late"
+    assert breaker.total == {"WorkerLost": 12, "TransferTimeout": 1}
+
+
+def test_requests_that_one_loss_ends_are_one_failure() -> None:
+    breaker = Breaker(3, 1.0)
+    numbers = [breaker.begin() for _ in range(10)]
+    assert [breaker.failed(LOST, number, may_open=True) for number in numbers] == [False] * 10
+    assert (breaker.failures, breaker.total["WorkerLost"]) == (1, 10)
+    assert not breaker.succeeded(numbers[0]), "it began before the loss"
+    assert breaker.failures == 1
+
+
+def test_pauses_double_and_a_success_ends_them() -> None:
+    breaker = Breaker(2, 1.0)
+    fail(breaker)
+    pauses, passed = [], []
+    for _ in range(9):
+        assert fail(breaker)
+        pauses.append(breaker.pause_s)
+        breaker.half_open()
+        passed.append(breaker.lets_pass)
+    assert passed == [True] * 9
+    assert pauses == [1, 2, 4, 8, 16, 32, MAX_PAUSE_S, MAX_PAUSE_S, MAX_PAUSE_S]
+    number = breaker.begin()
+    passed = [breaker.lets_pass]
+    breaker.left(number)
+    assert [*passed, breaker.lets_pass] == [False, True], "one probe at a time, and another if it was cancelled"
+    assert "gets one request as a probe" in breaker.explanation
+    assert breaker.succeeded(breaker.begin())
+    assert (breaker.state, breaker.failures, breaker.explanation, breaker.pause_s) == (BreakerState.CLOSED, 0, "", 0.0)
+    fail(breaker)
+    assert fail(breaker)
+    assert breaker.pause_s == 1.0
+
+
+async def run(cluster: Cluster, **options: object) -> str:
+    """A request that is served in the end; the worker that decoded it."""
+    generation = cluster.router.generate(cluster.record(**options))  # type: ignore[arg-type]
+    assert [token.token_id async for token in generation][:4] == ALL
+    return generation.result.decode_worker
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), TransferTimeout("late")])
+async def test_a_failing_worker_gets_nothing_but_a_probe_now_and_then(
+    make_cluster: MakeCluster, error: PdserveError
+) -> None:
+    cluster = make_cluster(prefill=2, decode=2, breaker_pause_s=10.0, policy="round_robin")
+    bad = cluster.fleet["d0"]
+    bad.fail("decode", *[error] * 100)
+    worker = cluster.registry.get("d0")
+    assert worker is not None
+    for _ in range(12):
+        assert await run(cluster) == "d1"
+        cluster.beat("d0")  # it lives, so it is suspect no longer
+    assert len(bad.requests) == 3
+    assert worker.state == "failing"
+    assert worker.breaker.explanation.startswith("3 requests in a row failed, so it pauses for 10 s; the last: ")
+    await asyncio.sleep(10.1)
+    assert worker.state == "ready"
+    for _ in range(4):
+        assert await run(cluster) == "d1"
+        cluster.beat("d0")
+    assert len(bad.requests) == 4, "the probe"
+    assert worker.state == "failing"
+    await asyncio.sleep(10.1)
+    assert worker.state == "failing", "twice as long"
+    bad.failures.clear()
+    await asyncio.sleep(10.0)
+    assert {await run(cluster), await run(cluster)} == {"d0", "d1"}
+    assert (worker.state, worker.breaker.explanation) == ("ready", "")
+    cluster.check_idle()
+
+
+async def test_a_probe_that_runs_keeps_others_away(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(decode=2, breaker_failures=1, policy="round_robin")
+    cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
+    assert await run(cluster) == "d1"
+    await asyncio.sleep(1.1)
+    cluster.fleet["d0"].delay_s = {"decode": 3.0}
+    probe = asyncio.create_task(run(cluster))
+    await asyncio.sleep(0.1)
+    assert [await run(cluster) for _ in range(3)] == ["d1"] * 3
+    assert await probe == "d0"
+    assert "d0" in [await run(cluster) for _ in range(2)]
+    cluster.check_idle()
+
+
+async def test_the_last_worker_of_a_role_never_pauses(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(max_attempts=20)
+    cluster.fleet["d0"].fail("decode", *[TransferTimeout("late")] * 8)
+    assert await run(cluster, max_tokens=12) == "d0"
+    # One that pauses gets a probe as soon as the other is gone.
+    cluster = make_cluster(decode=2, breaker_failures=1, breaker_pause_s=1e4, policy="round_robin")
+    cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
+    assert await run(cluster) == "d1"
+    assert cluster.registry.get("d0").state == "failing"  # type: ignore[union-attr]
+    cluster.registry.lost("d1")
+    assert await run(cluster) == "d0"
+    assert cluster.registry.get("d0").state == "ready"  # type: ignore[union-attr]
+    cluster.check_idle()
+
+
+async def test_the_last_worker_serves_others_while_it_is_probed(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(decode=2, breaker_failures=1, breaker_pause_s=0.05, policy="round_robin")
+    cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
+    assert await run(cluster) == "d1"
+    await asyncio.sleep(0.1)
+    cluster.fleet["d0"].hangs = {"decode_more"}
+    long = [asyncio.create_task(run(cluster)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert cluster.registry.get("d0").state == "failing", "it is probed"  # type: ignore[union-attr]
+    cluster.registry.lost("d1")
+    assert cluster.registry.get("d0").state == "ready"  # type: ignore[union-attr]
+    generation = cluster.router.generate(cluster.record(name="short", max_tokens=2, timeout_s=5.0))
+    assert len([token async for token in generation]) == 2
+    for each in long:
+        each.cancel()
+    await asyncio.gather(*long, return_exceptions=True)
+    cluster.check_idle()
+
+
+async def test_a_new_incarnation_inherits_the_breaker(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(decode=2, breaker_failures=1, policy="round_robin")
+    cluster.fleet["d0"].fail("decode", TransferTimeout("late"))
+    await run(cluster)
+    cluster.registry.add(cluster.fleet["d0"])
+    assert cluster.registry.get("d0").state == "failing"  # type: ignore[union-attr]
+    await asyncio.sleep(1.1)
+    assert cluster.registry.get("d0").state == "ready"  # type: ignore[union-attr]
+    cluster.check_idle()
+
+
+async def test_what_the_request_is_to_blame_for_counts_for_no_worker(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(decode=2, breaker_failures=1)
+    cluster.fleet["d0"].hangs = cluster.fleet["d1"].hangs = {"decode"}
+    tasks = [asyncio.create_task(cluster.tokens(cluster.record(timeout_s=0.5))) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(worker.state == "ready" and not worker.breaker.total for worker in cluster.registry.workers)
+    record = cluster.record(mode=Mode.COLOCATED)
+    cluster.fleet["d0"].hangs = cluster.fleet["d1"].hangs = set()
+    assert await cluster.tokens(record) == ALL
+    cluster.check_idle()

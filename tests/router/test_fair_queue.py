@@ -1,0 +1,185 @@
+"""Who is next in the queue: priorities, then clients by turns, counted in tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+from pdserve.core.request import Mode
+from router.fair_queue import MAX_IDLE, FairQueue, Turns
+from router.needs import Needs
+from router.waiting import Waiting
+
+
+class Line:
+    """A queue and the numbers of its requests."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.queue = FairQueue(turns or Turns())
+        self.count = 0
+
+    def add(self, client: str, tokens: int = 10, priority: int = 0, *, order: int | None = None) -> Waiting:
+        """A request that joins; with ``order`` it is a retry."""
+        self.count += 1
+        needs = Needs(Mode.PD, tokens - 1, 1)
+        waiting = Waiting(self.count if order is None else order, needs, client, priority, patient=order is not None)
+        self.queue.push(waiting)
+        return waiting
+
+    def serve(self) -> Waiting:
+        """Serve the next one."""
+        head = self.queue.head
+        assert head is not None
+        head[1].placed.set_result(None)  # type: ignore[arg-type]
+        self.queue.served(head[1])
+        return head[1]
+
+    def serve_all(self) -> list[str]:
+        """Serve everybody; tell the clients in order."""
+        clients = []
+        while self.queue.length:
+            clients.append(self.serve().client)
+        assert self.queue.head is None
+        assert self.queue.tokens == 0
+        return clients
+
+    def cancel(self, waiting: Waiting) -> None:
+        """Its client leaves."""
+        waiting.placed.cancel()
+        self.queue.left(waiting)
+
+
+async def test_one_request_does_not_wait_for_a_thousand_of_another_client() -> None:
+    line = Line()
+    for _ in range(1_000):
+        line.add("many")
+    for _ in range(100):
+        line.serve()
+    line.add("one")
+    assert "one" in [line.serve().client for _ in range(2)]
+    assert set(line.serve_all()) == {"many"}
+
+
+async def test_clients_get_equal_tokens_not_equal_requests() -> None:
+    line = Line()
+    for _ in range(400):
+        line.add("short", 10)
+        line.add("long", 100)
+    got = Counter[str]()
+    for _ in range(220):
+        waiting = line.serve()
+        got[waiting.client] += waiting.tokens
+    assert abs(got["short"] - got["long"]) <= 100, got
+
+
+async def test_requests_of_one_client_keep_their_order_and_a_client_alone_waits_for_none() -> None:
+    line = Line()
+    orders = [line.add("a", random.Random(i).randint(1, 50)).order for i in range(50)]
+    assert [line.serve().order for _ in orders] == orders
+
+
+async def test_idle_clients_save_up_nothing_and_owe_what_they_got() -> None:
+    line = Line()
+    for _ in range(100):
+        line.add("a")
+    for _ in range(50):
+        line.serve()
+    for _ in range(20):
+        line.add("b")
+    assert Counter(line.serve().client for _ in range(20)) == {"a": 10, "b": 10}
+    # One that always asks again as soon as it was served gets no more than its share.
+    line = Line()
+    for _ in range(100):
+        line.add("a", 10)
+    line.add("greedy", 50)
+    got = Counter[str]()
+    for _ in range(60):
+        waiting = line.serve()
+        got[waiting.client] += waiting.tokens
+        if waiting.client == "greedy":
+            line.add("greedy", 50)
+    assert abs(got["a"] - got["greedy"]) <= 60, got
+
+
+async def test_lower_priorities_come_first_and_retries_before_their_own() -> None:
+    line = Line()
+    line.add("a", priority=1)
+    line.add("b")
+    line.add("c", priority=-7)
+    line.add("d")
+    assert line.serve().client == "c"
+    line.add("r", order=0)
+    line.add("s", priority=1, order=0)
+    assert line.serve_all() == ["r", "b", "d", "s", "a"]
+
+
+async def test_the_queues_of_modes_share_turns() -> None:
+    turns = Turns()
+    one, other = Line(turns), Line(turns)
+    for _ in range(100):
+        one.add("many")
+    for _ in range(40):
+        one.serve()
+    other.add("few")
+    other.add("many")
+    heads = one.queue.head, other.queue.head
+    assert heads[0] is not None
+    assert heads[1] is not None
+    assert heads[1][1].client == "few"
+    assert abs(heads[0][0][1] - heads[1][0][1]) <= 10, "it neither lags behind nor is ahead by what others got before"
+
+
+async def test_whoever_leaves_is_forgotten_and_nobody_is_lost() -> None:
+    """Against a list, at random, with cancellations that the queue hears of late."""
+    for seed in range(30):
+        draw, line = random.Random(seed), Line()
+        waiting: list[Waiting] = []
+        told: list[Waiting] = []
+        for _ in range(600):
+            match draw.choice(("add", "add", "retry", "serve", "cancel", "cancel late", "hear")):
+                case "add":
+                    client, priority = draw.choice("abcdefgh"), draw.choice((0, 0, 0, 1, -1))
+                    waiting.append(line.add(client, draw.randint(1, 50), priority))
+                case "retry":
+                    waiting.append(line.add("a", priority=draw.choice((0, 1)), order=-draw.randrange(10**6)))
+                case "serve" if waiting:
+                    served = line.serve()
+                    waiting.remove(served)
+                    assert served.priority == min([served.priority, *(each.priority for each in waiting)])
+                    older = [w for w in waiting if (w.client, w.priority, w.patient, w.order) < (
+                        served.client, served.priority, served.patient, served.order) and w.client == served.client
+                        and w.priority == served.priority and w.patient == served.patient]  # fmt: skip
+                    assert not older
+                case "cancel" if waiting:
+                    line.cancel(waiting.pop(draw.randrange(len(waiting))))
+                case "cancel late" if waiting:
+                    left = waiting.pop(draw.randrange(len(waiting)))
+                    left.placed.cancel()
+                    told.append(left)
+                case "hear" if told:
+                    line.queue.left(told.pop())
+            assert line.queue.length == len(waiting) + len(told)
+            assert line.queue.tokens == sum(each.tokens for each in waiting + told)
+            assert (line.queue.head is None) == (not waiting)
+            assert {id(each) for each in line.queue.waiting()} == {id(each) for each in waiting}
+        for left in told:
+            line.queue.left(left)
+        assert len(line.serve_all()) == len(waiting)
+        assert not line.queue._levels
+        assert not line.queue._turns._accounts
+
+
+async def test_clients_that_come_once_are_not_remembered_for_ever() -> None:
+    line = Line()
+    line.add("always")
+    for number in range(3 * MAX_IDLE):
+        line.add(f"client {number}")
+        line.serve()
+        if not number % 3:
+            line.add("always")
+    (accounts,) = line.queue._turns._accounts.values()
+    assert len(accounts.by_client) <= MAX_IDLE + 3 * line.queue.length + 3
+    (level,) = line.queue._levels.values()
+    assert len(level._heap) <= 2 * len(level._clients) + 17
+    await asyncio.sleep(0)

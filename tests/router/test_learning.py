@@ -1,0 +1,98 @@
+"""The router teaches its cost model what its requests took, in virtual time and hence exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.core.errors import TransferTimeout
+from pdserve.core.request import Mode
+from router.cost_model import MIN_SAMPLES, Served
+
+if TYPE_CHECKING:
+    from tests.router.conftest import Cluster, MakeCluster
+
+PREFILL, DECODE, LINK = "prefill cpu", "decode cpu", "within a host"
+
+
+async def serve(cluster: Cluster, count: int, mode: Mode, **request: int) -> None:
+    for index in range(count):
+        await cluster.tokens(cluster.record(mode=mode, name=f"r{index}", **request))  # type: ignore[arg-type]
+
+
+async def test_it_learns_each_part_of_a_hand_off(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["p0"].delay_s = {"prefill": 0.1}
+    cluster.fleet["d0"].delay_s = {"decode": 0.02, "decode_step": 0.01, "decode_more": 0.005}
+    await serve(cluster, MIN_SAMPLES, Mode.PD, max_tokens=8)
+    costs = cluster.registry.cost_model.refit()
+    prefill, handoff, itl = costs.prefill_s(PREFILL, 5), costs.handoff_s(LINK, 1024), costs.itl_s(DECODE, 1)
+    assert prefill is not None
+    assert handoff is not None
+    assert itl is not None
+    assert prefill.seconds == pytest.approx(0.1, rel=1e-3)
+    assert handoff.seconds == pytest.approx(0.03, abs=0.002)  # the fake's hand-over polls every millisecond
+    assert itl.seconds == pytest.approx(0.005, rel=1e-3)
+    assert cluster.registry.cost_model.handoffs == costs.requests == MIN_SAMPLES
+    assert costs.prefill_s(DECODE, 5) is None
+    assert cluster.registry.view().costs is costs
+
+
+async def test_it_learns_colocated_requests_of_the_worker_they_ran_on(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=0)
+    cluster.fleet["d0"].delay_s = {"run": 0.2, "run_more": 0.004}
+    await serve(cluster, MIN_SAMPLES, Mode.COLOCATED, max_tokens=8)
+    costs = cluster.registry.cost_model.refit()
+    prefill, itl = costs.prefill_s(DECODE, 5), costs.itl_s(DECODE, 1)
+    assert prefill is not None
+    assert itl is not None
+    assert prefill.seconds == pytest.approx(0.2, rel=1e-3)
+    assert itl.seconds == pytest.approx(0.004, rel=1e-3)
+    assert costs.handoff == {}
+
+
+async def test_waiting_for_room_is_not_the_hand_offs_cost(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    cluster.fleet["d0"].delay_s = {"room": 0.5, "decode": 0.02}
+    await serve(cluster, MIN_SAMPLES, Mode.PD)
+    handoff = cluster.registry.cost_model.refit().handoff_s(LINK, 1024)
+    assert handoff is not None
+    assert handoff.seconds == pytest.approx(0.02, abs=0.002)
+
+
+async def test_cached_tokens_are_not_computed(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    model = cluster.registry.cost_model
+    noted: list[Served] = []
+    model.note = noted.append  # type: ignore[assignment, method-assign]
+    cluster.fleet["p0"].cached_tokens = 4
+    await serve(cluster, 1, Mode.PD)
+    assert [served.uncached_tokens for served in noted] == [1]
+
+
+async def test_what_waits_before_a_prompt_and_what_decodes_beside_it_is_counted(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(prefill=0)
+    noted: list[Served] = []
+    cluster.registry.cost_model.note = noted.append  # type: ignore[assignment, method-assign]
+    cluster.fleet["d0"].delay_s = {"run": 0.1, "run_more": 0.01}
+
+    async def one(name: str, at_s: float, tokens: int) -> None:
+        await asyncio.sleep(at_s)
+        await cluster.tokens(cluster.record((1,) * tokens, name=name, mode=Mode.COLOCATED, max_tokens=21))
+
+    await asyncio.gather(one("a", 0.0, 5), one("b", 0.05, 7), one("c", 0.21, 9))
+    assert [(s.uncached_tokens, s.tokens_ahead, s.decoding_beside) for s in noted] == [(5, 0, 0), (7, 5, 0), (9, 0, 2)]
+    assert [s.decoding for s in noted] == [1.5, 2.0, 1.5]
+    cluster.check_idle()
+    assert [worker.decoding for worker in cluster.registry.workers] == [0]
+
+
+async def test_a_retry_teaches_nothing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster()
+    noted: list[Served] = []
+    cluster.registry.cost_model.note = noted.append  # type: ignore[assignment, method-assign]
+    cluster.fleet["d0"].fail("decode", TransferTimeout("planted"))
+    await serve(cluster, 1, Mode.PD)
+    assert noted == []
