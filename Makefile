@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := pdserve devices engine kv_transfer worker router prefill_worker decode_worker gateway ops experiments tests scripts benchmarks
 
-.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-router proto tiny clean
+.PHONY: help install demo test lint types floors unit test-cluster soak bench-engine bench-sampling bench-transfer bench-abuse bench-dispatch bench-served bench-api bench-strangers bench-overload bench-gateways bench-router bench-flips proto tiny clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -71,8 +71,17 @@ bench-dispatch: $(INSTALLED)  ## what disaggregation adds to TTFT, idle and besi
 bench-api: $(INSTALLED)  ## HTTP beside gRPC: time to first token, CPU time per token (about 3 minutes)
 	$(BIN)/python -m benchmarks.api
 
+bench-gateways: $(INSTALLED)  ## two gateways beside one, and how soon a stream goes on when one is killed (about 2 minutes)
+	$(BIN)/python -m benchmarks.gateways
+
+bench-flips: $(INSTALLED)  ## goodput after a load step, with and without the controller of roles (about 5 minutes)
+	$(BIN)/python -m benchmarks.role_flips
+
 bench-router: $(INSTALLED)  ## the front door with stub workers beside a bare echo, on one core (about 8 minutes)
 	$(BIN)/python -m benchmarks.router
+
+bench-overload: $(INSTALLED)  ## goodput at twice the load that is borne, and from a cancel to free blocks (about 4 minutes)
+	$(BIN)/python -m benchmarks.overload
 
 bench-strangers: $(INSTALLED)  ## what 1,000 connections of strangers cost requests (about 7 minutes)
 	$(BIN)/python -m benchmarks.strangers
