@@ -207,18 +207,21 @@ class ShapedLink(KVLink):
 
     async def aclose(self) -> None:
         """Send what is held back (for at most a second more than that takes), and close the inner link."""
-        closed = PeerLost(f"the link was closed here ({self.transport})")
-        if self._lost is None and self._held and not self._closing:
-            self._closing = True
-            left_s = max(0.0, self._held[-1].due_s - self._loop.time())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, _CLOSE_S + self._shape.delay_s) + _CLOSE_S):
-                    await self._until(lambda: not self._held)
-        self._end(closed)
-        self._delivering.cancel()
+        try:
+            if self._lost is None and self._held and not self._closing:
+                self._closing = True
+                left_s = max(0.0, self._held[-1].due_s - self._loop.time())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(left_s, _CLOSE_S + self._shape.delay_s) + _CLOSE_S):
+                        await self._until(lambda: not self._held)
+        finally:
+            self._end(PeerLost(f"the link was closed here ({self.transport})"))
+            self._delivering.cancel()
+            try:
+                await self._inner.aclose()
+            finally:
+                self.on_closed(self)
         await asyncio.gather(self._delivering, return_exceptions=True)
-        await self._inner.aclose()
-        self.on_closed(self)
 
     async def _received(self) -> Message:
         """The next message of the inner link."""

@@ -173,9 +173,9 @@ class SocketStream:
         if self._socket.fileno() < 0:
             return
         self.lose("the link was closed here")
-        await asyncio.sleep(0)  # tasks that wait for the socket return first
         scratch = bytearray(0 if at_once else _SCRATCH_BYTES)
         try:
+            await asyncio.sleep(0)  # tasks that wait for the socket return first
             self._socket.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(_CLOSE_S):
                 more = 0 if at_once else 1

@@ -356,6 +356,17 @@ async def test_closing_twice_is_fine(make: Callable[[], KVTransport]) -> None:
     await make().aclose()
 
 
+async def test_a_close_that_is_cancelled_still_ends_the_link(pair: Pair) -> None:
+    leaver, stayer = pair
+    closing = asyncio.create_task(leaver.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    async with asyncio.timeout(30):
+        with pytest.raises(PeerLost):
+            await stayer.recv()
+
+
 async def test_a_new_link_after_a_lost_one(make: Callable[[], KVTransport]) -> None:
     listener, client = make(), make()
     endpoint = await listener.listen("127.0.0.1")
