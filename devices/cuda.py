@@ -1,4 +1,4 @@
-"""The CUDA calls of pdserve: start, memory, sharing between processes, events, and synchronisation.
+"""The CUDA calls of pdserve: start, memory, sharing between processes, events, streams, graphs, and synchronisation.
 
 `devices.torch_cuda.TorchCuda` makes them on a GPU. `devices.strict_cuda.StrictGpus` checks their order without one.
 GPUs are named by their index in this process, so that calls need no tensors.
@@ -6,7 +6,7 @@ GPUs are named by their index in this process, so that calls need no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,6 +58,14 @@ class Stream(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the GPU has done all of it."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work of a GPU: see `Cuda.record_graph`."""
+
+    def replay(self) -> None:
+        """Launch it in the current stream. It uses the memory that it used when it was recorded."""
         ...
 
 
@@ -128,6 +136,9 @@ class Cuda(Protocol):
         """Wait until GPU ``index`` has computed everything that this process has launched."""
         ...
 
-    def capturing(self, index: int) -> AbstractContextManager[None]:
-        """Mark the recording of a CUDA graph, in which nothing may synchronise, allocate by `zeros`, or be shared."""
+    def record_graph(self, work: Callable[[], object], index: int, beside: Graph | None = None) -> Graph:
+        """Run ``work``, so that its kernels are compiled and its workspaces exist, then run it again and record what it
+        launches on GPU ``index``. While it is recorded, nothing may synchronise, allocate by `zeros`, or be shared.
+        Memory of intermediate results is shared with ``beside``, a graph of the same GPU that never runs at the same
+        time."""
         ...

@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from devices.cuda import MemoryFigures, Stream
+from devices.cuda import Graph, MemoryFigures, Stream
 from devices.strict_streams import StrictStream, current_stream
 
 
@@ -117,13 +118,41 @@ class StrictHostCopy:
         return self._tensors
 
 
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """torch's operations while a graph is recorded: `CudaMisuse` for those that wait for their result."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _waits(func, args):
+            raise CudaMisuse(f"{func} while a graph is recorded: operation not permitted when stream is capturing")
+        return func(*args, **(kwargs or {}))
+
+
+def _waits(func: Any, args: Any) -> bool:
+    """Whether an operation of torch needs numbers on the host: the result's, or for its shape."""
+    if func is torch.ops.aten.index.Tensor:  # by masks only
+        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+class StrictGraph:
+    """``work``, which each `replay` does again: memory is that of the recording only if ``work`` keeps it."""
+
+    def __init__(self, cuda: StrictCuda, work: Callable[[], object], index: int) -> None:
+        self.cuda, self.index, self._work = cuda, index, work
+
+    def replay(self) -> None:
+        """Do the work. `CudaMisuse` if the current GPU is another one."""
+        self.cuda.use(self.index, "a graph is replayed", same_device=True)
+        self._work()
+
+
 class StrictCuda:
     """See `devices.cuda.Cuda`. Tensors are on the host. ``calls`` are the names of all calls so far."""
 
     def __init__(self, gpus: StrictGpus, visible: Sequence[int]) -> None:
         self._gpus, self._visible = gpus, list(visible)
         self._current: int | None = None
-        self._capturing: int | None = None
+        self._capturing = False
         self._tensors: dict[int, _Allocated] = {}
         self._peaks: dict[int, int] = {}
         self._streams: dict[int, list[StrictStream]] = {}
@@ -144,7 +173,7 @@ class StrictCuda:
             )
         if same_device and index != current:
             raise CudaMisuse(f"{what} on GPU {index} while GPU {current} is the current one: invalid handle")
-        if synchronises and self._capturing is not None:
+        if synchronises and self._capturing:
             raise CudaMisuse(f"{what} while a graph is recorded: operation not permitted when stream is capturing")
 
     def is_available(self) -> bool:
@@ -240,14 +269,20 @@ class StrictCuda:
         for stream in self._streams.get(index, []):
             stream.synchronize()
 
-    @contextmanager
-    def capturing(self, index: int) -> Iterator[None]:
+    def record_graph(self, work: Callable[[], object], index: int, beside: Graph | None = None) -> StrictGraph:
         self.use(index, "a graph is recorded", same_device=True, synchronises=True)
-        self._capturing = index
+        if beside is not None and not (
+            isinstance(beside, StrictGraph) and (beside.cuda, beside.index) == (self, index)
+        ):
+            raise CudaMisuse("graphs of two GPUs share memory: invalid argument")
+        work()
+        self._capturing = True
         try:
-            yield
+            with _Recording():  # type: ignore[no-untyped-call]
+                work()
         finally:
-            self._capturing = None
+            self._capturing = False
+        return StrictGraph(self, work, index)
 
     def _held(self, index: int) -> int:
         return sum(each.num_bytes for each in self._tensors.values() if each.index == index and each.storage())

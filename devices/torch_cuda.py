@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from devices.cuda import Event, HostCopy, MemoryFigures, Stream, TimedEvent
+from devices.cuda import Event, Graph, HostCopy, MemoryFigures, Stream, TimedEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class _PinnedCopy:
 
 class TorchCuda:
     """See `devices.cuda.Cuda`."""
+
+    def __init__(self) -> None:
+        self._recorders: dict[int, torch.cuda.Stream] = {}  # one per GPU: graphs share memory within a stream only
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()
@@ -90,5 +93,17 @@ class TorchCuda:
     def synchronize(self, index: int) -> None:
         torch.cuda.synchronize(index)
 
-    def capturing(self, index: int) -> AbstractContextManager[None]:
-        return nullcontext()  # the driver refuses these calls by itself
+    def record_graph(self, work: Callable[[], object], index: int, beside: Graph | None = None) -> Graph:
+        if index not in self._recorders:
+            self._recorders[index] = cast(torch.cuda.Stream, self.stream(index))
+        recorder, current = self._recorders[index], torch.cuda.current_stream(index)
+        recorder.wait_stream(current)
+        with torch.cuda.stream(recorder):
+            work()
+        current.wait_stream(recorder)
+        torch.cuda.synchronize(index)
+        graph = torch.cuda.CUDAGraph()
+        memory = None if beside is None else cast(torch.cuda.CUDAGraph, beside).pool()
+        with torch.cuda.graph(graph, pool=memory, stream=recorder):
+            work()
+        return graph

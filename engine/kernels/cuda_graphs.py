@@ -10,10 +10,12 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from devices.cuda import Cuda, Graph
 from engine.kernels.cuda_attention import NO_SLOT, CUDAAttention, CUDAStep
 from engine.model.decoder import Decoder, ModelStep
 from engine.model.kv_pool import KVPool
@@ -37,9 +39,8 @@ class DecodeGraphs:
 
     All sizes share one int32 array for their inputs. For size n it is ``[5 + max_blocks, n]``: token ids, positions,
     slots, contexts, the row of the last step that sampled the token (-1: the id is known), then the block tables, with
-    one sequence per column. So the inputs of a step are contiguous, and
-    one copy of the length of the longest context brings them to the GPU. Without `capture`, the same step runs launch
-    by launch.
+    one sequence per column. So the inputs of a step are contiguous, and one copy of the length of the longest context
+    brings them to the GPU. Without `capture`, the same step runs launch by launch.
     """
 
     def __init__(self, model: Decoder, attention: CUDAAttention, pool: KVPool, max_seqs: int, max_blocks: int) -> None:
@@ -52,7 +53,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros((_HEADER + max_blocks) * max_seqs, dtype=torch.int32, device=self._device)
         self._last = torch.zeros(max_seqs, dtype=torch.int32, device=self._device)  # tokens of the last step, by row
         self._steps = {size: self._step(size) for size in self.sizes}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, Graph] = {}
         self._logits: torch.Tensor | None = None  # [max_seqs, vocabulary]: the results of all graphs
 
     def fits(self, seqs: Sequence[ScheduledSeq]) -> bool:
@@ -75,31 +76,16 @@ class DecodeGraphs:
         return self._logits[: len(seqs)]
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Record the graph of every size, with padding only, so that the KV pool does not change. All graphs share the
-        memory of the largest, which is recorded first."""
+    def capture(self, cuda: Cuda, index: int) -> None:
+        """Record the graph of every size on GPU ``index``, with padding only, so that the KV pool does not change. All
+        graphs share the memory of the largest, which is recorded first."""
         started_s = time.monotonic()
-        memory = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        free_bytes = torch.cuda.mem_get_info(self._device)[0]
+        largest: Graph | None = None
         for size in reversed(self.sizes):
             self._load([], size, {})
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
-                logits = self._compute(
-                    size
-                )  # compiles kernels and creates workspaces, which is not possible while recording
-                if self._logits is None:
-                    self._logits = torch.empty_like(logits)
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory, stream=stream):
-                self._logits[:size].copy_(self._compute(size))
-            self._graphs[size] = graph
+            self._graphs[size] = cuda.record_graph(partial(self._keep_logits, size), index, largest)
+            largest = largest or self._graphs[size]
             log.info("CUDA graph of %d sequences after %.1f s", size, time.monotonic() - started_s)
-        taken_mib = (free_bytes - torch.cuda.mem_get_info(self._device)[0]) / 2**20
-        log.info("%d CUDA graphs in %.1f s, %.0f MiB", len(self.sizes), time.monotonic() - started_s, taken_mib)
 
     def _step(self, size: int) -> ModelStep:
         """The step over the inputs of ``size``, which it reads when it runs."""
@@ -114,6 +100,12 @@ class DecodeGraphs:
         rows = self._inputs[(_HEADER - 1) * size : _HEADER * size]
         token_ids = torch.where(rows < 0, step.token_ids, self._last.index_select(0, rows.clamp_min(0)))
         return self._model.logits(self._model.forward(replace(step, token_ids=token_ids), self._pool))
+
+    def _keep_logits(self, size: int) -> None:
+        logits = self._compute(size)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits[:size].copy_(logits)
 
     def _load(self, seqs: Sequence[ScheduledSeq], size: int, last_rows: Mapping[str, int]) -> None:
         """Copy ``seqs`` and padding to the inputs of ``size``. ``last_rows`` are the rows of `PENDING` tokens."""

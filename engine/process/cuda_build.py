@@ -35,8 +35,8 @@ _COSTLY = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, seed=
 class Recorded(RecordedSteps, Protocol):
     """Steps that can be recorded."""
 
-    def capture(self) -> None:
-        """Record them."""
+    def capture(self, cuda: Cuda, index: int) -> None:
+        """Record them on GPU ``index``."""
         ...
 
 
@@ -122,7 +122,7 @@ class CudaBuild:
         if self._recordable(model):
             blocks = layout.blocks_for(max_model_len)
             graphs = self._parts.graphs(model, pool, attention, self._spec.max_num_seqs, blocks)
-            graphs.capture()
+            graphs.capture(self._cuda, self._index)
         runner = ModelRunner(model, attention, pool, graphs, self._cuda, self._parts.draw_rows)
         runner.warmup(min(self._spec.max_num_batched_tokens, max_model_len))
         runner.execute([ScheduledSeq("warmup", [0], 0, [0], True, _COSTLY)])  # compiles the sampler's kernel

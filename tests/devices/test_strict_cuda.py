@@ -75,16 +75,37 @@ def test_a_recording_must_not_be_disturbed() -> None:
     cuda = StrictGpus().process()
     cuda.init(0)
     event, data = cuda.record(0), cuda.zeros(8, 0)
-    with cuda.capturing(0):
-        for call in (
-            lambda: cuda.synchronize(0),
-            event.synchronize,
-            lambda: cuda.zeros(8, 0),
-            lambda: cuda.share(data),
-        ):
-            with pytest.raises(CudaMisuse, match="stream is capturing"):
-                call()
+    for call in (
+        lambda: cuda.synchronize(0),
+        event.synchronize,
+        lambda: cuda.zeros(8, 0),
+        lambda: cuda.share(data),
+        lambda: cuda.to_host([data], 0).wait(),
+        lambda: cuda.record_graph(lambda: None, 0),
+        lambda: data[0].item(),
+        data.nonzero,
+        lambda: data[data > 0],
+    ):
+        with pytest.raises(CudaMisuse, match="stream is capturing"):
+            cuda.record_graph(call, 0)
     cuda.synchronize(0)
+
+
+def test_a_graph_repeats_its_work_on_the_same_memory() -> None:
+    cuda = StrictGpus(num_gpus=2).process()
+    cuda.init(0)
+    source, sums = cuda.zeros(8, 0), cuda.zeros(8, 0)
+    order = torch.arange(7, -1, -1)
+    graph = cuda.record_graph(lambda: sums.copy_(source[order] + 1), 0)
+    source += 4
+    graph.replay()
+    assert sums.tolist() == [5] * 8
+    cuda.record_graph(lambda: None, 0, graph)
+    cuda.init(1)
+    with pytest.raises(CudaMisuse, match="replayed on GPU 0 while GPU 1 is the current one"):
+        graph.replay()
+    with pytest.raises(CudaMisuse, match="graphs of two GPUs"):
+        cuda.record_graph(lambda: None, 1, graph)
 
 
 def test_expandable_segments_cannot_be_shared() -> None:

@@ -85,7 +85,7 @@ def make_engine(
     folder: Path, device: torch.device, block_size: int, keep_quantized: bool = False, on_seam: bool = False
 ) -> tuple[ModelRunner, CountingGraphs]:
     """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU. ``on_seam``: it
-    copies results by `devices.cuda.Cuda`, of a stand-in if there is no GPU."""
+    copies results by `devices.cuda.Cuda`, and records graphs by it, of a stand-in if there is no GPU."""
     source = resolve_model(str(folder))
     shape = source.shape
     layout = KVLayout.uniform(
@@ -97,14 +97,12 @@ def make_engine(
     attention = CUDAAttention(pool, shape.num_heads, shape.attention_softcap)
     graphs = CountingGraphs(model, attention, pool, MAX_SEQS, layout.blocks_for(shape.max_position_embeddings))
     recordable = shape.experts is None or groups_natively(weights.norm.dtype, device)
-    if device.type == "cuda" and recordable:
-        graphs.capture()
+    cuda: Cuda = TorchCuda() if device.type == "cuda" else StrictGpus().process()
+    cuda.init(0)
+    if recordable and (on_seam or device.type == "cuda"):
+        graphs.capture(cuda, 0)
         assert not pool.tensor.any()
-    cuda: Cuda | None = None
-    if on_seam:
-        cuda = TorchCuda() if device.type == "cuda" else StrictGpus().process()
-        cuda.init(0)
-    return ModelRunner(model, attention, pool, graphs, cuda), graphs
+    return ModelRunner(model, attention, pool, graphs, cuda if on_seam else None), graphs
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -161,6 +159,7 @@ def test_tokens_of_steps_that_run_ahead(
     """Padded decode steps take the tokens that the step before has drawn on the device, and so do chunks' steps."""
     folder, prompts = case
     runner, graphs = make_engine(folder, device, BLOCK, on_seam=True)
+    assert sorted(graphs._graphs) == graphs.sizes
     outbox = Outbox()
     scheduler = Scheduler(SchedulerConfig(30, MAX_SEQS, 128, BLOCK, NUM_BLOCKS), MonotonicClock())
     core = EngineCore(scheduler, runner, MonotonicClock(), outbox, run_ahead=True)
