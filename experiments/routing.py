@@ -41,6 +41,7 @@ from pdserve.client.status import ServiceStatus
 from pdserve.core.config import RoutingPolicy
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.request import Mode
+from router.policies.nearest_link import NearestLink
 
 BASELINE = "round_robin"
 _CALIBRATION = "calibration"
@@ -55,7 +56,7 @@ class RoutingOptions(Options):
 
     model: str = Field("tiny", description="model of the services that are started (as model.path)")
     policies: tuple[str, ...] = Field(
-        get_args(RoutingPolicy),
+        tuple(name for name in get_args(RoutingPolicy) if name != NearestLink.name),  # all links are within a host
         description="policies to compare",
         json_schema_extra={"quick": [BASELINE, "least_tokens", "prefix_affinity", "kv_aware"]},
     )

@@ -38,7 +38,15 @@ CPU_TOKEN_BUDGET = 512
 _GPU_BUDGETS = {"prefill": 8192, "decode": 2048}
 
 RoutingPolicy = Literal[
-    "round_robin", "random", "least_tokens", "power_of_two", "prefix_affinity", "kv_aware", "session", "slo"
+    "round_robin",
+    "random",
+    "least_tokens",
+    "power_of_two",
+    "prefix_affinity",
+    "kv_aware",
+    "session",
+    "slo",
+    "nearest_link",
 ]
 """See `RouterConfig.policy`. `router.policies.catalogue` has a class for each."""
 

@@ -9,6 +9,7 @@ from pdserve.core.config import RouterConfig
 from pdserve.core.worker import Role
 from router.policies.kv_aware import KVAware
 from router.policies.least_tokens import LeastTokens
+from router.policies.nearest_link import NearestLink
 from router.policies.policy import Policy
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.prefix_affinity import PrefixAffinity
@@ -19,7 +20,7 @@ from router.policies.slo import Slo
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (RoundRobin, Random, LeastTokens, PowerOfTwo, PrefixAffinity, KVAware, Session, Slo)
+    for policy in (RoundRobin, Random, LeastTokens, PowerOfTwo, PrefixAffinity, KVAware, Session, Slo, NearestLink)
 }
 
 

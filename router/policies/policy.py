@@ -56,18 +56,24 @@ def least(
     equals = [worker for worker, its in zip(candidates, costs, strict=True) if its == lowest]
     if len(equals) == 1:
         return equals[0], ""
-    nearest, why = equals, ""
-    if source is not None:
-        near = [worker for worker in equals if worker.node == source.node]
-        if near and len(near) < len(equals):
-            nearest, why = near, f", on the host of {source.worker_id}"
-        fastest = _fastest(nearest, source)
-        if len(fastest) < len(nearest):
-            nearest, why = fastest, f"{why}, over the fastest link"
-    return min(nearest, key=_turn), why
+    best, why = (equals, "") if source is None else nearest(equals, source)
+    return min(best, key=_turn), why
 
 
-def _fastest(candidates: list[WorkerView], source: WorkerView) -> list[WorkerView]:
+def nearest(candidates: Sequence[WorkerView], source: WorkerView) -> tuple[Sequence[WorkerView], str]:
+    """The candidates on the host of ``source``, or all if there are none; of these the ones with the fastest links. And
+    words about what excluded others."""
+    near = [worker for worker in candidates if worker.node == source.node]
+    why = ""
+    if near and len(near) < len(candidates):
+        candidates, why = near, f", on the host of {source.worker_id}"
+    fastest = _fastest(candidates, source)
+    if len(fastest) < len(candidates):
+        candidates, why = fastest, f"{why}, over the fastest link"
+    return candidates, why
+
+
+def _fastest(candidates: Sequence[WorkerView], source: WorkerView) -> list[WorkerView]:
     """The candidates whose links are within `LINK_FACTOR` of the fastest one. A link without a measured rate is among
     them, so that it is measured."""
     rates = [source.linked[worker.worker_id] for worker in candidates]

@@ -14,6 +14,7 @@ from router.needs import Needs
 from router.policies.catalogue import POLICIES, Policies
 from router.policies.kv_aware import KVAware
 from router.policies.least_tokens import LeastTokens
+from router.policies.nearest_link import NearestLink
 from router.policies.policy import Policy
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.prefix_affinity import PrefixAffinity
@@ -253,6 +254,42 @@ LINKS: dict[str, tuple[list[WorkerView], str, str]] = {
 @pytest.mark.parametrize(("workers", "chosen", "why"), LINKS.values(), ids=LINKS)
 def test_equal_decode_workers_are_chosen_by_their_link(workers: list[WorkerView], chosen: str, why: str) -> None:
     worker, reason = LeastTokens(Role.DECODE).choose(workers, needs(), P0)
+    assert (worker.worker_id, reason) == (chosen, why)
+
+
+NEAREST: dict[str, tuple[list[WorkerView], WorkerView | None, str, str]] = {
+    "the host before the load": (
+        [worker("d0", 90), worker("d1", 80), worker("d2", node="b")],
+        P0,
+        "d1",
+        "80 outstanding tokens, the fewest of 2, on the host of p0",
+    ),
+    "the faster link before the load": (
+        [worker("d0", node="b"), worker("d2", 50, node="c")],
+        P0,
+        "d2",
+        "50 outstanding tokens, the fewest of 1, over the fastest link",
+    ),
+    "turns among equally near ones": (
+        [worker("d0", last_used=2), worker("d1", last_used=1)],
+        P0,
+        "d1",
+        "0 outstanding tokens, the fewest of 2",
+    ),
+    "the load if there is no source": (
+        [worker("d0", 9), worker("d1", 7, node="b")],
+        None,
+        "d1",
+        "7 outstanding tokens, the fewest of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("workers", "source", "chosen", "why"), NEAREST.values(), ids=NEAREST)
+def test_nearest_link_goes_by_load_only_among_near_workers(
+    workers: list[WorkerView], source: WorkerView | None, chosen: str, why: str
+) -> None:
+    worker, reason = NearestLink(Role.DECODE).choose(workers, needs(), source)
     assert (worker.worker_id, reason) == (chosen, why)
 
 

@@ -1,0 +1,25 @@
+"""The policy ``nearest_link``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.needs import Needs
+from router.policies.policy import Policy, least, nearest
+from router.worker_view import WorkerView
+
+
+class NearestLink(Policy):
+    """The decode worker on the prefill worker's host, else the one over the fastest link; among equally near ones the
+    one with the fewest outstanding tokens. Others are chosen when the near ones have no room. Without a source it
+    chooses as ``least_tokens`` does."""
+
+    name = "nearest_link"
+
+    def choose(
+        self, candidates: Sequence[WorkerView], needs: Needs, source: WorkerView | None = None
+    ) -> tuple[WorkerView, str]:
+        """See `Policy.choose`."""
+        close, link = (candidates, "") if source is None else nearest(candidates, source)
+        worker, _ = least(close, [worker.outstanding_tokens for worker in close])
+        return worker, f"{worker.outstanding_tokens} outstanding tokens, the fewest of {len(close)}{link}"
