@@ -47,6 +47,7 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # of other pings: while one is unanswered, none for keep-alive is sent
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),

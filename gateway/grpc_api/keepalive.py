@@ -22,6 +22,7 @@ def keepalive_options() -> list[tuple[str, int]]:
     return [
         ("grpc.keepalive_time_ms", _ms(PING_EVERY_S)),
         ("grpc.keepalive_timeout_ms", _ms(PING_TIMEOUT_S)),
+        ("grpc.http2.ping_timeout_ms", _ms(PING_TIMEOUT_S)),  # of gRPC's other pings, which keep these from being sent
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),  # any number
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(CLIENT_PINGS_EVERY_S - LATE_S)),

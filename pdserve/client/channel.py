@@ -39,9 +39,10 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A request may be silent for minutes: pings keep NATs and load balancers from forgetting its connection, and tell
-    # when the service is no longer there. The service permits one every 10 s (gateway/grpc_api/keepalive.py).
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    # within 20 s that the service no longer answers. It permits one every 10 s (gateway/grpc_api/keepalive.py).
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # of other pings: while one is unanswered, none for keep-alive is sent
     ("grpc.http2.max_pings_without_data", 0),  # any number
 ]
 

@@ -4,6 +4,7 @@ alone, which a client resumes at another one."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,22 @@ async def test_a_killed_gateway_costs_its_own_streams_alone_which_go_on_at_anoth
             assert [list(generation.token_ids) for generation in after] == [expected[:4]] * 4
         status = cluster.wait_idle(target=cluster.targets[1])
         assert leaked_blocks(status) == 0, "what the lost gateway had asked for has ended"
+
+
+async def test_a_gateway_that_stops_is_given_up_after_a_while(model: Path, settings: dict[str, Any]) -> None:
+    expected = greedy_tokens(model, PROMPT, TOKENS)
+    with local_cluster(settings, gateways=2) as cluster:
+        async with AsyncClient(cluster.targets) as client:
+            streams = [client.generate(PROMPT, max_tokens=TOKENS) for _ in range(2)]
+            await asyncio.gather(*(some_tokens(stream) for stream in streams))
+            cluster.kill("gateway", signal.SIGSTOP)
+            try:
+                generations = await asyncio.gather(*(stream.result() for stream in streams))
+            finally:
+                cluster.kill("gateway", signal.SIGCONT)
+            assert [list(generation.token_ids) for generation in generations] == [expected] * 2
+            assert [generation.resumes for generation in generations] == [1, 0]
+        assert leaked_blocks(cluster.wait_idle()) == 0, "the gateway that had stopped ends the stream that nobody reads"
 
 
 def test_the_blocking_client_resumes_too(model: Path, settings: dict[str, Any]) -> None:
