@@ -35,6 +35,15 @@ def end_processes(processes: Collection[psutil.Process], timeout_s: float) -> No
     psutil.wait_procs(alive, timeout=5.0)
 
 
+def end_children() -> None:
+    """End all descendants of this process by process id."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    end_processes(children, 3.0)
+
+
 def identify(process: psutil.Process) -> ProcessId:
     """The identity by which `find` finds a process."""
     return process.pid, process.create_time()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
@@ -24,7 +23,7 @@ from gateway.scaling_report import ScalingReport
 from gateway.security import security_of
 from ops.launch.dtype import hosts_of, service_dtype
 from ops.launch.gateway_actor import GatewayActor
-from ops.launch.leftovers import ProcessId, clear_leftovers, end_processes, identify
+from ops.launch.leftovers import ProcessId, clear_leftovers, identify
 from ops.launch.log_files import LogPart, ProcessPlace, locate, log_path, read_log
 from ops.launch.members import CHECK_EVERY_S, STOP_TIMEOUT_S, Member, Members, Report
 from ops.launch.plan import Bundle, Node, in_words, resolve_device, roles_of, worker_bundles
@@ -237,7 +236,6 @@ class Service:
         self._gateways, self._members = [], None
         self._session.stop()
         clear_leftovers("", self._processes)  # a Ray that was joined does not wait for them
-        end_children()
 
     def scale(self, wanted: Mapping[Role, int], drain_s: float, report: Report, oversubscribe: bool = False) -> Scaled:
         """Bring the service to ``wanted`` workers of each role; other roles stay as they are. Where one role shrinks
@@ -570,12 +568,3 @@ def _slot(worker: pb.WorkerStatus) -> tuple[str, str]:
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.worker_id for member in members)
-
-
-def end_children() -> None:
-    """End the remaining descendants of this process by process id."""
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
-    end_processes(children, 3.0)

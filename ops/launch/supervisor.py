@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ops.launch.discovery import prepare_environment
+from ops.launch.leftovers import end_children
 from ops.launch.shutdown import ServiceShutdown, StartCancelled
 from ops.launch.state import ServiceState, clear_dead_services, target_here
 from pdserve.core.config import PdserveConfig
@@ -156,6 +157,7 @@ class _Supervisor:
         finally:
             try:
                 self._service.stop()
+                end_children()
                 if self._shutdown.is_requested():
                     again = None
                 if again is None:

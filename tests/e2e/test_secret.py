@@ -163,7 +163,6 @@ def _holds(path: Path, needles: list[bytes]) -> bool:
     return any(needle in content for needle in needles)
 
 
-@pytest.mark.cluster
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_service_on_ray_shows_its_secret_nowhere() -> None:

@@ -10,9 +10,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ops.launch.leftovers import end_children
 from ops.launch.members import node_of, reserve_slot, wait_placed
 from ops.launch.ray_session import RaySession
-from ops.launch.service import end_children
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
