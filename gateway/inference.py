@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
 from gateway.quota import Permit
-from gateway.request_ids import RequestIds
+from gateway.request_ids import Claim, RequestIds
 from gateway.submission import Submission
 from gateway.tokenizer import Tokenizer
 from gateway.validation import (
@@ -56,6 +56,8 @@ class Arrival:
     deadline: Deadline
     traceparent: str = ""
     host: str = ""
+    claims: list[Claim] = field(default_factory=list)
+    """The request ids that it uses or has used."""
 
     def client(self, user: str) -> str:
         """Who takes turns with others in the queue: the bearer of the token. Where calls need none, the ``user`` whom
@@ -186,9 +188,16 @@ class Inference:
         except PdserveError as error:
             self._note_failure(error, arrival)
             raise
-        except (asyncio.CancelledError, ClientLeft):
-            for observer in self._observers:
-                observer.cancelled()
+        except asyncio.CancelledError:
+            # It may have reached the call anywhere, also while its face was writing.
+            taken_over = next((each for claim in arrival.claims if (each := claim.error())), None)
+            if taken_over is None:
+                self._note_cancelled()
+                raise
+            self._note_failure(taken_over, arrival)
+            raise taken_over from None
+        except ClientLeft:
+            self._note_cancelled()
             raise
         finally:
             self.in_progress -= 1
@@ -220,6 +229,7 @@ class Inference:
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
         claim = await self._ids.claim(submission, arrival.caller.name, arrival.deadline)
+        arrival.claims.append(claim)
         request_id = claim.request_id
         bind_request(request_id)
         try:
@@ -245,12 +255,13 @@ class Inference:
             async with aclosing(self._tokens(record, text, arrival)) as outputs:
                 async for output in outputs:
                     yield output
-        except asyncio.CancelledError:
-            claim.check_cancellation()
-            raise
         finally:
             self.running.pop(request_id, None)
             claim.end()
+
+    def _note_cancelled(self) -> None:
+        for observer in self._observers:
+            observer.cancelled()
 
     def _note_failure(self, error: PdserveError, arrival: Arrival | None) -> None:
         for observer in self._observers:

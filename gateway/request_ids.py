@@ -35,12 +35,18 @@ class Claim:
             self._task.cancel()
         await self._ended.wait()
 
-    def check_cancellation(self) -> None:
-        """Called when the call is cancelled: `DuplicateRequest` if a later one has taken it over."""
-        if self._taken_over and self._task is not None and self._task.uncancel() <= self._cancellations:
-            raise DuplicateRequest(
-                f"request_id: a later call has {self.request_id!r} and asks for the same; it gets the answer"
-            )
+    def error(self) -> DuplicateRequest | None:
+        """The error with which a cancelled call ends if it was cancelled because a later one has taken it over. Called
+        once, in the call's own task or in one that awaits it."""
+        task = asyncio.current_task()
+        if not self._taken_over or task is None:
+            return None
+        others = task.uncancel() > self._cancellations if task is self._task else task.cancelling() > 0
+        if others:  # have cancelled it, too
+            return None
+        return DuplicateRequest(
+            f"request_id: a later call has {self.request_id!r} and asks for the same; it gets the answer"
+        )
 
     def end(self) -> None:
         """Free the id."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -55,7 +55,7 @@ class InferenceServicer:
 
     async def Generate(self, data: bytes, context: Context) -> None:
         """Stream one `Token` message per token, then one `Completion`. Errors become statuses."""
-        has_begun = False
+        beginning: asyncio.Future[None] | None = None
         try:
             with self._inference.admission(
                 CALLER.get(), context.time_remaining(), _traceparent(context), _host(context)
@@ -68,22 +68,35 @@ class InferenceServicer:
                             response = pb.GenerateResponse(completion=completion_to_proto(output))
                         else:
                             response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
-                        has_begun = True
+                        writing: Awaitable[None] = context.write(response)
+                        if beginning is None:
+                            # Were it interrupted, gRPC would not know that the headers are sent, and could not end the
+                            # call.
+                            beginning = asyncio.ensure_future(writing)
+                            beginning.add_done_callback(lambda done: done.cancelled() or done.exception())
+                            writing = asyncio.shield(beginning)
                         # Bounded, because a client that stops reading blocks the write.
-                        await bound(context.write(response), "the client was reading the answer")
+                        await bound(writing, "the client was reading the answer")
             return
         except PdserveError as error:
             failure: Exception = error
         except Exception as error:
             log.exception("unexpected error in a request")
             failure = error
-        if not has_begun:
+        if beginning is None:
             await failure_of(failure).end(context)
-        sending = asyncio.create_task(failure_of(failure).end(context))
-        if await wait_awake(sending, SEND_FAILURE_S):
-            sending.result()
-        else:  # the client does not read
-            sending.cancel()
+        else:
+            sending = asyncio.create_task(_end(context, beginning, failure))
+            if await wait_awake(sending, SEND_FAILURE_S):
+                sending.result()
+            else:  # the client does not read
+                sending.cancel()
+
+
+async def _end(context: Context, beginning: asyncio.Future[None], failure: Exception) -> None:
+    """End a call after the first message, whose write has the result ``beginning``."""
+    await beginning
+    await failure_of(failure).end(context)
 
 
 def _host(context: Context) -> str:

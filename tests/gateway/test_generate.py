@@ -342,6 +342,8 @@ async def test_a_call_that_repeats_a_running_one_takes_it_over(start_service: St
     service.fleet["d0"].delay_s = {"decode": 0.05}
     answers = await asyncio.gather(*(service.generate(**fields) for _ in range(8)), return_exceptions=True)
     assert sum(isinstance(answer, tuple) for answer in answers) == 1
+    codes = [answer.code() for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+    assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * 7, "also those that were just writing their first token"
     await service.until(lambda: service.is_idle)
 
 
