@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Memory of a GPU in bytes: ``total`` is the device's, ``held`` what this process has allocated, and ``peak`` the
-    most that it had allocated since `Cuda.reset_peak`."""
+    """Memory of a GPU in bytes: ``total`` is the device's, ``free`` what no process has taken, ``held`` what this
+    process has allocated, and ``peak`` the most that it had allocated since `Cuda.reset_peak`."""
 
     total: int
+    free: int
     held: int
     peak: int
 

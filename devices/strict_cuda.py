@@ -119,7 +119,9 @@ class StrictHostCopy:
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch's operations while a graph is recorded: `CudaMisuse` for those that wait for their result."""
+    """torch's operations while a graph is recorded: `CudaMisuse` for those that wait for numbers. Copies to the host
+    (`tolist`, `cpu`) are no operations of tensors that are there already; `tests/engine/test_no_waits.py` looks for
+    them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _waits(func, args):
@@ -129,13 +131,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _waits(func: Any, args: Any) -> bool:
     """Whether an operation of torch needs numbers on the host: the result's, or for its shape."""
-    if func is torch.ops.aten.index.Tensor:  # by masks only
+    if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):  # by masks
         return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 class StrictGraph:
-    """``work``, which each `replay` does again: memory is that of the recording only if ``work`` keeps it."""
+    """``work``, which each `replay` does again: memory is that of the recording only if ``work`` keeps it. Unlike a
+    GPU, the recording computes, too."""
 
     def __init__(self, cuda: StrictCuda, work: Callable[[], object], index: int) -> None:
         self.cuda, self.index, self._work = cuda, index, work
@@ -197,7 +200,8 @@ class StrictCuda:
     def memory(self, index: int) -> MemoryFigures:
         self.use(index, "memory is read")
         held = self._held(index)
-        return MemoryFigures(self._gpus.total_bytes, held, max(held, self._peaks.get(index, 0)))
+        total = self._gpus.total_bytes
+        return MemoryFigures(total, total - held, held, max(held, self._peaks.get(index, 0)))
 
     def reset_peak(self, index: int) -> None:
         self.use(index, "the peak is reset", synchronises=True)

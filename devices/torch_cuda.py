@@ -45,6 +45,7 @@ class TorchCuda:
     def memory(self, index: int) -> MemoryFigures:
         return MemoryFigures(
             total=torch.cuda.get_device_properties(index).total_memory,
+            free=torch.cuda.mem_get_info(index)[0],
             held=torch.cuda.memory_allocated(index),
             peak=torch.cuda.max_memory_allocated(index),
         )

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.callers import Caller, Callers
 from gateway.output_text import OutputText
@@ -189,7 +189,7 @@ class Inference:
             self._note_failure(error, arrival)
             raise
         except asyncio.CancelledError:
-            # It may have reached the call anywhere, also while its face was writing.
+            # It may have reached the call anywhere, also while an answer was being written.
             taken_over = next((each for claim in arrival.claims if (each := claim.error())), None)
             if taken_over is None:
                 self._note_cancelled()
@@ -223,12 +223,13 @@ class Inference:
         return self._limits_for(Mode.AUTO)
 
     async def generate(
-        self, submission: Submission, arrival: Arrival
+        self, submission: Submission, arrival: Arrival, task: asyncio.Task[Any] | None = None
     ) -> AsyncGenerator[OutputToken | Completion, None]:
-        """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers.
+        """The tokens of a request, then its `Completion`. Closing the generator aborts the request on its workers. A
+        later call with its id cancels ``task`` (default: the one that iterates).
 
         Raises `InvalidRequest` naming the field, `CapacityExceeded`, and what `Router.generate` raises."""
-        claim = await self._ids.claim(submission, arrival.caller.name, arrival.deadline)
+        claim = await self._ids.claim(submission, arrival.caller.name, arrival.deadline, task)
         arrival.claims.append(claim)
         request_id = claim.request_id
         bind_request(request_id)

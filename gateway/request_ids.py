@@ -14,12 +14,14 @@ from router.request_record import Deadline
 class Claim:
     """The use of a request id by one call, until `end`."""
 
-    def __init__(self, request_id: str, caller: str, submission: Submission, ids: RequestIds) -> None:
+    def __init__(
+        self, request_id: str, caller: str, submission: Submission, ids: RequestIds, task: asyncio.Task[Any] | None
+    ) -> None:
         self.request_id = request_id
         self._caller = caller
         self._submission = submission
         self._ids = ids
-        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._task = task or asyncio.current_task()
         self._cancellations = 0 if self._task is None else self._task.cancelling()
         self._taken_over = False
         self._ended = asyncio.Event()
@@ -60,8 +62,11 @@ class RequestIds:
     def __init__(self) -> None:
         self.running: dict[str, Claim] = {}
 
-    async def claim(self, submission: Submission, caller: str, deadline: Deadline) -> Claim:
-        """Use the submission's id, or a new one if it has none.
+    async def claim(
+        self, submission: Submission, caller: str, deadline: Deadline, task: asyncio.Task[Any] | None = None
+    ) -> Claim:
+        """Use the submission's id, or a new one if it has none, until the claim ends. ``task`` answers the call
+        (default: the present one).
 
         If a call uses it that asks for the same on behalf of the same ``caller``, that call ends first: a client whose
         connection broke need not wait until the gateway has noticed. `DuplicateRequest` if it asks for something else.
@@ -73,5 +78,5 @@ class RequestIds:
                     f"request_id: {request_id!r} is in use by another request; choose another or leave it out"
                 )
             await deadline.bound(earlier.take_over(), "an earlier call with its request_id ended")
-        claim = self.running[request_id] = Claim(request_id, caller, submission, self)
+        claim = self.running[request_id] = Claim(request_id, caller, submission, self, task)
         return claim

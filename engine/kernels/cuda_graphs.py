@@ -80,12 +80,15 @@ class DecodeGraphs:
         """Record the graph of every size on GPU ``index``, with padding only, so that the KV pool does not change. All
         graphs share the memory of the largest, which is recorded first."""
         started_s = time.monotonic()
+        free_bytes = cuda.memory(index).free
         largest: Graph | None = None
         for size in reversed(self.sizes):
             self._load([], size, {})
             self._graphs[size] = cuda.record_graph(partial(self._keep_logits, size), index, largest)
             largest = largest or self._graphs[size]
             log.info("CUDA graph of %d sequences after %.1f s", size, time.monotonic() - started_s)
+        taken_mib = (free_bytes - cuda.memory(index).free) / 2**20
+        log.info("%d CUDA graphs in %.1f s, %.0f MiB", len(self.sizes), time.monotonic() - started_s, taken_mib)
 
     def _step(self, size: int) -> ModelStep:
         """The step over the inputs of ``size``, which it reads when it runs."""

@@ -70,8 +70,8 @@ class InferenceServicer:
                             response = pb.GenerateResponse(token=token_to_proto(output, self._inference.tokenizer))
                         writing: Awaitable[None] = context.write(response)
                         if beginning is None:
-                            # Were it interrupted, gRPC would not know that the headers are sent, and could not end the
-                            # call.
+                            # gRPC notes that the headers are sent only when this write ends. A call in which it was
+                            # interrupted cannot be ended.
                             beginning = asyncio.ensure_future(writing)
                             beginning.add_done_callback(lambda done: done.cancelled() or done.exception())
                             writing = asyncio.shield(beginning)
@@ -86,17 +86,12 @@ class InferenceServicer:
         if beginning is None:
             await failure_of(failure).end(context)
         else:
-            sending = asyncio.create_task(_end(context, beginning, failure))
+            await asyncio.wait({beginning})  # ends with the call if the client never reads
+            sending = asyncio.create_task(failure_of(failure).end(context))
             if await wait_awake(sending, SEND_FAILURE_S):
                 sending.result()
             else:  # the client does not read
                 sending.cancel()
-
-
-async def _end(context: Context, beginning: asyncio.Future[None], failure: Exception) -> None:
-    """End a call after the first message, whose write has the result ``beginning``."""
-    await beginning
-    await failure_of(failure).end(context)
 
 
 def _host(context: Context) -> str:

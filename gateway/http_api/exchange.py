@@ -113,12 +113,13 @@ class Exchange(Response):
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._begun = True
         typed = [(b"content-type", self.media_types[self._streams]), *headers, *self._own_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": typed})
+        self._begun = True
 
     async def _send_failure(self, failure: Failure) -> None:
         if not self._begun:
+            self._streams = False
             await self.send_json(failure.body, failure.status, failure.headers)
         elif self._streams:
             await self.send_event(failure.body)

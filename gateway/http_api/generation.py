@@ -123,9 +123,10 @@ class GenerationExchange(Exchange):
                     yield 0, output
             return
         merged: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(maxsize=2 * len(submissions))
+        answering = asyncio.current_task()
 
         async def run(index: int, submission: Submission) -> None:
-            async with aclosing(self._inference.generate(submission, arrival)) as outputs:
+            async with aclosing(self._inference.generate(submission, arrival, answering)) as outputs:
                 async for output in outputs:
                     await merged.put((index, output))
 

@@ -137,6 +137,9 @@ class GrpcLink(InboxLink):
                 await self._over.wait()
         except TimeoutError:
             self.cancel()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     def outgoing(self) -> Iterator[bytes]:
         """The frames to send until the link closes. A thread of gRPC iterates over them."""

@@ -37,6 +37,7 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", _MAX_FRAME_BYTES),
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", 2 * _KEEPALIVE_MS),  # of other pings, which keep these from being sent
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS),

@@ -65,11 +65,13 @@ class NixlLink(SocketLink):
     async def aclose(self) -> None:
         """Close the socket, stop reading, and remove the peer from the agent."""
         self._closed = True  # a reading task sees it, and releases the lock
-        async with self._reading:
-            if not self._released:
-                self._released = True
-                self._agent.remove_peer(self._peer.agent)
-        await super().aclose()
+        try:
+            async with self._reading:
+                if not self._released:
+                    self._released = True
+                    self._agent.remove_peer(self._peer.agent)
+        finally:
+            await super().aclose()
 
     def _refer(self, payload: Payload) -> Sequence[Region]:
         if len(payload.regions) <= MAX_REFERENCES:

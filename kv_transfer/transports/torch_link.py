@@ -178,12 +178,14 @@ class TorchDistLink(InboxLink):
             self._drop_groups()
             self._out.close()
             self._in.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()  # their errors keep this link
-        self.introduced()
-        self.on_closed(self)
+            for task in self._tasks:
+                task.cancel()
+            try:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+            finally:
+                self._tasks.clear()  # their errors keep this link
+                self.introduced()
+                self.on_closed(self)
 
     # --- tasks -------------------------------------------------------------------------------------------------------
 

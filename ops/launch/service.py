@@ -71,7 +71,7 @@ class RayLost(LaunchError):
 
 class Service:
     """A whole pdserve service on one Ray: `prepare`, then `start`, which returns when requests can be served. `stop`
-    leaves nothing behind."""
+    ends all of it."""
 
     def __init__(
         self, config: PdserveConfig, report: Report = lambda stage: None, note: Report = lambda text: None

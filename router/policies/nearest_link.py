@@ -10,9 +10,9 @@ from router.worker_view import WorkerView
 
 
 class NearestLink(Policy):
-    """The decode worker on the prefill worker's host, else the one over the fastest link; among equally near ones the
-    one with the fewest outstanding tokens. Others are chosen when the near ones have no room. Without a source it
-    chooses as ``least_tokens`` does."""
+    """Of the decode workers on the prefill worker's host, or of all if none is there, those with the fastest links; of
+    these the one with the fewest outstanding tokens. Others are chosen when the near ones have no room. Without a
+    source it chooses as ``least_tokens`` does."""
 
     name = "nearest_link"
 

@@ -61,8 +61,8 @@ def least(
 
 
 def nearest(candidates: Sequence[WorkerView], source: WorkerView) -> tuple[Sequence[WorkerView], str]:
-    """The candidates on the host of ``source``, or all if there are none; of these the ones with the fastest links. And
-    words about what excluded others."""
+    """The candidates on the host of ``source``, or all if there are none; of these the ones with the fastest links.
+    The second value says in words what excluded others."""
     near = [worker for worker in candidates if worker.node == source.node]
     why = ""
     if near and len(near) < len(candidates):

@@ -85,6 +85,7 @@ def test_a_recording_must_not_be_disturbed() -> None:
         lambda: data[0].item(),
         data.nonzero,
         lambda: data[data > 0],
+        lambda: data.__setitem__(data > 0, torch.ones(1, dtype=torch.uint8)),
     ):
         with pytest.raises(CudaMisuse, match="stream is capturing"):
             cuda.record_graph(call, 0)

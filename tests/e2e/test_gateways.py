@@ -85,12 +85,15 @@ async def test_a_gateway_that_stops_is_given_up_after_a_while(model: Path, setti
             streams = [client.generate(PROMPT, max_tokens=TOKENS) for _ in range(2)]
             await asyncio.gather(*(some_tokens(stream) for stream in streams))
             cluster.kill("gateway", signal.SIGSTOP)
+            stopped_s = time.monotonic()
             try:
                 generations = await asyncio.gather(*(stream.result() for stream in streams))
             finally:
                 cluster.kill("gateway", signal.SIGCONT)
             assert [list(generation.token_ids) for generation in generations] == [expected] * 2
             assert [generation.resumes for generation in generations] == [1, 0]
+            resumed_s = min(token.arrived_s for token in generations[0].tokens if token.arrived_s > stopped_s + 1)
+            assert resumed_s - stopped_s < 20.0 + RESUME_S / 2
         assert leaked_blocks(cluster.wait_idle()) == 0, "the gateway that had stopped ends the stream that nobody reads"
 
 

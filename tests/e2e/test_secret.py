@@ -163,6 +163,8 @@ def _holds(path: Path, needles: list[bytes]) -> bool:
     return any(needle in content for needle in needles)
 
 
+# Not among the tests of clusters, whose hosts are children of the tests' process: Ray ends the children of a process
+# that leaves it.
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_service_on_ray_shows_its_secret_nowhere() -> None:
