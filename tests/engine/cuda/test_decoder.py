@@ -82,10 +82,16 @@ class CountingGraphs(DecodeGraphs):
 
 
 def make_engine(
-    folder: Path, device: torch.device, block_size: int, keep_quantized: bool = False, on_seam: bool = False
+    folder: Path,
+    device: torch.device,
+    block_size: int,
+    keep_quantized: bool = False,
+    on_seam: bool = False,
+    recorded: bool = False,
 ) -> tuple[ModelRunner, CountingGraphs]:
-    """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU. ``on_seam``: it
-    copies results by `devices.cuda.Cuda`, and records graphs by it, of a stand-in if there is no GPU."""
+    """A float32 runner whose decodes go through padded steps, recorded as graphs if there is a GPU, or if they are to
+    be ``recorded``. ``on_seam``: it copies results by `devices.cuda.Cuda`. Without a GPU, a stand-in copies and
+    records."""
     source = resolve_model(str(folder))
     shape = source.shape
     layout = KVLayout.uniform(
@@ -99,7 +105,7 @@ def make_engine(
     recordable = shape.experts is None or groups_natively(weights.norm.dtype, device)
     cuda: Cuda = TorchCuda() if device.type == "cuda" else StrictGpus().process()
     cuda.init(0)
-    if recordable and (on_seam or device.type == "cuda"):
+    if recordable and (recorded or device.type == "cuda"):
         graphs.capture(cuda, 0)
         assert not pool.tensor.any()
     return ModelRunner(model, attention, pool, graphs, cuda if on_seam else None), graphs
@@ -159,7 +165,6 @@ def test_tokens_of_steps_that_run_ahead(
     """Padded decode steps take the tokens that the step before has drawn on the device, and so do chunks' steps."""
     folder, prompts = case
     runner, graphs = make_engine(folder, device, BLOCK, on_seam=True)
-    assert sorted(graphs._graphs) == graphs.sizes
     outbox = Outbox()
     scheduler = Scheduler(SchedulerConfig(30, MAX_SEQS, 128, BLOCK, NUM_BLOCKS), MonotonicClock())
     core = EngineCore(scheduler, runner, MonotonicClock(), outbox, run_ahead=True)
@@ -169,6 +174,16 @@ def test_tokens_of_steps_that_run_ahead(
         pass
     assert {name: [t.token_id for t in tokens] for name, tokens in outbox.tokens.items()} == expected
     assert 3 in graphs.batches
+
+
+def test_tokens_of_recorded_steps(device: torch.device, tmp_path: Path) -> None:
+    """Steps are recorded through the seam and replayed over other inputs."""
+    save_random(tmp_path, BASE, seed=7)
+    prompts = {str(n): torch.randint(0, BASE["vocab_size"], (n,)).tolist() for n in (1, 19)}
+    runner, graphs = make_engine(tmp_path, device, BLOCK, recorded=True)
+    assert sorted(graphs._graphs) == graphs.sizes
+    assert generate(runner, prompts, 4) == their_tokens(tmp_path, prompts, 4)
+    assert 2 in graphs.batches
 
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)

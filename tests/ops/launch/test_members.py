@@ -26,6 +26,7 @@ from pdserve.core.secret import ServiceSecret
 from pdserve.core.worker import Role
 from pdserve.pb import inference_pb2 as pb
 from tests.local_cluster import ROOT
+from tests.local_cluster import free_ports as claimed_ports
 
 NODES = {"p0": "", "p1": "a", "p2": "b", "p3": ""}
 ONE_HOST = [Node("a", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})]
@@ -134,7 +135,8 @@ def test_a_state_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_ports_of_several_gateways_follow_each_other() -> None:
-    first = free_ports("127.0.0.1", 0, 3)
+    assert free_ports("127.0.0.1", 0, 3) > 0
+    first = claimed_ports(3)  # which connections of other tests do not take
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first + 2))
         assert free_ports("127.0.0.1", first, 2) == first
