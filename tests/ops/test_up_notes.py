@@ -60,6 +60,7 @@ def status_of(port: int) -> ServiceStatus:
         return client.status()
 
 
+@pytest.mark.cluster
 @pytest.mark.ray
 def test_an_emulated_dtype_a_missing_tokenizer_and_claimed_cores(cli: Cli, folder: Path, ports: list[int]) -> None:
     """`up` and the status show all notes, and token ids are served."""
