@@ -120,8 +120,7 @@ class StrictHostCopy:
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """torch's operations while a graph is recorded: `CudaMisuse` for those that wait for numbers. Copies to the host
-    (`tolist`, `cpu`) are no operations of tensors that are there already; `tests/engine/test_no_waits.py` looks for
-    them."""
+    (`tolist`, `cpu`) are not noticed, because the tensors are there already."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _waits(func, args):

@@ -14,6 +14,7 @@ import grpc
 
 from kv_transfer.transports.grpc_tls import open_aio_channel
 from pdserve.core.errors import PdserveError
+from pdserve.core.grpc_pings import ping_options
 from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret, Unproven
 from pdserve.core.stream_proof import MEET, StreamDialler, StreamListener
@@ -44,10 +45,7 @@ Serve: TypeAlias = Callable[[AsyncIterator[bytes], Context], AsyncGenerator[byte
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # of other pings: while one is unanswered, none for keep-alive is sent
+    *ping_options(every_ms=5_000, timeout_ms=5_000, other_timeout_ms=10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),

@@ -86,7 +86,9 @@ class InferenceServicer:
         if beginning is None:
             await failure_of(failure).end(context)
         else:
-            await asyncio.wait({beginning})  # ends with the call if the client never reads
+            # If the client does not read, this ends when gRPC cancels this task: at the client's deadline, or when the
+            # connection ends.
+            await asyncio.wait({beginning})
             sending = asyncio.create_task(failure_of(failure).end(context))
             if await wait_awake(sending, SEND_FAILURE_S):
                 sending.result()

@@ -7,6 +7,8 @@ connection whose client pings more often than every five minutes."""
 
 from __future__ import annotations
 
+from pdserve.core.grpc_pings import ping_options
+
 PING_EVERY_S = 30.0
 """The server pings a connection that has been silent for this long."""
 PING_TIMEOUT_S = 20.0
@@ -20,11 +22,8 @@ LATE_S = 5.0
 def keepalive_options() -> list[tuple[str, int]]:
     """Options of the public server."""
     return [
-        ("grpc.keepalive_time_ms", _ms(PING_EVERY_S)),
-        ("grpc.keepalive_timeout_ms", _ms(PING_TIMEOUT_S)),
-        ("grpc.http2.ping_timeout_ms", _ms(PING_TIMEOUT_S)),  # of gRPC's other pings, which keep these from being sent
+        *ping_options(_ms(PING_EVERY_S), _ms(PING_TIMEOUT_S), other_timeout_ms=_ms(PING_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),  # any number
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(CLIENT_PINGS_EVERY_S - LATE_S)),
     ]
 

@@ -19,6 +19,7 @@ from kv_transfer.transports.grpc_tls import add_port, open_channel
 from kv_transfer.transports.threads import in_thread
 from pdserve.core.address import join_address
 from pdserve.core.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
+from pdserve.core.grpc_pings import ping_options
 from pdserve.core.handoff import KVEndpoint
 from pdserve.core.plane_tls import PlaneTls
 from pdserve.core.secret import ServiceSecret, Unproven
@@ -35,11 +36,8 @@ _MAX_FRAME_BYTES = FRAME_BYTES + MAX_HEADER_BYTES + 8  # with the lengths
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", _MAX_FRAME_BYTES),
     ("grpc.max_receive_message_length", _MAX_FRAME_BYTES),
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-    ("grpc.http2.ping_timeout_ms", 2 * _KEEPALIVE_MS),  # of other pings, which keep these from being sent
+    *ping_options(every_ms=_KEEPALIVE_MS, timeout_ms=_KEEPALIVE_MS, other_timeout_ms=2 * _KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
     ("grpc.use_local_subchannel_pool", 1),  # one connection per link

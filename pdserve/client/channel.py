@@ -21,6 +21,7 @@ from pdserve.core.errors import (
     Unauthenticated,
     from_wire,
 )
+from pdserve.core.grpc_pings import ping_options
 from pdserve.core.tls_files import read_certificates, read_key_pair
 
 CONNECT_TIMEOUT_S = 10.0
@@ -40,10 +41,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A request may be silent for minutes: pings keep NATs and load balancers from forgetting its connection, and tell
     # within 20 s that the service no longer answers. It permits one every 10 s (gateway/grpc_api/keepalive.py).
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # of other pings: while one is unanswered, none for keep-alive is sent
-    ("grpc.http2.max_pings_without_data", 0),  # any number
+    *ping_options(every_ms=10_000, timeout_ms=10_000, other_timeout_ms=10_000),
 ]
 
 _MAX_RETRY_AFTER_MS = 3_600_000.0
