@@ -68,7 +68,6 @@ class Service:
 
     gateway: Gateway
     channel: grpc.aio.Channel
-    registry: grpc.aio.Channel
     fleet: dict[str, FakeWorker]
     infos: dict[str, WorkerInfo] = field(default_factory=dict)
     connects: list[str] = field(default_factory=list)
@@ -115,13 +114,13 @@ class Service:
         return answer
 
     async def report(self, data: bytes) -> bytes:
-        """The gateway's answer to one message on the registry port, over a stream of its own."""
-        stream = await open_stream(self.registry, REGISTRY, SECRET, self.gateway.registry_address)
-        try:
+        """The gateway's answer to one message on the registry port, over a connection of its own: one connection bears
+        few streams, and those that have just been cancelled count."""
+        address = self.gateway.registry_address
+        async with stream_channel(address, MAX_BEAT_BYTES) as registry:
+            stream = await open_stream(registry, REGISTRY, SECRET, address)
             await stream.write(data)
             answer = await stream.read()
-        finally:
-            stream.cancel()
         assert isinstance(answer, bytes)
         return answer
 
@@ -182,7 +181,6 @@ StartService = Callable[..., Awaitable[Service]]
 @pytest.fixture
 async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
     started: list[Service] = []
-    registries: list[grpc.aio.Channel] = []
 
     async def start(*workers: str, folder: Path | None = model_folder, **settings: Any) -> Service:
         config = PdserveConfig.parse({"gateway": {"host": "127.0.0.1", "port": 0}, **settings})
@@ -203,8 +201,7 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
         )
         await gateway.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}")
-        registries.append(stream_channel(gateway.registry_address, MAX_BEAT_BYTES))
-        service = Service(gateway, channel, registries[-1], fleet)
+        service = Service(gateway, channel, fleet)
         started.append(service)
         if workers:
             await service.bring_up(*workers)
@@ -213,5 +210,3 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
     yield start
     for service in started:
         await service.stop()
-    for registry in registries:
-        await registry.close(None)

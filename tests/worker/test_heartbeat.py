@@ -243,10 +243,10 @@ async def test_a_worker_takes_the_role_of_the_latest_version(model: Path) -> Non
         first.role, first.version = Role.PREFILL, 2
         second.role, second.version = Role.DECODE, 1
         worker.beat_now()
-        for registry in (first, second):
-            beats = [await registry.next(), await registry.next()]
-            assert [beat.info.role for beat in beats] == [Role.DECODE, Role.PREFILL], "both are told at once"
-            assert {beat.info.epoch for beat in beats} == {epoch}
+        for registry in (first, second):  # both are told at once
+            while (beat := await registry.next()).info.role is not Role.PREFILL:
+                assert beat.info.role is Role.DECODE
+            assert beat.info.epoch == epoch
         second.version = 3
         worker.beat_now()
         while (await first.next()).info.role is not Role.DECODE:
