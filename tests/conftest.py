@@ -21,6 +21,9 @@ __all__ = ["certificates"]
 # Engines set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ray gives its workers the lowest priority but four. Beside the processes of this suite they would hardly start.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # The same examples every time: what fails here fails again. `--hypothesis-profile explore` draws others.
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("explore", max_examples=1_000)

@@ -83,9 +83,10 @@ class FakeWorker:
     """Satisfies `router.handles.WorkerHandle`. Workers that share a ``fleet`` hand requests over to each other.
 
     ``delay_s`` and ``failures`` are keyed by point: ``room``, ``prefill``, ``decode`` and ``run`` come before the
-    first token there, ``decode_more`` and ``run_more`` before each later one. ``hangs`` are points never passed.
-    ``held`` names the requests on it, ``aborted`` those it was told to drop, ``requests`` all it was sent. It finds
-    ``cached_tokens`` of every prompt in its cache. ``change_output`` has the last word on each output.
+    first token there, ``decode_more`` and ``run_more`` before each later one. ``hangs`` are points never passed,
+    ``stuck`` those of them that a request has reached. ``held`` names the requests on it, ``aborted`` those it was told
+    to drop, ``requests`` all it was sent. It finds ``cached_tokens`` of every prompt in its cache. ``change_output``
+    has the last word on each output.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class FakeWorker:
         self.delay_s: dict[Point, float] = {}
         self.failures: dict[Point, deque[PdserveError]] = {}
         self.hangs: set[Point] = set()
+        self.stuck: set[Point] = set()
         self.held: dict[str, _Held] = {}
         self.aborted: list[str] = []
         self.requests: list[tuple[Call, Request]] = []
@@ -322,6 +324,7 @@ class FakeWorker:
         if self.delay_s.get(point):
             await self._live(asyncio.sleep(self.delay_s[point]))
         if point in self.hangs:
+            self.stuck.add(point)
             await self._live(asyncio.Event().wait())
         if self.failures.get(point):
             raise self.failures[point].popleft()

@@ -36,7 +36,8 @@ async def settle() -> None:
     """Wait a number of turns of the event loop, in which all pending work of this process is done."""
     for _ in range(100):
         await asyncio.sleep(0)
-    await asyncio.sleep(0.03)
+    for _ in range(10):  # several waits, as this process may be stopped during one
+        await asyncio.sleep(0.003)
 
 
 async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> grpc.aio.AioRpcError:

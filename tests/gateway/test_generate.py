@@ -324,8 +324,7 @@ async def test_a_call_that_repeats_a_running_one_takes_it_over(start_service: St
         "sampling": pb.Sampling(max_tokens=4, temperature=1.0),
     }
     first = service.stub.Generate(pb.GenerateRequest(**fields), timeout=60)
-    await service.until(lambda: service.fleet["d0"].requests)
-    await asyncio.sleep(0.05)
+    await service.until(lambda: service.fleet["d0"].stuck)
     service.fleet["d0"].hangs = set()
     tokens, completion = await service.generate(**fields)
     assert [token.token_id for token in tokens] == [6, 7, 8, 9]

@@ -30,7 +30,8 @@ async def settle() -> None:
     """Wait a number of turns of the event loop, in which all pending work of this process is done."""
     for _ in range(100):
         await asyncio.sleep(0)
-    await asyncio.sleep(0.03)
+    for _ in range(10):  # several waits, as this process may be stopped during one
+        await asyncio.sleep(0.003)
 
 
 async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> grpc.aio.AioRpcError:
@@ -259,7 +260,7 @@ async def test_a_retiring_worker_finishes_first(start_service: StartService) -> 
     }  # fmt: skip
     gate = service.fleet["d0"].hangs = {"decode"}
     running = asyncio.create_task(service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=3)))
-    await service.until(lambda: service.fleet["d0"].held)
+    await service.until(lambda: service.fleet["d0"].stuck)
     retiring = asyncio.create_task(retire(service, ["d0"], 5.0))
     await service.until(lambda: next(w for w in service.gateway.registry.workers if w.worker_id == "d0").retiring)
     await service.generate(token_ids=PROMPT, sampling=pb.Sampling(max_tokens=2))

@@ -76,21 +76,18 @@ async def test_the_queue_is_bounded_by_tokens_too(make_cluster: MakeCluster) -> 
     cluster = make_cluster(prefill_backlog_tokens=1, max_queue_tokens=20)
     cluster.fleet["p0"].hangs = {"prefill"}
     tasks = start(cluster, 3)  # of 5 + 4 tokens; one runs
-    await asyncio.sleep(0.01)
-    assert cluster.router.queued == 2
+    await cluster.until(lambda: cluster.router.queued == 2)
     cluster.router.arrived(0)  # of how many tokens is not known yet
     with pytest.raises(CapacityExceeded, match=r"have 18 tokens, and at most 20 may wait \(router.max_queue_tokens\)"):
         await cluster.tokens(cluster.record())
     tasks += start(cluster, 1, prompt=(1,), max_tokens=1, first=7)
-    await asyncio.sleep(0.01)
-    assert cluster.router.queued == 3
+    await cluster.until(lambda: cluster.router.queued == 3)
     with pytest.raises(CapacityExceeded, match="have 20 tokens"):
         cluster.router.arrived(0)
     await finish(tasks)
     # A request that is larger than the bound waits if it is the only one.
     tasks = start(cluster, 1) + start(cluster, 1, prompt=tuple(range(40)), first=1)
-    await asyncio.sleep(0.01)
-    assert cluster.router.queued == 1
+    await cluster.until(lambda: cluster.router.queued == 1)
     await finish(tasks)
     cluster.check_idle()
 
@@ -111,24 +108,22 @@ async def test_the_refusal_says_when_to_come_back(make_cluster: MakeCluster) -> 
     cluster.check_idle()
 
 
-async def test_a_worker_gets_no_more_requests_than_it_computes_at_a_time(make_cluster: MakeCluster) -> None:
+@pytest.mark.parametrize("mode", [Mode.PD, Mode.COLOCATED])
+async def test_a_worker_gets_no_more_requests_than_it_computes_at_a_time(make_cluster: MakeCluster, mode: Mode) -> None:
     """And a quarter more, to replace those that end. The others wait here, where the queue is bounded."""
-    for mode in (Mode.PD, Mode.COLOCATED):
-        cluster = make_cluster(max_queue=3)
-        for worker in cluster.registry.workers:
-            worker.info = replace(worker.info, max_num_seqs=4)
-        cluster.registry.lost("p0" if mode is Mode.COLOCATED else "none")
-        cluster.fleet["d0"].hangs = {"decode", "run"}
-        tasks = start(cluster, 8, mode=mode)
-        await asyncio.sleep(0.01)
-        assert (cluster.router.running, cluster.router.queued) == (5, 3)
-        with pytest.raises(CapacityExceeded, match="3 requests are waiting"):
-            await cluster.tokens(cluster.record(mode=mode))
-        decision = place(Needs(mode, 5, 4), cluster.registry.view())
-        assert isinstance(decision, Wait)
-        assert decision.reason.endswith("d0 has 5 requests, the fewest of 1 (engine.max_num_seqs: 4)")
-        tasks[0].cancel()
-        await asyncio.sleep(0.01)
-        assert (cluster.router.running, cluster.router.queued) == (5, 2)
-        await finish(tasks)
-        cluster.check_idle()
+    cluster = make_cluster(max_queue=3)
+    for worker in cluster.registry.workers:
+        worker.info = replace(worker.info, max_num_seqs=4)
+    cluster.registry.lost("p0" if mode is Mode.COLOCATED else "none")
+    cluster.fleet["d0"].hangs = {"decode", "run"}
+    tasks = start(cluster, 8, mode=mode)
+    await cluster.until(lambda: (cluster.router.running, cluster.router.queued) == (5, 3))
+    with pytest.raises(CapacityExceeded, match="3 requests are waiting"):
+        await cluster.tokens(cluster.record(mode=mode))
+    decision = place(Needs(mode, 5, 4), cluster.registry.view())
+    assert isinstance(decision, Wait)
+    assert decision.reason.endswith("d0 has 5 requests, the fewest of 1 (engine.max_num_seqs: 4)")
+    tasks[0].cancel()
+    await cluster.until(lambda: (cluster.router.running, cluster.router.queued) == (5, 2))
+    await finish(tasks)
+    cluster.check_idle()

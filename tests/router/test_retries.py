@@ -145,6 +145,7 @@ async def test_colocated_goes_on_elsewhere(make_cluster: MakeCluster, point: Poi
     cluster.registry.begin("p0", 1).end()
     record = cluster.record(mode=Mode.COLOCATED)
     task = asyncio.create_task(cluster.tokens(record))
+    await cluster.until(lambda: record.attempts == 2 and record.status is RequestStatus.QUEUED)
     await asyncio.sleep(0.02)
     assert record.status is RequestStatus.QUEUED, "both are suspect, so the retry waits for a sign of life"
     cluster.beat("p0")
@@ -386,10 +387,9 @@ async def test_a_dying_decode_worker_ends_a_prefill_that_has_no_use_any_more(mak
     cluster = make_cluster(prefill=1, decode=2)
     cluster.fleet["p0"].delay_s = {"prefill": 0.2}
     task = asyncio.create_task(cluster.tokens(cluster.record()))
-    await asyncio.sleep(0.03)
+    await cluster.until(lambda: bool(cluster.fleet["p0"].requests))
     cluster.fleet["d0"].crash()
-    await asyncio.sleep(0.03)
-    assert cluster.aborted("p0") == ["r"]
+    await cluster.until(lambda: cluster.aborted("p0") == ["r"])
     assert await task == ALL
     cluster.check_idle()
 

@@ -195,8 +195,7 @@ async def test_auto_runs_where_a_worker_is_left(make_cluster: MakeCluster, lost:
     cluster = make_cluster(patience_s=5.0, prefill_backlog_tokens=1)
     cluster.fleet["p0"].hangs = {"prefill"}
     first, queued = (asyncio.create_task(cluster.tokens(cluster.record(name=n, mode=Mode.AUTO))) for n in "ab")
-    await asyncio.sleep(0.01)
-    assert cluster.router.queued == 1
+    await cluster.until(lambda: cluster.router.queued == 1 and bool(cluster.fleet["p0"].stuck))
     cluster.fleet["p0"].hangs.clear()
     cluster.fleet[lost].crash()
     cluster.registry.lost(lost)
@@ -209,8 +208,7 @@ async def test_a_service_that_was_ready_waits_for_its_workers(make_cluster: Make
     cluster = make_cluster(patience_s=5.0)
     cluster.registry.lost("p0")
     waiting = asyncio.create_task(cluster.tokens(cluster.record()))
-    await asyncio.sleep(0.01)
-    assert cluster.router.queued == 1
+    await cluster.until(lambda: cluster.router.queued == 1)
     cluster.registry.add(cluster.fleet["p0"])
     cluster.beat("p0", fake_links("d0"))
     assert await waiting == [6, 7, 8, 9]
@@ -259,8 +257,7 @@ async def test_nothing_ready_is_said_at_once_even_to_those_in_the_queue(make_clu
     cluster.fleet["p0"].hangs = {"prefill"}
     running = asyncio.create_task(cluster.tokens(cluster.record(name="a")))
     queued = asyncio.create_task(cluster.tokens(cluster.record(name="b")))
-    await asyncio.sleep(0.01)
-    assert (cluster.router.running, cluster.router.queued) == (1, 1)
+    await cluster.until(lambda: (cluster.router.running, cluster.router.queued) == (1, 1))
     cluster.registry.lost("p0")
     with pytest.raises(NotReady, match="no prefill worker"):
         await queued
@@ -283,9 +280,8 @@ async def test_a_prefill_worker_takes_prompts_up_to_its_backlog(make_cluster: Ma
     cluster = make_cluster(prefill_backlog_tokens=6)
     cluster.fleet["p0"].hangs = {"prefill"}
     tasks = [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(4)]
-    await asyncio.sleep(0.01)
+    await cluster.until(lambda: cluster.router.queued == 2 and bool(cluster.fleet["p0"].stuck))
     assert len(cluster.fleet["p0"].requests) == 2, "5 tokens are below 6, 10 are not"
-    assert cluster.router.queued == 2
     for task in reversed(tasks):
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -296,7 +292,7 @@ async def test_a_full_queue_refuses(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(prefill_backlog_tokens=1, max_queue=2)
     cluster.fleet["p0"].hangs = {"prefill"}
     tasks = [asyncio.create_task(cluster.tokens(cluster.record(name=f"r{i}"))) for i in range(3)]
-    await asyncio.sleep(0.01)
+    await cluster.until(lambda: cluster.router.queued == 2)
     refused = cluster.record()
     with pytest.raises(CapacityExceeded, match=r"2 requests are waiting \(router.max_queue\)"):
         await cluster.tokens(refused)
@@ -347,7 +343,7 @@ async def test_cancelling_aborts_on_both_workers(make_cluster: MakeCluster, work
     cluster.fleet[worker].hangs = {point}  # type: ignore[arg-type]
     record = cluster.record()
     task = asyncio.create_task(cluster.tokens(record))
-    await asyncio.sleep(0.02)
+    await cluster.until(lambda: bool(cluster.fleet[worker].stuck))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -362,15 +358,14 @@ async def test_a_second_cancellation_leaves_nothing_on_workers(make_cluster: Mak
         worker.hangs = {"prefill"}
         worker.delay_s["abort"] = 0.03
     task = asyncio.create_task(cluster.tokens(cluster.record()))
-    await asyncio.sleep(0.02)
+    await cluster.until(lambda: bool(cluster.fleet["p0"].stuck))
     for _ in range(2):
         task.cancel()
         await asyncio.sleep(0.01)
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.sleep(0.06)
+    await cluster.until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
     assert cluster.aborted("d0") == cluster.aborted("p0") == ["r"]
-    assert asyncio.all_tasks() == {asyncio.current_task()}
     cluster.check_idle()
 
 

@@ -135,7 +135,7 @@ async def test_a_call_that_repeats_a_running_one_takes_it_over(http: Http) -> No
     http.service.fleet["d0"].hangs.add("decode_step")
     body = {"prompt": [60], "max_tokens": 4, "request_id": "one", "ignore_eos": True}
     first = asyncio.create_task(http.post(PATH, **body))
-    await http.service.until(lambda: http.service.gateway.router.running == 1)
+    await http.service.until(lambda: http.service.fleet["d0"].stuck)
     http.service.fleet["d0"].hangs.clear()
     assert (await http.post(PATH, **body)).status_code == 200
     answer = await first
