@@ -360,7 +360,7 @@ async def test_given_up_while_connecting(leave: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = f"127.0.0.1:{listener.getsockname()[1]}"
         client = Client(target)
-        stream = client.generate("x", timeout_s=1.0)
+        stream = client.generate("x", timeout_s=60.0)
         reading = asyncio.create_task(asyncio.to_thread(stream.result))
         await asyncio.sleep(0.1)
         if leave == "close":
@@ -371,7 +371,7 @@ async def test_given_up_while_connecting(leave: str) -> None:
             await reading
         client.close()
         async_client = AsyncClient(target)
-        async_stream = async_client.generate("x", timeout_s=1.0)
+        async_stream = async_client.generate("x", timeout_s=60.0)
         reading = asyncio.create_task(async_stream.result())
         await asyncio.sleep(0.1)
         if leave == "close":
