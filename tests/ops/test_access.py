@@ -61,8 +61,9 @@ def test_an_experiment_has_them_and_keeps_no_token(
     secure: ScriptedService, certificates: Certificates, pdserve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PDSERVE_TOKEN", "the-token")
-    options = ("--quick", "--prompt-lens", "16", "--pairs", "1", "--output", str(tmp_path))
-    ran = pdserve("experiment", "added-ttft", *options, "--target", secure.target, "--ca", str(certificates.ca))
+    options = ("--prompt-lens", "16", "--pairs", "1", "--rates", "4", "--duration-s", "1", "--rounds", "2")
+    where = ("--output", str(tmp_path), "--target", secure.target, "--ca", str(certificates.ca))
+    ran = pdserve("experiment", "added-ttft", *options, *where)
     assert "Bearer the-token" in secure.servicer.authorizations, ran.err
     assert set(secure.servicer.authorizations) == {"Bearer the-token"}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
