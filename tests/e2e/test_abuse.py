@@ -170,11 +170,11 @@ def test_a_client_that_reads_late_gets_everything(expected: tuple[int, ...]) -> 
         with small_window(cluster.target) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             asked = pb.Sampling(max_tokens=1900, ignore_eos=True, logprobs=20, temperature=1.0, seed=7)
-            call = stub.Generate(pb.GenerateRequest(text=PROMPT, sampling=asked), timeout=100)
+            call = stub.Generate(pb.GenerateRequest(text=PROMPT, sampling=asked), timeout=250)
             tokens = [next(call).token.token_id]
             started_s = time.monotonic()
             while _load(client.status()):
-                assert time.monotonic() - started_s < 60, client.status()
+                assert time.monotonic() - started_s < 120, client.status()
                 time.sleep(0.05)
             messages = list(call)
             tokens += [message.token.token_id for message in messages[:-1]]

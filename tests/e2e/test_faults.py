@@ -228,12 +228,12 @@ def test_a_peer_with_other_end_ids_is_told_so(model: Path, tmp_path: Path) -> No
         cluster.kill("decode-0")
         cluster.start_worker(Role.DECODE, 0, model={"path": str(other), "dtype": "float32"})
         with Client(cluster.target) as client:
-            deadline_s = time.monotonic() + 30
+            deadline_s = time.monotonic() + 90
             while True:
                 begin_s = time.monotonic()
                 with pytest.raises((NotReady, LayoutMismatch)) as caught:
-                    client.generate(PROMPT, max_tokens=3, mode="pd", timeout_s=30).result()
-                assert time.monotonic() - begin_s < 10
+                    client.generate(PROMPT, max_tokens=3, mode="pd", timeout_s=120).result()
+                assert time.monotonic() - begin_s < 40, "long before its deadline"
                 if isinstance(caught.value, LayoutMismatch):
                     break
                 assert time.monotonic() < deadline_s, caught.value

@@ -155,6 +155,12 @@ def test_a_run_against_a_service(tmp_path: Path) -> None:
     assert "azure-code" in outcome.summary["workload"]
     rows = folder.load().rows_of("1P1D/rate-2")
     assert {row.mode for row in rows if row.arm == "colocated"} == {"colocated"}
-    lengths = {arm: [(r.repeat, r.index, r.prompt_tokens) for r in rows if r.arm == arm] for arm in ("pd", "colocated")}
-    assert sorted(lengths["pd"]) == sorted(lengths["colocated"])
+    lengths = {
+        arm: {(row.repeat, row.index): row.prompt_tokens for row in rows if row.arm == arm}
+        for arm in ("pd", "colocated")
+    }
+    # On a busy machine, the last requests of a load may not be sent.
+    both = lengths["pd"].keys() & lengths["colocated"].keys()
+    assert {repeat for repeat, _ in both} == {0, 1}
+    assert all(lengths["pd"][each] == lengths["colocated"][each] for each in both)
     assert redraw(Goodput(options), folder) == outcome.summary
