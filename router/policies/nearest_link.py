@@ -21,5 +21,7 @@ class NearestLink(Policy):
     ) -> tuple[WorkerView, str]:
         """See `Policy.choose`."""
         close, link = (candidates, "") if source is None else nearest(candidates, source)
+        if link and len(close) == 1:
+            return close[0], f"the only one{link.removeprefix(',')}"
         worker, _ = least(close, [worker.outstanding_tokens for worker in close])
         return worker, f"{worker.outstanding_tokens} outstanding tokens, the fewest of {len(close)}{link}"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,6 +74,7 @@ class Service:
     connects: list[str] = field(default_factory=list)
     links: dict[FakeWorker, LinkKeeper] = field(default_factory=dict)
     beats: set[asyncio.Task[BeatAnswer]] = field(default_factory=set)
+    turns: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     @property
     def stub(self) -> Any:
@@ -104,14 +106,15 @@ class Service:
     async def beat(self, worker_id: str, blocks: BlockUpdate | None = None, **changes: Any) -> BeatAnswer:
         """One heartbeat, and the links that its answer wants. When they are there, or the gateway asks for it, another
         follows at once."""
-        info = replace(self.infos[worker_id], **changes)
-        links = self.links[self.fleet[worker_id]] if worker_id in self.fleet else None
-        load = WorkerLoad(free_blocks=info.num_blocks)
-        beat = Beat(info, load, [] if links is None else links.states(), blocks)
-        answer = BEAT_ANSWERS.decode(await self.report(encode(beat)))
-        if links is not None:
-            links.want("", answer.peers)
-        return answer
+        async with self.turns[worker_id]:  # as over a worker's one stream: an older beat never comes after a newer one
+            info = replace(self.infos[worker_id], **changes)
+            links = self.links[self.fleet[worker_id]] if worker_id in self.fleet else None
+            load = WorkerLoad(free_blocks=info.num_blocks)
+            beat = Beat(info, load, [] if links is None else links.states(), blocks)
+            answer = BEAT_ANSWERS.decode(await self.report(encode(beat)))
+            if links is not None:
+                links.want("", answer.peers)
+            return answer
 
     async def report(self, data: bytes) -> bytes:
         """The gateway's answer to one message on the registry port, over a connection of its own: one connection bears

@@ -268,7 +268,7 @@ NEAREST: dict[str, tuple[list[WorkerView], WorkerView | None, str, str]] = {
         [worker("d0", node="b"), worker("d2", 50, node="c")],
         P0,
         "d2",
-        "50 outstanding tokens, the fewest of 1, over the fastest link",
+        "the only one over the fastest link",
     ),
     "turns among equally near ones": (
         [worker("d0", last_used=2), worker("d1", last_used=1)],
