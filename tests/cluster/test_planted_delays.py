@@ -24,6 +24,7 @@ pytestmark = pytest.mark.cluster
 DELAY_MS = 20.0
 WITHIN_MS = 2.0
 REQUESTS = 15
+ROUNDS = 6
 AHEAD_S = {"prefill-0": 7_000, "decode-0": 50_000}
 Stages = dict[Figure, dict[str, float]]
 
@@ -75,7 +76,11 @@ def plain() -> Stages:
     if problem := hosts.missing() or time_namespaces_problem():
         pytest.skip(problem)
     with service(None) as client:
-        return medians_ms(client)
+        several = [medians_ms(client) for _ in range(ROUNDS)]  # another process may disturb some of them
+    return {
+        figure: {stage: min((each[figure][stage] for each in several), key=abs) for stage in several[0][figure]}
+        for figure in Figure
+    }
 
 
 @pytest.mark.parametrize("stage", sorted(delays.STAGES))
