@@ -21,7 +21,8 @@ __all__ = ["certificates"]
 # Engines set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Ray gives its workers the lowest priority but four. Beside the processes of this suite they would hardly start.
+# Ray starts its workers with niceness 15. Beside this suite's own processes, they got too little CPU time to be ready
+# within their time limit.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # The same examples every time: what fails here fails again. `--hypothesis-profile explore` draws others.

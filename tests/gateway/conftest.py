@@ -27,6 +27,7 @@ from worker.authentication import REGISTRY, open_stream, stream_channel
 from worker.links import LinkKeeper
 from worker.messages import BEAT_ANSWERS, MAX_BEAT_BYTES, Beat, BeatAnswer, encode
 
+PROMPT = pb.TokenIds(ids=[1, 2, 3])
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
     "a b c d",
@@ -176,6 +177,21 @@ class Service:
         for worker in self.gateway.registry.workers:
             assert (worker.outstanding_tokens, worker.outstanding_requests, worker.prompt_tokens) == (0, 0, 0)
         assert all(not worker.held for worker in self.fleet.values())
+
+
+async def settle() -> None:
+    """Wait a number of turns of the event loop, in which all pending work of this process is done."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+    for _ in range(10):  # several waits, as this process may be stopped during one
+        await asyncio.sleep(0.003)
+
+
+async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> grpc.aio.AioRpcError:
+    """The error that ends a request with `PROMPT`."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.generate(token_ids=PROMPT, mode=mode)
+    return caught.value
 
 
 StartService = Callable[..., Awaitable[Service]]

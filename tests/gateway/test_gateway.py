@@ -17,33 +17,18 @@ from pdserve.core.config import PdserveConfig
 from pdserve.core.errors import LaunchError, NotReady
 from pdserve.pb import inference_pb2 as pb
 from router.cost_model import MIN_SAMPLES
+from tests.gateway.conftest import PROMPT, call_error, settle
 from tests.loopback import SECRET
 
 if TYPE_CHECKING:
     from tests.fake_worker import FakeWorker
     from tests.gateway.conftest import Service, StartService
 
-PROMPT = pb.TokenIds(ids=[1, 2, 3])
-
 
 async def health_of(service: Service, name: str = "") -> str:
     stub = health_pb2_grpc.HealthStub(service.channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-
-
-async def settle() -> None:
-    """Wait a number of turns of the event loop, in which all pending work of this process is done."""
-    for _ in range(100):
-        await asyncio.sleep(0)
-    for _ in range(10):  # several waits, as this process may be stopped during one
-        await asyncio.sleep(0.003)
-
-
-async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.generate(token_ids=PROMPT, mode=mode)
-    return caught.value
 
 
 async def test_health_follows_the_first_pair_and_its_loss(start_service: StartService) -> None:

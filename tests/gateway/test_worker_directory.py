@@ -17,27 +17,13 @@ from pdserve.core.prefix_digests import PrefixDigests
 from pdserve.core.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.pb import inference_pb2 as pb
 from tests.fake_worker import FakeWorker, fake_info
+from tests.gateway.conftest import PROMPT, call_error, settle
 from worker.messages import Beat, BeatAnswer, encode
 
 if TYPE_CHECKING:
     from tests.gateway.conftest import Service, StartService
 
-PROMPT = pb.TokenIds(ids=[1, 2, 3])
 OTHER_LAYOUT = KVLayout.uniform("fake", "bfloat16", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
-
-
-async def settle() -> None:
-    """Wait a number of turns of the event loop, in which all pending work of this process is done."""
-    for _ in range(100):
-        await asyncio.sleep(0)
-    for _ in range(10):  # several waits, as this process may be stopped during one
-        await asyncio.sleep(0.003)
-
-
-async def call_error(service: Service, mode: pb.Mode.ValueType = pb.MODE_PD) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.generate(token_ids=PROMPT, mode=mode)
-    return caught.value
 
 
 async def retire(service: Service, worker_ids: list[str], drain_s: float) -> None:
